@@ -114,8 +114,9 @@ class Settings:
     """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
     """``MINDX_LOG_LEVEL``: level of the package's own logger."""
-    zygote: bool = True
-    """``MINDX_ZYGOTE``: 1 lets the agent fork restarted workers, 0 has it start fresh interpreters."""
+    zygote: str = "1"
+    """``MINDX_ZYGOTE``: 1 lets the agent fork restarted workers, ``first`` those of the first attempt as well, 0 has it
+    start fresh interpreters."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -130,8 +131,8 @@ class Settings:
         if unmanaged not in ("error", "warn"):
             raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
         zygote = env.get("MINDX_ZYGOTE", "").strip() or "1"
-        if zygote not in ("0", "1"):
-            raise UsageError(f"environment variable MINDX_ZYGOTE={zygote!r}: give 1, 0 or nothing")
+        if zygote not in ("0", "1", "first"):
+            raise UsageError(f"environment variable MINDX_ZYGOTE={zygote!r}: give 1, 0, first or nothing")
         level = env.get("MINDX_LOG_LEVEL", "").strip().upper() or "INFO"
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"environment variable MINDX_LOG_LEVEL={level!r}: DEBUG, INFO, WARNING or ERROR")
@@ -143,7 +144,7 @@ class Settings:
             final_save=final == "1",
             unmanaged=unmanaged,
             log_level=level,
-            zygote=zygote == "1",
+            zygote=zygote,
         )
 
     def with_grace(self, grace_s: float) -> Settings:

@@ -204,9 +204,13 @@ def start_agent(
     env: dict[str, str] | None = None,
     run_dir: Path | None = None,
     under: Sequence[str] = (),
+    plain: bool = False,
 ) -> Iterator[Job]:
     """Start ``tests/jobs/{script}`` (or, with a slash in it, any path; None: nothing) under ``mindx-elastic run``;
     ends it on leaving.
+
+    plain: the first workers are fresh interpreters, as users have them; fast where the script does not import torch.
+    Else they are forked from the agent's zygote, since the imports of each are most of a short job.
 
     under: a command that becomes the one behind it (``nohup``), so that `Job.process` is the agent.
 
@@ -216,6 +220,7 @@ def start_agent(
     command += [] if run_dir is None else ["--run-dir", str(run_dir)]
     if script is not None:
         args = (script if "/" in script else JOBS / script, *args)
+    env = {**({} if plain else {"MINDX_ZYGOTE": "first"}), **(env or {})}
     job = Job([*command, *options, *map(str, args)], _environment(env), fresh=bool(under))
     try:
         yield job

@@ -37,6 +37,7 @@ from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.persist import unflatten
 from mindx_elastic.plan.facts import Refusal
 from mindx_elastic.platforms.plan_files import env_lines, plan_to_json
+from mindx_elastic.rejoin.record import RecoveryRecord, as_event
 from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +139,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
-        "MINDX_ZYGOTE": int(settings.zygote),
+        "MINDX_ZYGOTE": settings.zygote,
         "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",
         "MINDX_REJOIN": rejoin.generation,
         "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,
@@ -219,6 +220,7 @@ def test_every_event_and_its_fields_are_on_the_page() -> None:
         "attempt_end": attempt | {"pid", "host"},
         "attempt": set(),  # "as above"
         "summary": {field.name for field in fields(Totals)} | {"exit_code", "pid", "host"},
+        "rejoin": {*as_event(RecoveryRecord(generation=1, outcome=""))} - common,
         "mirror": {"path", "partner"},
     }
     found = list(emitted_events())

@@ -105,14 +105,16 @@ class Attempt:
         self._pause_timer = False
         self._recovery = context.recovery(workers)
         self._looks_at_recovery = False
-        self._stuck: dict[int, str] = {}
-        """Ranks that were killed because they were stuck, and the cause, where others may live on."""
+        self._stuck: dict[int, tuple[str, float]] = {}
+        """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
         self._after(0.0, self._look)
         while self.workers.live:
             self._step()
+        if self._recovery is not None:
+            self._recovery.close()
         membership = self._context.membership
         ending = conclude(
             self.workers.exits,
@@ -251,17 +253,20 @@ class Attempt:
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, describe(end))
             self._recovery.hear_end(end)
             return
-        stuck = self._stuck.pop(end.rank, "")
+        now = time.monotonic()
+        stuck, since = self._stuck.pop(end.rank, ("", now))
         if failed or stuck:
             why = stuck or describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
-            if self._recovery is not None and self._deadline is None and self._recovery.begin(end, why):
+            recovery = self._recovery if self._deadline is None else None
+            if recovery is not None and recovery.begin(end, why, stuck_s=now - since):
                 if not self._looks_at_recovery:
                     self._looks_at_recovery = True
                     self._after(0.0, self._look_at_recovery)
                 return
             if stuck:
                 self._fail(stuck, end.rank, f"rank {end.rank} is gone: {stuck}")
+                self.failed_at = since
                 return
             self._fail("", -1, f"rank {end.rank} is gone: {why}")
         elif what is Meaning.LEFT and self.stop is None and self._deadline is None:
@@ -283,6 +288,7 @@ class Attempt:
         phase = self._recovery.look()
         if phase is Phase.FALLBACK:
             self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
+            self.failed_at, self.noticed_at = self._recovery.failed_at, self._recovery.noticed_at
             if self._recovery.must_kill:
                 for rank in list(self.workers.live):
                     self.workers.kill(rank)
@@ -313,10 +319,10 @@ class Attempt:
             reason = "it cannot be told which rank the others wait for"
             if culprits and not (reason := self._recovery.why_not(culprits)):
                 for rank in culprits:
-                    self._stuck[rank] = cause
+                    self._stuck[rank] = cause, time.monotonic() - first.idle_s
                     self.workers.kill(rank)  # its connections end with it, and so does the others' wait
                 return
-            logger.warning("no recovery in place: %s", reason)
+            self._recovery.refuse(culprits, cause, reason, stuck_s=first.idle_s)
         subject = f"rank {first.rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
         self._fail(cause, first.rank, f"{subject} stuck: {cause}")
         self.failed_at = time.monotonic() - first.idle_s

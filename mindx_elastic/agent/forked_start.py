@@ -1,8 +1,8 @@
 """How the agent uses its zygote: when it starts one, what it lets it import, and which workers are forked from it.
 
-The workers of the first attempt are fresh interpreters, those of later attempts forks where that is possible. A worker
-that cannot be forked is started as ever. Torch's handlers keep their part (log files, ``--redirects``, ``--tee``,
-environment): only the process itself comes from elsewhere.
+The workers of the first attempt are fresh interpreters, unless MINDX_ZYGOTE=first; those of later attempts are forks
+where that is possible. A worker that cannot be forked is started as ever. Torch's handlers keep their part (log files,
+``--redirects``, ``--tee``, environment): only the process itself comes from elsewhere.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ _MOST_BYTES = 1 << 20
 class ForkedStart:
     """Main thread only. `close` it."""
 
-    def __init__(self, shim: Sequence[str], folder: Path, *, num_workers: int, is_on: bool) -> None:
+    def __init__(
+        self, shim: Sequence[str], folder: Path, *, num_workers: int, is_on: bool, also_first: bool = False
+    ) -> None:
         """`shim`: what stands before the workers' own command line. `folder`: where the workers tell what they have
-        imported. `is_on`: whether there is to be a zygote."""
+        imported. `is_on`: whether there is to be a zygote. `also_first`: the first attempt waits for it."""
         self._shim, self._folder, self._num_workers = tuple(shim), folder, num_workers
         self._zygotes_left = _MOST_ZYGOTES if is_on else 0
+        self._also_first = is_on and also_first
         self._command: tuple[str, ...] = ()
         self._zygote: Zygote | None = None
         self._began = 0.0
@@ -134,6 +137,19 @@ class ForkedStart:
         """Whether the zygote still imports: it will be able to fork soon."""
         return self._zygote is not None and not self._zygote.is_ready() and not self._zygote.problem
 
+    def is_for(self, number: int, command: Sequence[str]) -> bool:
+        """Whether the worker with this whole command line is to be forked in the attempt `number`, from 0. The first
+        worker of all waits for the imports then."""
+        if number > 0:
+            return True
+        if self._also_first and not self._command:
+            self.learn(command)
+            if self._command:
+                self._start_zygote()
+                assert self._zygote is not None
+                self._zygote.wait(_WAIT_S)
+        return self._also_first
+
     def learn(self, command: Sequence[str]) -> None:
         """The command line of a worker that is started fresh."""
         if tuple(command[: len(self._shim)]) == self._shim:
@@ -171,7 +187,7 @@ class _Handler(SubprocessHandler):
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        if self._number > 0:
+        if self._forks.is_for(self._number, args):
             outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
             worker: Any = self._forks.fork(args, env, *outputs)
             if worker is not None:

@@ -210,6 +210,7 @@ def _make_supervisor(
         **more,
     )
     assert config.logs_specs is not None
+    zygote = Settings.from_env().zygote
     return Supervisor(
         spec,
         config.logs_specs,
@@ -223,8 +224,9 @@ def _make_supervisor(
             shim,
             folder.path,
             num_workers=config.nproc_per_node,
-            is_on=Settings.from_env().zygote
-            and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1),
+            is_on=zygote == "first"
+            or (zygote == "1" and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1)),
+            also_first=zygote == "first",
         ),
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
@@ -253,7 +255,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     ledger.note_last_loss(ending)
     ledger.close(ending.outcome, exit_code=ending.code)
     if ledger.is_eventful:
-        print_block(render(ledger.records))
+        print_block(render(ledger.records, ledger.recoveries))
     if supervisor.error_file:
         _hand_on_error(supervisor.error_file, ending.code)
     said = f": {ending.cause}" if ending.cause else ""

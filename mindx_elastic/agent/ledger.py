@@ -9,27 +9,22 @@ event          when
 `attempt_end`  at once when the attempt has ended, so that a killed agent leaves it behind
 `attempt`      once for each attempt, when its record is as complete as it will be: the seconds to the first step
                after a failure are known only in the attempt that follows
+`rejoin`       for each recovery in place; see `rejoin.record`
 `summary`      once, at the end: the totals
 =============  ============================================================================================
 
 Their fields are those of `AttemptRecord` (`cause` is the event's `reason`, `step_reached` its `step`), and `pid` and
-`host` of the agent. `load_runs` reads them back. The file may hold more than that: the workers' events (when the run
-directory is the checkpoint directory), lines of other programs, lines cut off by a kill or a full disk, and several
-runs of an agent, one after the other or, on a shared file system, beside each other. Its values are not trusted: one of
-the wrong type is taken as unknown.
+`host` of the agent. `run_log` reads them back.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -38,10 +33,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.agent.restarts import Failure
-from mindx_elastic.core.events import READ_BYTES, EventLog, older_generation
-from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import Status
+from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.attempt import Attempt
@@ -52,13 +47,12 @@ __all__ = [
     "FINISHED",
     "NEW_NODE",
     "STOPPED",
-    "AgentRun",
     "AttemptRecord",
     "Ledger",
     "Totals",
     "add_up",
+    "count_recovery",
     "draw",
-    "load_runs",
     "render",
     "totals_line",
 ]
@@ -108,6 +102,12 @@ class AttemptRecord:
     """Until the next attempt has passed its first boundary: the time to recovery."""
     paused_s: float | None = None
     """How long its ranks waited by command (`mindx-elastic pause`), in all; None: they did not."""
+    in_place: int | None = None
+    """Failures that it has outlived: recoveries in place; None: there were none."""
+    in_place_s: float | None = None
+    """How long its ranks did not train because of them, in all."""
+    in_place_steps_lost: int | None = None
+    """By them, in all."""
     outcome: str | None = None
     """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE` or another word; None while it runs."""
 
@@ -125,6 +125,7 @@ class Totals:
 
     attempts: int
     failures: int
+    """Those that were recovered from in place, too."""
     steps_lost: int
     unknown_losses: int
     """Failures of which it is not known how many steps they cost."""
@@ -132,6 +133,8 @@ class Totals:
     """After failures."""
     paused_s: float = 0.0
     """By command."""
+    in_place: int = 0
+    """Failures that were recovered from in place."""
 
 
 @dataclass
@@ -153,6 +156,8 @@ class Ledger:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._records: dict[int, AttemptRecord] = {}
+        self.recoveries: list[RecoveryRecord] = []
+        """In place, and those that came to nothing; the oldest first."""
         self._ended: set[int] = set()
         self._settled: set[int] = set()
         self._closed = False
@@ -169,7 +174,7 @@ class Ledger:
     def is_eventful(self) -> bool:
         """Whether anything happened that is worth a table."""
         records = self.records
-        return len(records) > 1 or any(record.outcome == FAILED for record in records)
+        return len(records) > 1 or bool(self.recoveries) or any(record.outcome == FAILED for record in records)
 
     def start_attempt(self, number: int, *, world_size: int, num_workers: int, node: int, restarts: int) -> None:
         """The workers run."""
@@ -215,6 +220,13 @@ class Ledger:
     def note_pause(self, seconds: float) -> None:
         """The ranks of this attempt have waited by command."""
         self.update(self._number, paused_s=(self._records[self._number].paused_s or 0.0) + seconds)
+
+    def note_recovery(self, record: RecoveryRecord) -> None:
+        """A recovery in place of this attempt is over, whether it has succeeded or not."""
+        record = replace(record, attempt=self._number, time=time.time())
+        self.recoveries.append(record)
+        self._events.emit("rejoin", **as_event(record), **_identity())
+        count_recovery(self._records[self._number], record)
 
     def end_attempt(self, attempt: Attempt, ending: Ending) -> None:
         """All workers have ended."""
@@ -329,6 +341,14 @@ def _identity() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
+def count_recovery(record: AttemptRecord, recovery: RecoveryRecord) -> None:
+    """What a recovery in place has cost its attempt. One that came to nothing is part of the failure that follows."""
+    if recovery.outcome == IN_PLACE:
+        record.in_place = (record.in_place or 0) + 1
+        record.in_place_s = round((record.in_place_s or 0.0) + (recovery.duration_s or 0.0), 6)
+        record.in_place_steps_lost = (record.in_place_steps_lost or 0) + (recovery.steps_lost or 0)
+
+
 def _began(attempt: Attempt, statuses: Iterable[Status]) -> float:
     """When it happened: by the agent's clock, or earlier if a survivor had heard of it before."""
     alarms = [s.alarm_ns / _NS for s in statuses if s.alarm_ns]
@@ -340,25 +360,30 @@ def add_up(records: Iterable[AttemptRecord]) -> Totals:
     """The totals of some attempts."""
     records = list(records)
     failed = [record for record in records if record.outcome == FAILED]
+    in_place = sum(record.in_place or 0 for record in records)
     return Totals(
         attempts=len(records),
-        failures=len(failed),
-        steps_lost=sum(record.steps_lost or 0 for record in records),
+        failures=len(failed) + in_place,
+        steps_lost=sum((record.steps_lost or 0) + (record.in_place_steps_lost or 0) for record in records),
         unknown_losses=sum(record.steps_lost is None for record in failed),
-        not_training_s=round(sum(record.pause_s or 0.0 for record in records), 3),
+        not_training_s=round(sum((record.pause_s or 0.0) + (record.in_place_s or 0.0) for record in records), 3),
         paused_s=round(sum(record.paused_s or 0.0 for record in records), 3),
+        in_place=in_place,
     )
 
 
 def totals_line(totals: Totals) -> str:
-    """For example ``3 failures, 0 steps lost, 4.1 s not training``."""
+    """For example ``3 failures (2 recovered in place), 0 steps lost, 4.1 s not training``."""
     lost = _count(totals.steps_lost, "step") + " lost"
     if totals.unknown_losses == totals.failures > 0:
         lost = "steps lost: not known yet"
     elif totals.unknown_losses:
         lost += f" (not known yet for {_count(totals.unknown_losses, 'failure')})"
     paused = f", {_seconds(totals.paused_s)} s paused by command" if totals.paused_s else ""
-    return f"{_count(totals.failures, 'failure')}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
+    failures = _count(totals.failures, "failure")
+    if totals.in_place:
+        failures += f" ({'' if totals.in_place == totals.failures else f'{totals.in_place} '}recovered in place)"
+    return f"{failures}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
 
 
 def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> Table | Text:
@@ -380,11 +405,21 @@ def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width
     return table
 
 
-def render(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> str:
-    """The attempts and the totals as plain text of at most `width` columns, without a line break at the end."""
+def render(
+    records: Sequence[AttemptRecord],
+    recoveries: Sequence[RecoveryRecord] = (),
+    *,
+    still_open: str = "running",
+    width: int = WIDTH,
+) -> str:
+    """The attempts, the recoveries in place and the totals as plain text of at most `width` columns, without a line
+    break at the end."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(draw(records, still_open=still_open, width=width))
+    if recoveries:
+        console.print()
+        console.print(Text("\n".join(as_lines(recoveries))))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     return "\n".join([*lines, "", totals_line(add_up(records))])
 
@@ -410,6 +445,11 @@ def _cells(record: AttemptRecord, still_open: str) -> dict[str, str]:
 
 
 def _ending(record: AttemptRecord, still_open: str) -> str:
+    recovered = f"; {record.in_place} recovered in place" if record.in_place else ""
+    return _how_it_ended(record, still_open) + recovered
+
+
+def _how_it_ended(record: AttemptRecord, still_open: str) -> str:
     if record.outcome is None:
         return still_open
     cause, outcome = printable(record.cause or ""), printable(record.outcome)
@@ -452,156 +492,3 @@ def _seconds(value: float | None) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-# --- the records, read back from events.jsonl ---
-
-
-_START, _END = "agent_start", "agent_end"
-_ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
-_OURS = (_START, _END, "summary", *_ATTEMPTS)
-_MAX_LINE = 1 << 20
-
-
-@dataclass
-class AgentRun:
-    """One agent's life, as its events tell it."""
-
-    pid: int | None = None
-    host: str = ""
-    agent_dir: str = ""
-    """Its private folder; gone after a clean end."""
-    started: float | None = None
-    """Unix seconds."""
-    ended: float | None = None
-    """None: it runs, or it was killed."""
-    outcome: str = ""
-    """How it ended, in its own words."""
-    summary: dict[str, Any] | None = None
-    records: list[AttemptRecord] = field(default_factory=list)
-    """The oldest first."""
-
-
-def load_runs(path: Path) -> list[AgentRun]:
-    """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
-    runs: list[AgentRun] = []
-    for line in _events(path):
-        if line["event"] == _START:
-            runs.append(_begin(line))
-            continue
-        run = _owner(runs, line)
-        if run is None:
-            runs.append(run := _begin(line))
-        _add(run, line)
-    for run in runs:
-        run.records.sort(key=lambda record: record.attempt)
-    return runs
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    older = older_generation(path)
-    if not os.path.lexists(older):
-        return [line for _, line in _lines(path)]
-    before = list(_lines(older))
-    seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
-    found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
-    return sorted(found, key=lambda line: _real(line.get("time")) or 0.0)  # what was carried on is older than all else
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with open(open_regular(path, follow_link=True), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
-        while data := file.readline(_MAX_LINE):
-            line = _parse(data)
-            if line is not None and line.get("event") in _OURS:
-                yield data, line
-
-
-def _parse(data: bytes) -> dict[str, Any] | None:
-    start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
-    for text in (data, data[start:] if start > 0 else b""):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            return line
-    return None
-
-
-def _begin(line: dict[str, Any]) -> AgentRun:
-    return AgentRun(
-        pid=_whole(line.get("pid")),
-        host=_text(line.get("host")),
-        agent_dir=_text(line.get("agent_dir")),
-        started=_real(line.get("time")),
-    )
-
-
-def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
-    """The newest run with the pid and host of the line. Pids come again, in containers always."""
-    pid, host = _whole(line.get("pid")), _text(line.get("host"))
-    for run in reversed(runs):
-        if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):
-            return None if line["event"] == "attempt_start" and _is_new_life(run, line) else run
-    return None
-
-
-def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
-    """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
-    known = {record.attempt for record in run.records}
-    return run.ended is not None or run.summary is not None or line.get("attempt") in known
-
-
-def _add(run: AgentRun, line: dict[str, Any]) -> None:
-    event = line["event"]
-    run.host = run.host or _text(line.get("host"))
-    if event == "summary":
-        run.summary = line
-        run.outcome = _text(line.get("outcome")) or run.outcome
-    elif event == _END:
-        run.ended = _real(line.get("time"))
-        run.outcome = _text(line.get("outcome")) or run.outcome
-    else:
-        _add_attempt(run, line)
-
-
-def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
-    number = _whole(line.get("attempt"))
-    if number is None:
-        return
-    record = next((known for known in run.records if known.attempt == number), None)
-    if record is None:
-        record = AttemptRecord(attempt=number)
-        run.records.append(record)
-    if line["event"] == "attempt_start":
-        record.started = record.started or _real(line.get("time"))
-    else:
-        line = {**line, "cause": line.get("reason"), "step_reached": line.get("step")}
-    for name, read in _READERS.items():
-        value = read(line.get(name))
-        if value not in (None, "") and (name != "outcome" or line["event"] != "attempt_start"):
-            setattr(record, name, value)
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _real(value: Any) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-_READERS: dict[str, Callable[[Any], int | float | str | None]] = {
-    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
-    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost"), _whole),
-    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s"), _real),
-    **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
-}
-"""How each field of `AttemptRecord` but its number is read."""

@@ -9,19 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.workers import Process, WorkerExit, Workers
 from mindx_elastic.agreement.sealed import NotOursError
-from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
-from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
+from mindx_elastic.rejoin.in_memory import find_in_memory
+from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
+from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
-__all__ = ["LOOK_S", "Recovery", "joining_command"]
+__all__ = ["LOOK_S", "NewProcess", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
@@ -30,16 +33,28 @@ _LONGEST = 300
 _ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 
 
+@dataclass(frozen=True)
+class NewProcess:
+    """Takes the place of a dead rank."""
+
+    process: Process
+    by: str
+    """How it was started; see `rejoin.record.StandIn`."""
+
+
 @dataclass
 class _Generation:
     """What is known of the recovery under way, or of the last one."""
 
     began: float
-    """`time.time` at which the death was noticed."""
+    """`time.time` of the failure, as far as the agent knows it."""
+    noticed: float
+    """`time.time`."""
     cause: str
     deadline: float
     """`time.monotonic`."""
     ready: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stood_in: dict[int, StandIn] = field(default_factory=dict)
     told: bool = False
 
 
@@ -50,17 +65,18 @@ class Recovery:
         self,
         workers: Workers,
         board_of: Callable[[int], Board],
-        start: Callable[..., Process | None],
+        start: Callable[..., NewProcess | None],
         *,
         timeout_s: float,
         most: int,
-        events: EventLog,
+        note: Callable[[RecoveryRecord], None],
     ) -> None:
         """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
         ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
-        `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors."""
+        `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors.
+        `note` is told of each recovery when it is over."""
         self._workers, self._board_of, self._start = workers, board_of, start
-        self._timeout_s, self._most, self._events = timeout_s, most, events
+        self._timeout_s, self._most, self._note = timeout_s, most, note
         self._machine = Coordinator(len(workers.processes))
         self._missing: dict[int, float] = {}
         """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
@@ -85,10 +101,26 @@ class Recovery:
         """After one that came to nothing: the processes cannot save any more, and need not."""
         return self._machine.fallback is Fallback.KILL
 
-    def begin(self, end: WorkerExit, cause: str) -> bool:
-        """A worker has died. Whether its place is taken by a new one; else the survivors are told that it is not."""
+    @property
+    def failed_at(self) -> float:
+        """`time.monotonic` of the failure that the last recovery was for."""
+        return self._monotonic(None if self._now is None else self._now.began)
+
+    @property
+    def noticed_at(self) -> float:
+        """`time.monotonic` at which it was noticed."""
+        return self._monotonic(None if self._now is None else self._now.noticed)
+
+    @staticmethod
+    def _monotonic(moment: float | None) -> float:
+        return time.monotonic() - (0.0 if moment is None else max(0.0, time.time() - moment))
+
+    def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
+        """A worker has died, after it had been stuck for so long. Whether its place is taken by a new one; else the
+        survivors are told that it is not."""
         generation = self._machine.generation + 1
         reason = self.why_not([end.rank], end) or self._is_loop(end, cause)
+        self.look_at_first_step(self._pages(end))
         self._tell()
         try:
             board = self._board_of(generation)
@@ -96,19 +128,48 @@ class Recovery:
                 if any(status.in_place for status in self._workers.statuses().values()):
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
-                board.write(f"{generation}/out/{end.rank}", {"dead": True})
+                memory = _memory_of(end)
+                board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
                 board.write(f"{generation}/plan", {"generation": generation})
-                self._machine.begin([end.rank])
+                self._machine.begin([end.rank], {end.rank: memory})
                 self._board = board
-                now = time.monotonic()
-                self._now = _Generation(time.time(), cause, now + self._timeout_s)
+                noticed, deadline = time.time(), time.monotonic() + self._timeout_s
+                self._now = _Generation(noticed - stuck_s, noticed, cause, deadline)
                 self._replace(end.rank)
         except _ERRORS as error:
             reason = reason or f"{type(error).__name__}: {error}"
             self._machine.note_refusal(reason)
         if reason:
-            logger.warning("no recovery in place: %s", reason)
+            self.refuse([end.rank], cause, reason, stuck_s=stuck_s)
         return not reason
+
+    def refuse(self, ranks: Sequence[int], cause: str, reason: str, *, stuck_s: float = 0.0) -> None:
+        """Say that there is no recovery in place, which has not begun."""
+        self._tell()
+        logger.warning("no recovery in place: %s", reason)
+        if self._now is not None:
+            self._now.told = True
+        self._note(
+            RecoveryRecord(
+                generation=self._machine.generation + (self._machine.phase is Phase.RUN),
+                outcome=RESTART,
+                cause=cause,
+                reason=reason,
+                ranks=tuple(ranks),
+                stages={"detect": round(stuck_s, 4)},
+                duration_s=stuck_s,
+            )
+        )
+
+    def close(self) -> None:
+        """The attempt has ended."""
+        if self.is_active or (self._machine.phase is Phase.FALLBACK and not self._has_given_up):
+            self._tell_of_failure(STOPPED if self.is_active else RESTART)
+        self._tell()
+
+    def _pages(self, end: WorkerExit) -> dict[int, Status]:
+        """Of all ranks, the one that has just ended, too."""
+        return {**self._workers.statuses(), **({} if end.status is None else {end.rank: end.status})}
 
     def hear_end(self, end: WorkerExit) -> None:
         """A worker, old or new, has ended during the recovery."""
@@ -122,12 +183,13 @@ class Recovery:
                 logger.debug("%s", error)
         if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
-        machine.note_death(end.rank)
+        memory = InMemory() if was_known else _memory_of(end)
+        machine.note_death(end.rank, memory)
         if machine.phase is Phase.FALLBACK or was_known:
             return
         try:
             assert self._board is not None
-            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True})
+            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
             if not note.get("dead"):
                 machine.note_refusal(f"rank {end.rank} has died during the recovery")
                 return
@@ -176,39 +238,58 @@ class Recovery:
         trains = [status for status in statuses.values() if status.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)]
         if any(status.generation != self._machine.generation or status.step <= verdict.step for status in trains):
             return False
-        self._tell()
+        self._tell(trains=True)
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, *, trains: bool = False) -> None:
+        """Of the success, once. `trains`: all ranks have passed a boundary since."""
         now, verdict = self._now, self._machine.verdict
         if now is None or verdict is None or now.told or self._machine.phase is not Phase.RUN:
             return
         now.told = True
-        took = time.time() - now.began
-        stages = {
-            name: round(max(float(note[name]) for note in now.ready.values() if name in note) - now.began, 4)
-            for name in ("heard", "out", "agreed", "donated", "connected", "state", "ready")
-            if any(name in note for note in now.ready.values())
-        }
-        self._events.emit(
-            "rejoin",
-            step=verdict.step,
-            reason=now.cause,
-            duration_s=took,
-            outcome="in place",
-            generation=self._machine.generation,
-            ranks=list(verdict.dead),
-            behind=list(verdict.behind),
-            donor=verdict.donor,
-            stages=stages,
+        began, stages = stages_of(list(now.ready.values()), now.began, now.noticed)
+        took = time.time() - began
+        self._note(
+            RecoveryRecord(
+                generation=self._machine.generation,
+                outcome=IN_PLACE,
+                cause=now.cause,
+                ranks=verdict.dead,
+                stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
+                behind=verdict.behind,
+                donor=verdict.donor,
+                step=verdict.step,
+                steps_lost=verdict.steps_lost,
+                stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
+                duration_s=took,
+            )
         )
         logger.info(
-            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s",
+            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s%s",
             self._machine.generation,
             "s" * (len(verdict.dead) > 1),
             ", ".join(map(str, verdict.dead)),
             verdict.step,
             took,
+            _words_of_steps(verdict),
+        )
+
+    def _tell_of_failure(self, outcome: str) -> None:
+        now, machine = self._now, self._machine
+        if now is None or now.told:
+            return
+        began, stages = stages_of(list(now.ready.values()), now.began, now.noticed)
+        self._note(
+            RecoveryRecord(
+                generation=machine.generation,
+                outcome=outcome,
+                cause=now.cause,
+                reason=machine.reason,
+                ranks=tuple(sorted(machine.dead)),
+                stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
+                stages=stages,
+                duration_s=time.time() - began,
+            )
         )
 
     def _is_loop(self, end: WorkerExit, cause: str) -> str:
@@ -246,12 +327,14 @@ class Recovery:
     def _start_missing(self) -> None:
         """Start the new processes that are not there yet."""
         for rank, until in list(self._missing.items()):
-            process = self._start(rank, self._machine.generation, can_wait=time.monotonic() < until)
-            if process is None:
+            found = self._start(rank, self._machine.generation, can_wait=time.monotonic() < until)
+            if found is None:
                 continue
             del self._missing[rank]
-            self._workers.replace(rank, process)
-            logger.info("a new process (pid %d) takes the place of rank %d", process.pid, rank)
+            self._workers.replace(rank, found.process)
+            if self._now is not None:
+                self._now.stood_in[rank] = StandIn(rank=rank, pid=found.process.pid, by=found.by)
+            logger.info("a new process (pid %d) takes the place of rank %d", found.process.pid, rank)
 
     def _notes(self, what: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self._board is not None
@@ -272,7 +355,25 @@ class Recovery:
         except _ERRORS as error:
             logger.debug("the board cannot be written to: %s", error)
         logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
-        self._events.emit("rejoin", reason=self._machine.reason, outcome="restart", generation=generation)
+        self._tell_of_failure(RESTART)
+
+
+def _memory_of(end: WorkerExit) -> InMemory:
+    """What a dead rank has left in shared memory."""
+    if end.status is None or not end.status.arena:
+        return InMemory()
+    try:
+        return find_in_memory(Path(end.status.arena), end.rank)
+    except OSError as error:
+        logger.debug("%s: %s", end.status.arena, error)
+        return InMemory()
+
+
+def _words_of_steps(verdict: Verdict) -> str:
+    if not verdict.rewinds:
+        return ""
+    steps = f"{verdict.steps_lost} step{'s' * (verdict.steps_lost != 1)} done again"
+    return f" (all from their snapshots in memory: {steps if verdict.steps_lost else 'no step lost'})"
 
 
 def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:

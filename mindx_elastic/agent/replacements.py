@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.forked_start import ForkedStart
-from mindx_elastic.agent.recovery import joining_command
+from mindx_elastic.agent.recovery import NewProcess, joining_command
 from mindx_elastic.agent.spares import Spares
 from mindx_elastic.agent.zygote import ForkedWorker
 from mindx_elastic.core.status_page import Status
+from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE
 from mindx_elastic.rejoin.spare import environment_of_spare
 
 __all__ = ["Replacements"]
@@ -47,7 +48,7 @@ class Replacements:
                 num_spares, folder, self._fork_spare, environment_of_spare(os.environ, context.envs[0])
             )
 
-    def start(self, rank: int, generation: int, *, can_wait: bool) -> subprocess.Popen[bytes] | ForkedWorker | None:
+    def start(self, rank: int, generation: int, *, can_wait: bool) -> NewProcess | None:
         """The new process of `rank` in the recovery `generation`. With `can_wait` None where the zygote still imports:
         that has begun before a fresh interpreter could. Raises OSError, RuntimeError."""
         context, local = self._context, self._local[rank]
@@ -56,12 +57,15 @@ class Replacements:
         own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
         outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
         found: Any = None if self._spares is None else self._spares.take(own, *outputs)
-        found = found or self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
-        if found is None and can_wait and self._forks.is_starting:
-            return None
-        found = found or self._start_fresh(whole, {**os.environ, **own}, outputs)
+        by = SPARE
+        if found is None:
+            by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
+        if found is None:
+            if can_wait and self._forks.is_starting:
+                return None
+            by, found = FRESH, self._start_fresh(whole, {**os.environ, **own}, outputs)
         context.subprocess_handlers[local].proc = found
-        return found  # type: ignore[no-any-return]
+        return NewProcess(found, by)
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """Twice a second: fork the spares that are missing, once all ranks train."""

@@ -219,7 +219,7 @@ class Supervisor(LocalElasticAgent):
             self._replacements.start,
             timeout_s=self._options.rejoin_timeout_s,
             most=_MOST_RECOVERIES,
-            events=self._events,
+            note=self.ledger.note_recovery,
         )
 
     def _goes_on(self, attempt: Attempt) -> bool:
@@ -246,7 +246,7 @@ class Supervisor(LocalElasticAgent):
             return False
         if verdict.action == "set_aside":
             set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
-        print_block(render(self.ledger.records))
+        print_block(render(self.ledger.records, self.ledger.recoveries))
         logger.warning("restart %s", self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
         return True

@@ -336,7 +336,12 @@ class Collector:
     @property
     def is_sharded(self) -> bool:
         """Whether some parameter is a DTensor."""
-        return any(isinstance(c, ModuleComponent) and c.is_sharded for c in self.components.values())
+        return bool(self.sharded_modules)
+
+    @property
+    def sharded_modules(self) -> list[torch.nn.Module]:
+        """The modules with parameters that are DTensors."""
+        return [component.module for component in self._modules.values() if component.is_sharded]
 
     @property
     def is_spread(self) -> bool:

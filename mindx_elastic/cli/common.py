@@ -6,16 +6,22 @@ Imports no torch: ``--help`` and ``--version`` must answer at once.
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import sys
+from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
 from mindx_elastic.core.printable import printable
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.run_log import AgentRun
+    from mindx_elastic.rejoin.record import RecoveryRecord
 
 __all__ = [
     "EXIT_BAD",
@@ -25,10 +31,14 @@ __all__ = [
     "EXIT_USAGE",
     "JSON_SCHEMA",
     "PathArgument",
+    "RunDirArgument",
     "fail",
+    "find_cluster_recoveries",
+    "find_runs",
     "human_age",
     "human_size",
     "is_folder",
+    "is_running",
     "make_console",
     "nothing_found",
     "printable",
@@ -49,6 +59,17 @@ PathArgument = Annotated[
     typer.Argument(
         metavar="PATH",
         help="A checkpoint directory, a rank folder, or one file.",
+        show_default=False,
+        readable=False,
+    ),
+]
+
+_T = TypeVar("_T")
+RunDirArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="The --run-dir of mindx-elastic run, or its events.jsonl.",
         show_default=False,
         readable=False,
     ),
@@ -80,6 +101,44 @@ def is_folder(path: Path) -> bool:
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         fail(f"{path} is neither a folder nor a file")
     return False
+
+
+def find_runs(path: Path) -> list[AgentRun]:
+    """The runs of agents in a RUN_DIR, the oldest first; none where there is no log. Ends the command where the path
+    does not exist or cannot be read."""
+    from mindx_elastic.agent.run_log import load_runs
+
+    return _read_events(path, load_runs)
+
+
+def find_cluster_recoveries(path: Path) -> list[RecoveryRecord]:
+    """The recoveries in place that workers of a dynamic cluster have noted in this directory. Ends as `find_runs`."""
+    from mindx_elastic.agent.run_log import load_cluster_recoveries
+
+    return _read_events(path, load_cluster_recoveries)
+
+
+def _read_events(path: Path, read: Callable[[Path], list[_T]]) -> list[_T]:
+    from mindx_elastic.core.events import EVENTS_FILE
+
+    file = path / EVENTS_FILE if is_folder(path) else path
+    try:
+        return read(file)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror or error}")
+
+
+def is_running(run: AgentRun) -> bool | None:
+    """None: it is another machine's, so this one cannot tell."""
+    from mindx_elastic.core.posix import is_alive
+
+    if run.ended is not None:
+        return False
+    if run.host and run.host != socket.gethostname():
+        return None
+    return run.pid is not None and is_alive(run.pid, run.started)
 
 
 def _nearest(path: Path) -> str:

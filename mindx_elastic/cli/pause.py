@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from mindx_elastic.cli.common import EXIT_BAD, EXIT_NOTHING, fail, is_folder, printable
+from mindx_elastic.cli.common import (
+    EXIT_BAD,
+    EXIT_NOTHING,
+    RunDirArgument,
+    fail,
+    find_runs,
+    is_running,
+    printable,
+)
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.ledger import AgentRun
     from mindx_elastic.agent.pause_requests import Answer, PauseRequest
+    from mindx_elastic.agent.run_log import AgentRun
 
 __all__ = ["pause_command", "resume_command"]
 
 _POLL_S = 0.02
 _AGENT_S = 10.0  # beyond the time-out: the agent may just be starting new workers
 
-_RunDir = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN_DIR",
-        help="The --run-dir of mindx-elastic run, or its events.jsonl.",
-        show_default=False,
-        readable=False,
-    ),
-]
-
 
 def pause_command(
-    path: _RunDir,
+    path: RunDirArgument,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for every rank to come."),
@@ -64,7 +61,7 @@ def pause_command(
 
 
 def resume_command(
-    path: _RunDir,
+    path: RunDirArgument,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for the ranks to go on."),
@@ -122,17 +119,7 @@ def _command(kind: str, path: Path, timeout_s: float) -> None:
 
 def _find_run(path: Path) -> AgentRun:
     """The newest agent of this machine that runs there; ends the command where none does."""
-    from mindx_elastic.agent.ledger import load_runs
-    from mindx_elastic.cli.status import is_running
-    from mindx_elastic.core.events import EVENTS_FILE
-
-    file = path / EVENTS_FILE if is_folder(path) else path
-    try:
-        runs = load_runs(file)
-    except FileNotFoundError:
-        runs = []
-    except OSError as error:
-        fail(f"{file} cannot be read: {error.strerror or error}")
+    runs = find_runs(path)
     if not runs:
         _end(EXIT_NOTHING, f"no agent has run in {path}: a job can be paused under mindx-elastic run only")
     for run in reversed(runs):
@@ -143,21 +130,14 @@ def _find_run(path: Path) -> AgentRun:
 
 def _how_it_ended(path: Path, run: AgentRun) -> str:
     """What the log says of an agent that ran a moment ago."""
-    from mindx_elastic.agent.ledger import load_runs
-    from mindx_elastic.core.events import EVENTS_FILE
-
-    with suppress(OSError):
-        found = [each for each in load_runs(path / EVENTS_FILE if path.is_dir() else path) if each.pid == run.pid]
-        run = found[-1] if found else run
-    return _how_it_is(run)
+    found = [each for each in find_runs(path) if each.pid == run.pid]
+    return _how_it_is(found[-1] if found else run)
 
 
 def _how_it_is(run: AgentRun) -> str:
     name = f"agent {run.pid}" + (f" on {run.host}" if run.host else "")
     if run.ended is not None:
         return f"{name} has ended" + (f": {run.outcome}" if run.outcome else "")
-    from mindx_elastic.cli.status import is_running
-
     if is_running(run) is None:
         return f"{name} has not recorded its end; give the command there"
     return f"{name} is gone without recording its end: it was killed, or runs in another container"
@@ -179,7 +159,6 @@ def _check_folder(folder: Path, run: AgentRun) -> None:
 
 def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) -> Answer | None:
     from mindx_elastic.agent.pause_requests import read_answer
-    from mindx_elastic.cli.status import is_running
 
     end = time.monotonic() + timeout_s + _AGENT_S
     while (answer := read_answer(folder, request)) is None:

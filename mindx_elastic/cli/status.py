@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,36 +17,37 @@ from rich.text import Text
 from mindx_elastic.cli.common import (
     EXIT_NOTHING,
     JSON_SCHEMA,
-    fail,
+    RunDirArgument,
+    find_cluster_recoveries,
+    find_runs,
     human_age,
-    is_folder,
+    is_running,
     make_console,
     printable,
 )
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.ledger import AgentRun, AttemptRecord, Totals
+    from mindx_elastic.agent.ledger import AttemptRecord, Totals
+    from mindx_elastic.agent.run_log import AgentRun
+    from mindx_elastic.rejoin.record import RecoveryRecord
 
-__all__ = ["is_running", "status_command"]
+__all__ = ["status_command"]
+
+_RARE = ("paused_s", "in_place", "in_place_s", "in_place_steps_lost")
 
 
 def status_command(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR",
-            help="The --run-dir of mindx-elastic run, or its events.jsonl.",
-            show_default=False,
-            readable=False,
-        ),
-    ],
+    path: RunDirArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Show what happened to a job: its attempts, why each ended, what was saved and lost, how long it took.
 
     Times are seconds after the failure. While the agent runs on this machine, the current steps of its workers are
     shown too. If several agents have written to the same directory, the newest is shown.
+
+    Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how many
+    milliseconds after the failure each stage was reached. In a dynamic cluster give the checkpoint directory.
 
     \b
     [bold]Exit code[/bold]
@@ -60,30 +60,23 @@ def status_command(
     mindx-elastic status mindx-run
     mindx-elastic status mindx-run --json | jq '.totals'
     """
-    from mindx_elastic.agent.ledger import load_runs
-    from mindx_elastic.core.events import EVENTS_FILE
-
-    file = path / EVENTS_FILE if is_folder(path) else path
-    try:
-        runs = load_runs(file)
-    except FileNotFoundError:
-        runs = []
-    except OSError as error:
-        fail(f"{file} cannot be read: {error.strerror or error}")
-    report = _report(path, runs, now=time.time())
+    runs = find_runs(path)
+    recoveries = runs[-1].recoveries if runs else find_cluster_recoveries(path)
+    report = _report(path, runs, recoveries, now=time.time())
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        _print(make_console(), report, runs)
-    if not runs:
+        _print(make_console(), report, runs, recoveries)
+    if not runs and not recoveries:
         raise typer.Exit(EXIT_NOTHING)
 
 
-def _report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
+def _report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecord], *, now: float) -> dict[str, Any]:
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
     from mindx_elastic.agent.ledger import add_up
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
+    report["recoveries"] = [asdict(record) for record in recoveries]
     if not runs:
         return {**report, "agent": None, "attempts": [], "totals": None, "workers": [], "pause": None}
     run = runs[-1]
@@ -111,19 +104,8 @@ def _report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
 
 
 def _facts(content: AttemptRecord | Totals) -> dict[str, Any]:
-    """``paused_s`` only where something was paused: most jobs never are."""
-    return {name: value for name, value in asdict(content).items() if name != "paused_s" or value}
-
-
-def is_running(run: AgentRun) -> bool | None:
-    """None: it is another machine's, so this one cannot tell."""
-    from mindx_elastic.core.posix import is_alive
-
-    if run.ended is not None:
-        return False
-    if run.host and run.host != socket.gethostname():
-        return None
-    return run.pid is not None and is_alive(run.pid, run.started)
+    """Pauses and recoveries in place only where there were any: most jobs have none."""
+    return {name: value for name, value in asdict(content).items() if name not in _RARE or value}
 
 
 def _workers(agent_dir: Path) -> list[dict[str, Any]]:
@@ -170,16 +152,21 @@ def _pause(workers: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"step": step, "since": since, "seconds": seconds, "ranks": [worker["rank"] for worker in waiting]}
 
 
-def _print(console: Console, report: dict[str, Any], runs: list[AgentRun]) -> None:
+def _print(console: Console, report: dict[str, Any], runs: list[AgentRun], recoveries: list[RecoveryRecord]) -> None:
     from mindx_elastic.agent.ledger import add_up, draw, totals_line
 
     if not runs:
         console.print(printable(f"no agent has run in {report['run_dir']}"), soft_wrap=True)
+        if recoveries:
+            console.print("the workers of a dynamic cluster have written here")
+            _print_recoveries(console, recoveries)
         return
     run, agent = runs[-1], report["agent"]
     console.print(printable(_agent_line(agent)), style="bold", soft_wrap=True)
     still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[agent["running"]]
     console.print(draw(run.records, still_open=still_open, width=console.width), soft_wrap=False)
+    if recoveries:
+        _print_recoveries(console, recoveries)
     if report["workers"]:
         console.print()
         if report["pause"] is not None:
@@ -190,6 +177,14 @@ def _print(console: Console, report: dict[str, Any], runs: list[AgentRun]) -> No
     older = report["older_runs"]
     if older:
         console.print(f"{older} older run{'' if older == 1 else 's'} of an agent in the same file: not shown")
+
+
+def _print_recoveries(console: Console, recoveries: list[RecoveryRecord]) -> None:
+    from mindx_elastic.rejoin.record import as_lines
+
+    console.print()
+    for line in as_lines(recoveries):
+        console.print(line, soft_wrap=True)
 
 
 def _agent_line(agent: dict[str, Any]) -> str:

@@ -210,7 +210,8 @@ class Scheduler:
             self._voice.info("the job has ended: all %d workers have finished", self.table.size)
         self._deliver()
         end = time.monotonic() + _FAREWELL_S
-        while self._connections and time.monotonic() < end:
+        # Not for a connection of which no worker is known: a stranger's, who may keep it open for ever.
+        while any(connection.incarnation for connection in self._connections) and time.monotonic() < end:
             for key, _ in self._selector.select(0.2):
                 self._handle(key, time.monotonic())
             self._deliver()

@@ -1,9 +1,9 @@
 """What a guard takes in place of files when it is entered again, after a recovery in place.
 
 A survivor of the boundary's step takes its own state, which is in its objects already; what changes within a step
-(generators, buffers, positions) is put back from the copy of the boundary. A rank that lacks the state takes the
-donor's snapshot from shared memory and its own small state from its ring, as a rank does that was killed and is
-restarted.
+(generators, buffers, positions) is put back from the copy of the boundary. A rank that lacks the state takes a
+replica's snapshot from shared memory and its own small state from its ring, as a rank does that was killed and is
+restarted. Where all ranks go back to a boundary, each has a snapshot of its own, or takes a replica's likewise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
-from mindx_elastic.memory.memory_files import SmallRecord, own_rings, own_states, small_records
+from mindx_elastic.memory.memory_files import SmallRecord, find_snapshot, own_rings, own_states, small_records
 from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
 from mindx_elastic.plan.facts import ResumePlan, World
 from mindx_elastic.rejoin.member import Entry
@@ -41,7 +41,7 @@ class ReentryPart(FollowedPart):
         verdict = entry.verdict
         self._modules = frozenset(modules)
         self._entry, self._ranks, self._arenas, self._trust = entry, ranks, arenas, trust
-        self.run_id, self.attempt = verdict.run_id, verdict.attempt + 1
+        self.run_id, self.attempt = verdict.run_id, verdict.next_attempt
 
     def say(self) -> Any:
         return [self._entry.generation, self.run_id, self.attempt, self._entry.verdict.step]
@@ -58,18 +58,23 @@ class ReentryPart(FollowedPart):
         """Get the state of this rank together. Raises CorruptCheckpointError."""
         entry, verdict = self._entry, self._entry.verdict
         if entry.live is not None:
-            self.resumed = replace(self._resumed(Checkpoint(entry.info, dict(entry.live), {})), is_live=True)
+            live = Checkpoint(entry.info, dict(entry.live), {})
+            self.resumed = replace(self._resumed(live, entry.path), is_live=True)
             return
-        if self._arenas is None or not entry.path.is_relative_to(self._arenas):
-            raise CorruptCheckpointError(f"{entry.path} is not in the job's shared memory", path=entry.path)
-        checkpoint = map_checkpoint(entry.path, owners=self._trust.of(entry.path))
+        moment, source = (verdict.run_id, verdict.attempt, verdict.step), verdict.sources[self._ranks.rank]
+        path = self._path_of(source, moment)
+        if self._arenas is None or not path.is_relative_to(self._arenas):
+            raise CorruptCheckpointError(f"{path} is not in the job's shared memory", path=path)
+        checkpoint = map_checkpoint(path, owners=self._trust.of(path))
         for name, value in checkpoint.state.items():
             if name not in self._modules:
                 checkpoint.state[name] = copy_tree(value)
-        moment = (verdict.run_id, verdict.attempt, verdict.step)
-        if checkpoint.info.moment != moment or checkpoint.info.rank != verdict.donor:
-            raise CorruptCheckpointError(f"{entry.path} holds another boundary than the donor's", path=entry.path)
-        found = replace(self._resumed(checkpoint), donor=verdict.donor)
+        if checkpoint.info.moment != moment or checkpoint.info.rank != source:
+            raise CorruptCheckpointError(f"{path} holds another boundary than step {verdict.step}", path=path)
+        if source == self._ranks.rank:
+            self.resumed = self._resumed(checkpoint, path)
+            return
+        found = replace(self._resumed(checkpoint, path), donor=source)
         foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
         confirmed = moment if foreseen == 1 else None
         for ring in own_rings((), self._arenas, self._ranks.rank):
@@ -79,11 +84,19 @@ class ReentryPart(FollowedPart):
             found = replace(
                 found,
                 own_records=self._records(self._ranks.rank, moment, confirmed),
-                donor_records=self._records(verdict.donor, moment, confirmed),
+                donor_records=self._records(source, moment, confirmed),
             )
         self.resumed = found
 
-    def _resumed(self, checkpoint: Checkpoint) -> Resumed:
+    def _path_of(self, source: int, moment: Moment) -> Path:
+        """Where the state of `source` is in memory."""
+        if not self._entry.verdict.rewinds:
+            return self._entry.paths[source]
+        if self._arenas is None:
+            raise CorruptCheckpointError("there is no shared memory", path=self._entry.path)
+        return find_snapshot(self._arenas, source, moment)
+
+    def _resumed(self, checkpoint: Checkpoint, path: Path) -> Resumed:
         info = checkpoint.info
         world = self._ranks.world_size
         plan = ResumePlan(
@@ -97,7 +110,7 @@ class ReentryPart(FollowedPart):
             resharded=False,
             unmanaged=tuple(info.unmanaged),
         )
-        return Resumed(self._entry.path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)
+        return Resumed(path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)
 
     def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
         rings = own_rings((), self._arenas, rank)

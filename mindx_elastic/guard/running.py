@@ -32,9 +32,10 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, joiner, spare
+from mindx_elastic.rejoin import groups, joiner, sharded, spare
+from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
-from mindx_elastic.rejoin.protocol import Report
+from mindx_elastic.rejoin.protocol import InMemory, Report
 from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
@@ -120,7 +121,7 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
     if spare.is_waiting():
         _warm_up(targets())
-    member = _find_member(current_ranks(RankInfo.from_env()))
+    member = _find_member(current_ranks(RankInfo.from_env()), targets())
     global _is_running
     _is_running = True
     if member is None:
@@ -141,14 +142,15 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
             arena.close()
 
 
-def _find_member(ranks: RankInfo) -> Member | None:
-    """The process's member; None: a death restarts the job."""
+def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
+    """The process's member; None: a death restarts the job. `targets`: what the guard keeps."""
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
     link = current_member() if agent is None else None
     if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.
-    reason = "this is not the process's first guard" if has_been_one() else groups.problem()
+    modules = [target for target in targets.values() if isinstance(target, nn.Module)]
+    reason = "this is not the process's first guard" if has_been_one() else groups.problem() or sharded.problem(modules)
     if reason:
         if settings.generation and not has_been_one():
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
@@ -204,8 +206,6 @@ def _join(targets: Mapping[str, Any], member: Member) -> Entry:
 
 def _problem(saver: Saver) -> str:
     """Why the ranks cannot go on in place from one boundary; empty: they can."""
-    if not saver.replicated:
-        return "the ranks hold different parts of the state"
     if saver.collector.compiled.kept:
         return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
     return ""
@@ -215,8 +215,20 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
     """What the member needs of an open guard."""
     saver, collector = stopper.saver, stopper.saver.collector
 
+    def in_memory() -> InMemory:
+        if around.memory is None:
+            return InMemory()
+        around.memory.settle()
+        return find_in_memory(around.memory.folder, ranks.rank)
+
+    def memory_folder() -> Path:
+        if around.memory is None:
+            raise RejoinFailed("there is no shared memory")
+        return around.memory.folder
+
     def report() -> Report:
         stopper.update_gate.give_up()
+        memory = in_memory()
         with stopper.update_gate.hold(0.0) as problem:
             return Report(
                 rank=ranks.rank,
@@ -228,6 +240,9 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 orders=collector.gradient_order,
                 problem=_problem(saver),
                 home=str(around.home),
+                peers=None if saver.replicated else (ranks.rank,),
+                base=saver.base,
+                memory=memory,
             )
 
     def donate() -> Path:
@@ -244,9 +259,12 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
         report=report,
         live=lambda: (collector.state(), saver.describe("snapshot"), collector.layouts.job),
         donate=donate,
+        memory_folder=memory_folder,
+        reset_modules=lambda: sharded.reset(collector.sharded_modules),
         is_stopping=lambda: stopper.alarm is not None,
         peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
         call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),
         open_gate=open_gate,
         ddp=ddp,
+        modules=collector.sharded_modules,
     )

@@ -73,6 +73,8 @@ class Saver:
         if (seed := own_hash_seed()) is not None:
             self.coordinates[COORDINATE] = seed
         """Numbers for every file's header."""
+        self.base: Moment | None = None
+        """The boundary that the attempt went on from; None: it began anew."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
         self.bytes_per_s: float | None = None
@@ -289,6 +291,7 @@ class Saver:
         """Note in every later file that the attempt went on from `base`: a start that would not be exact at the first
         steps of this attempt goes back to it (`plan.planner.steps_before`)."""
         self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
+        self.base = base.moment
 
     def _forecast_correct(self) -> dict[str, int]:
         """The header field that says whether the boundary came out as forecast; empty without a forecast."""

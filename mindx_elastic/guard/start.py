@@ -189,7 +189,9 @@ def start_job(
         tell(found, saver, began, entry)
         saver.began_from(found.checkpoint.info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
-    if entry is not None:  # the files in the directory are as the first start has left them
+    if entry is not None and found is not None and not saver.replicated:
+        _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
+    if entry is not None:  # the other files in the directory are as the first start has left them
         return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)

@@ -123,6 +123,11 @@ class Memory:
         """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""
         return self._snapshotter is not None and self._snapshotter.take_last()
 
+    def settle(self) -> None:
+        """Wait for a snapshot in progress; there is no other until the next boundary. Training thread."""
+        if self._snapshotter is not None:
+            self._snapshotter.drain()
+
     def donate(self) -> Path | None:
         """Put the last boundary where other processes of the machine can take it; None: it could not be done. Training
         thread, with the update gate held."""

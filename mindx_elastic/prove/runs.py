@@ -184,6 +184,8 @@ class Runs:
         if not any(word.startswith(("--snapshot-every", "--snapshot_every")) for word in agent):
             agent = (*agent, "--snapshot-every", "1")  # a kill soon after the start must find one
         command = ("-m", "mindx_elastic", "run", *agent, "--run-dir", str(folder / "agent"), *script)
+        if not self.is_fresh:
+            env = {"MINDX_ZYGOTE": "first", **env}  # the imports of each rank are most of a short run
         return Request(command=command, env=env, log=log, notes=None, launches=True)
 
     def _start(self, request: Request, hashes: int, *, fresh: bool) -> Process:

@@ -1,5 +1,5 @@
 """Notes that something of the training has failed as it does when another rank dies, whether the program catches it or
-not: a backward, a forward of DDP, a collective of the program's own.
+not: a backward, a forward of DDP or of a sharded module, a collective of the program's own.
 
 What follows from a step in which that has happened must not become a boundary: its gradients may not be the sum over
 the ranks. Asynchronous collectives (``async_op=True``) fail in their ``wait()``, which is not seen.
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-
-from mindx_elastic.rejoin.groups import DdpModules
+from torch import nn
 
 __all__ = ["Failures"]
 
@@ -23,12 +22,12 @@ __all__ = ["Failures"]
 class Failures:
     """One per entered guard."""
 
-    def __init__(self, modules: DdpModules) -> None:
-        """From here on failures are seen, until `close`."""
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """From here on failures are seen, until `close`. `modules`: those with collectives in their forward."""
         self.seen = False
         """Since the last boundary."""
         self._undo: list[Callable[[], None]] = []
-        for _, module in modules:
+        for module in modules:
             handle = module.register_forward_hook(self._at_forward, always_call=True)
             self._undo.append(handle.remove)
         self._wrap_backward()

@@ -2,14 +2,18 @@
 
 Until it enters its guard, the program builds its objects: process groups, modules, DDP. The other ranks take no part in
 that, so its groups are given backends without peers, which do nothing (torch's *fake* backend). That is enough for
-what DDP does when it wraps a module. A collective of the program's own would give a wrong result, so it is refused, and
-the job is restarted; a barrier is passed.
+what DDP does when it wraps a module. Where tensors are distributed over a mesh, the process takes its part of its own
+tensor, which the program has built as on the other ranks, or which the guard puts back. A collective of the program's
+own would give a wrong result, so it is refused, and the job is restarted; a barrier is passed.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
@@ -26,6 +30,16 @@ _COLLECTIVES = (
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list"),
 )
 _PASSED = ("barrier", "monitored_barrier")
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_FUNCTIONAL_COLLECTIVES = (
+    *("broadcast", "all_reduce", "all_reduce_coalesced", "all_gather_single", "all_gather_single_autograd"),
+    *("all_gather_single_coalesced", "all_gather_tensor", "all_gather_tensor_autograd"),
+    *("all_gather_into_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_autograd"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_autograd"),
+    *("reduce_scatter_tensor_coalesced", "all_to_all_single", "all_to_all_single_autograd", "permute_tensor"),
+)
+"""Those of DTensors: ``full_tensor()``, ``redistribute()``."""
+_OF_MESHES = "torch.distributed.tensor._collective_utils"
 _undo: list[Callable[[], None]] = []
 
 
@@ -35,7 +49,6 @@ class _SetupCollective(BaseException):
 
 def prepare() -> None:
     """Make `init_process_group` and `new_group` of this process build groups without peers. Before the program runs."""
-    import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
     from torch.distributed import distributed_c10d as c10d
 
@@ -57,25 +70,58 @@ def prepare() -> None:
 
     _patch(c10d, "_new_process_group_helper", new_group_without_peers)
     _patch(c10d, "_store_based_barrier", lambda *arguments, **named: None)
-    for name in _COLLECTIVES:
-        for owner in (c10d, dist):
-            if hasattr(owner, name):
-                _patch(owner, name, _refusing(name))
-    for name in _PASSED:
-        for owner in (c10d, dist):
-            if hasattr(owner, name):
-                _patch(owner, name, lambda *arguments, **named: None)
+    instead = {name: _refusing(f"torch.distributed.{name}()") for name in _COLLECTIVES}
+    _patch_all(c10d, {**instead, **dict.fromkeys(_PASSED, lambda *arguments, **named: None)})
+    if _FUNCTIONAL in sys.modules:
+        told = {name: _refusing(f"a collective of DTensors ({name})") for name in _FUNCTIONAL_COLLECTIVES}
+        _patch_all(sys.modules[_FUNCTIONAL], told)
 
 
-def _refusing(name: str) -> Callable[..., None]:
-    def refuse(*arguments: Any, **named: Any) -> None:
-        text = (
-            f"the program calls torch.distributed.{name}() before its guard, and the other ranks take no part in that"
-        )
+def _patch_all(home: Any, instead: Mapping[str, Callable[..., Any]]) -> None:
+    """Put others in the place of the functions of `home`, until `end_setup`: there, in torch.distributed, and in all
+    modules but torch's own that have imported them. A module that imports one meanwhile keeps what it got, which does
+    what torch's does after `end_setup`."""
+    originals = {name: vars(home)[name] for name in instead if name in vars(home)}
+    wrapped = {name: _until_end(original, instead[name]) for name, original in originals.items()}
+    for key, module in list(sys.modules.items()):
+        if key.startswith(("torch.", "mindx_elastic.")) and key not in (home.__name__, "torch.distributed", _OF_MESHES):
+            continue
+        content = getattr(module, "__dict__", {})
+        for name in originals.keys() & content.keys():
+            if content[name] is originals[name]:
+                _patch(module, name, wrapped[name])
+
+
+def _until_end(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def in_setup(*arguments: Any, **named: Any) -> Any:
+        return (instead if _undo else original)(*arguments, **named)
+
+    return in_setup
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        caller = sys._getframe(2)  # behind `in_setup`
+        if caller.f_globals.get("__name__") == _OF_MESHES and _takes_own_part(caller, arguments, named):
+            return None
+        text = f"the program calls {what} before its guard, and the other ranks take no part in that"
         _tell(text)
         raise _SetupCollective(text)
 
     return refuse
+
+
+def _takes_own_part(caller: FrameType, arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether this is `mesh_broadcast`, or `mesh_scatter`, which has then put this rank's part of its own tensor where
+    the one from the source was to go."""
+    import torch.distributed as dist
+
+    name, values = caller.f_code.co_name, caller.f_locals
+    if name == "mesh_scatter" and {"output", "scatter_list"} <= values.keys() and "group" in named:
+        values["output"].copy_(values["scatter_list"][dist.get_rank(named["group"])])
+        return True
+    return name == "mesh_broadcast"
 
 
 def _tell(text: str) -> None:
@@ -102,6 +148,7 @@ def main() -> None:
     """``python -m mindx_elastic.rejoin.joiner SCRIPT ARGUMENTS``: run the program as a new process of a running job."""
     if not RejoinSettings.from_env().generation:
         sys.exit("this module is started by mindx-elastic run")
+    importlib.import_module(_FUNCTIONAL)
     prepare()
     run(sys.argv[1:])
 

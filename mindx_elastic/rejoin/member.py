@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
@@ -24,7 +26,7 @@ from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
-from mindx_elastic.rejoin.protocol import Report, Verdict, decide
+from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart, cut
 
 __all__ = ["Entry", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
@@ -50,9 +52,11 @@ class Entry:
     generation: int
     verdict: Verdict
     path: Path
-    """The donor's snapshot in shared memory."""
+    """The donor's snapshot in shared memory; where all go back to snapshots, the job's folder there."""
+    paths: Mapping[int, Path]
+    """The snapshots of the living ranks that others take state from."""
     live: Mapping[str, Any] | None
-    """This process's own state of the boundary; None: it takes the donor's."""
+    """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
     layouts: Sequence[Any] = ()
@@ -70,6 +74,11 @@ class Host:
     """The state of the last boundary, its header facts, and the layouts of the job. The update gate is held."""
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
+    memory_folder: Callable[[], Path]
+    """The job's folder in shared memory. Raises RejoinFailed."""
+    reset_modules: Callable[[], str]
+    """Make the modules, which were cut off in a forward or backward, ready for the next one, and forget gradients.
+    Returns why it is not possible; empty: it is done."""
     is_stopping: Callable[[], bool]
     peers_gone_soon: Callable[[], bool]
     """After a failed collective: whether another rank is gone, or will be in a moment."""
@@ -78,6 +87,8 @@ class Host:
     open_gate: Callable[[], None]
     """Let the training thread come out at its next boundary."""
     ddp: DdpModules
+    modules: Sequence[torch.nn.Module] = ()
+    """Other modules whose forward fails when a rank has died."""
 
 
 class Member:
@@ -125,7 +136,7 @@ class Member:
         """Training thread: the guard is open, and deaths will be heard."""
         self.prepare()
         self._is_out.clear()
-        self._failures = Failures(host.ddp)
+        self._failures = Failures([*(module for _, module in host.ddp), *host.modules])
         with self._lock:
             self._wants_out.clear()
             self._host = host
@@ -235,29 +246,46 @@ class Member:
         live: Mapping[str, Any] | None = None
         info: Any = None
         layouts: Sequence[Any] = ()
-        if self.ranks.rank == verdict.donor:
-            path = host.donate()
-            self._times["donated"] = time.time()
-            note = board.write(f"{generation}/state", {"path": str(path)})
-            if "path" not in note:
-                raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
+        if self.ranks.rank in {verdict.donor, *verdict.donors}:
+            self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
             live, info, layouts = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
+        if said := host.reset_modules():
+            raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        path = self._wait_for_state(board, host, generation)
+        path, paths = self._wait_for_state(board, host, generation)
         self.generation = generation
         return Entry(
             generation=generation,
             verdict=verdict,
             path=path,
+            paths=paths,
             live=live,
             info=info,
             layouts=layouts,
             home=self._home,
         )
+
+    def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
+        """Put this rank's state into memory; the verdict's donor says when that of all donors is there."""
+        rank = self.ranks.rank
+        if verdict.rewinds:
+            path, paths = host.memory_folder(), {}
+        else:
+            path = host.donate()
+            self._times["donated"] = time.time()
+            if rank != verdict.donor:
+                board.write(f"{generation}/donated/{rank}", {"path": str(path)})
+                return
+            keys = {other: f"{generation}/donated/{other}" for other in verdict.donors if other != rank}
+            notes = self._wait(board, list(keys.values()), host, unless=f"{generation}/state") if keys else {}
+            paths = {rank: str(path), **{other: str(notes[key]["path"]) for other, key in keys.items()}}
+        note = board.write(f"{generation}/state", {"path": str(path), "paths": paths})
+        if "path" not in note:
+            raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
@@ -270,24 +298,31 @@ class Member:
                 rank: None if notes[key].get("dead") else Report.from_json(rank, notes[key])
                 for rank, key in keys.items()
             }
+            dead_memory = {rank: InMemory.from_json(notes[keys[rank]]) for rank in reports if reports[rank] is None}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
         self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
         homes = {report.home for report in reports.values() if report is not None}
         self._home = Path(homes.pop()) if len(homes) == 1 else None
-        verdict = decide(reports, world_size=self.ranks.world_size)
+        verdict = decide(reports, world_size=self.ranks.world_size, dead_memory=dead_memory)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
         return verdict
 
-    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> Path:
+    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> tuple[Path, dict[int, Path]]:
+        """What the donor has said: its path, and those of all donors."""
         note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
         if "path" not in note:
             raise RejoinFailed(str(note.get("refusal", "the donor's state is not there"))[:_LONGEST])
         self._times["state"] = time.time()
-        return Path(str(note["path"]))
+        try:
+            paths = {int(rank): Path(str(path)) for rank, path in note["paths"].items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise RejoinFailed(f"the donor's word makes no sense ({printable(str(error), 200)})") from None
+        return Path(str(note["path"])), paths
 
-    def _wait(self, board: Board, keys: list[str], host: Host | None) -> dict[str, dict[str, Any]]:
+    def _wait(self, board: Board, keys: list[str], host: Host | None, *, unless: str = "") -> dict[str, dict[str, Any]]:
+        """`unless`: the key at which the coordinator writes that there is no recovery."""
         end = time.monotonic() + self._timeout_s
         while (left := end - time.monotonic()) > 0:
             found = board.wait(keys, min(left, 0.5))
@@ -295,6 +330,8 @@ class Member:
                 return found
             if host is not None and host.is_stopping():
                 raise RejoinFailed("the job is being stopped")
+            if unless and (note := board.read([unless]).get(unless)) is not None:
+                raise RejoinFailed(str(note.get("refusal", "it has been given up"))[:_LONGEST])
         raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
 
     # --- a new process ------------------------------------------------------------------------------------------------
@@ -314,8 +351,8 @@ class Member:
         end_setup()
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        path = self._wait_for_state(board, None, generation)
-        return Entry(generation=generation, verdict=verdict, path=path, live=None, home=self._home)
+        path, paths = self._wait_for_state(board, None, generation)
+        return Entry(generation=generation, verdict=verdict, path=path, paths=paths, live=None, home=self._home)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

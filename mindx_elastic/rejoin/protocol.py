@@ -8,7 +8,13 @@
 
 A recovery has a number, its *generation*. The survivors of a death leave their collectives and report where they
 stand. All of them read the same reports, so each works out the same `Verdict` by itself (`decide`). A report is written
-once: if a rank dies before it has reported, the coordinator writes its death in that place.
+once: if a rank dies before it has reported, the coordinator writes its death in that place, with what of it has
+outlived it in shared memory.
+
+There are two ways to a verdict. *From the living*: the most advanced boundary at which survivors are whole, if they
+hold every part of the state; each rank that lacks its part takes it from one of them. Else *from memory*: the newest
+boundary of which every rank has a snapshot, or a replica's snapshot and its own small state; all ranks go back to it,
+and the steps since are done again.
 
 The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
 change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
@@ -23,11 +29,49 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["Coordinator", "Fallback", "Phase", "Report", "Verdict", "decide"]
+from mindx_elastic.core.moment import Moment
+
+__all__ = ["Coordinator", "Fallback", "InMemory", "Phase", "Report", "Verdict", "decide"]
 
 _MOST_STEP = 1 << 60
 _LONGEST = 2000
 _LONGEST_PATH = 4096
+_MOST_MOMENTS = 64
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """What a rank has in shared memory, which outlives its process."""
+
+    snapshots: tuple[Moment, ...] = ()
+    """The boundaries of its snapshots."""
+    boundaries: tuple[Moment, ...] = ()
+    """The boundaries of which its small state is there: all that replicas do not share."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: [list(moment) for moment in getattr(self, name)] for name in ("snapshots", "boundaries")}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> InMemory:
+        """A note that says nothing of it is fine. Raises ValueError, TypeError."""
+        return cls(*(_moments(content.get(name, [])) for name in ("snapshots", "boundaries")))
+
+
+def _moments(content: Any) -> tuple[Moment, ...]:
+    found = tuple(_moment(each) for each in content)
+    if len(found) > _MOST_MOMENTS:
+        raise ValueError(f"{len(found)} boundaries in memory")
+    return found
+
+
+def _moment(content: Any) -> Moment:
+    run, attempt, step = content
+    if not (0 <= int(attempt) < _MOST_STEP and 0 <= int(step) < _MOST_STEP):
+        raise ValueError(f"attempt {attempt}, step {step}")
+    return str(run)[:_LONGEST], int(attempt), int(step)
+
+
+_NOTHING = InMemory()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +93,11 @@ class Report:
     """Why this rank cannot take part; empty: it can."""
     home: str = ""
     """The directory that names the folder in shared memory."""
+    peers: tuple[int, ...] | None = None
+    """The ranks that hold the same parts of the state as this one, this one included; None: every rank does."""
+    base: Moment | None = None
+    """The boundary that the attempt went on from; None: it began anew."""
+    memory: InMemory = _NOTHING
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -60,6 +109,9 @@ class Report:
             "orders": {name: list(order) for name, order in self.orders.items()},
             "problem": self.problem,
             "home": self.home,
+            "peers": None if self.peers is None else list(self.peers),
+            "base": None if self.base is None else list(self.base),
+            "memory": self.memory.to_json(),
         }
 
     @classmethod
@@ -78,6 +130,9 @@ class Report:
             orders={str(name): [int(index) for index in order] for name, order in content["orders"].items()},
             problem=str(content["problem"])[:_LONGEST],
             home=str(content["home"])[:_LONGEST_PATH],
+            peers=None if content["peers"] is None else tuple(int(peer) for peer in content["peers"]),
+            base=None if content["base"] is None else _moment(content["base"]),
+            memory=InMemory.from_json(content["memory"]),
         )
 
 
@@ -89,26 +144,45 @@ class Verdict:
     """Why there is no in-place recovery; empty: there is one, and the rest counts."""
     run_id: str = ""
     attempt: int = 0
-    """Of the boundary; the next one of the run is one higher."""
+    """Of the boundary."""
+    next_attempt: int = 0
+    """All go on in this one."""
     step: int = 0
     """The boundary that all go on from."""
+    sources: Mapping[int, int] = field(default_factory=dict)
+    """The ranks that take state from memory, and the rank whose state each takes; perhaps its own."""
+    rewinds: bool = False
+    """All ranks go back to snapshots that are in memory already; else the sources are living ranks, which make one."""
     donor: int = -1
-    """The rank whose weights and optimizer state the needy take."""
+    """The living rank that says when all of that is in memory: a source, if they are living ranks."""
     dead: tuple[int, ...] = ()
     """Ranks whose places new processes take."""
     behind: tuple[int, ...] = ()
-    """Survivors that do not hold the state of the boundary."""
+    """Survivors whose own state is not that of the boundary."""
+    steps_lost: int = 0
+    """How many steps the survivor that was furthest has to do again."""
 
     @property
     def needy(self) -> tuple[int, ...]:
-        """The ranks that take the donor's state."""
-        return tuple(sorted({*self.dead, *self.behind}))
+        """The ranks that take state from memory."""
+        return tuple(sorted(self.sources))
+
+    @property
+    def donors(self) -> tuple[int, ...]:
+        """The living ranks that put their state into memory for others."""
+        return () if self.rewinds else tuple(sorted(set(self.sources.values())))
 
 
-def decide(reports: Mapping[int, Report | None], *, world_size: int, first_step: int = 1) -> Verdict:
+def decide(
+    reports: Mapping[int, Report | None],
+    *,
+    world_size: int,
+    first_step: int = 1,
+    dead_memory: Mapping[int, InMemory] | None = None,
+) -> Verdict:
     """The verdict on the reports of all ranks of a world; None: that rank is dead.
 
-    The boundary is the most advanced one at which some survivor is whole. first_step: a boundary below it is not taken.
+    first_step: a boundary below it is not taken. dead_memory: of dead ranks.
     """
     dead = tuple(rank for rank in range(world_size) if reports.get(rank) is None)
     alive = [report for rank in range(world_size) if (report := reports.get(rank)) is not None]
@@ -119,11 +193,24 @@ def decide(reports: Mapping[int, Report | None], *, world_size: int, first_step:
     for report in alive:
         if report.problem:
             return Verdict(refusal=f"rank {report.rank}: {report.problem}")
-    runs = {(report.run_id, report.attempt) for report in alive}
-    if len(runs) > 1:
+    if len({(report.run_id, report.attempt, report.base) for report in alive}) > 1:
         return Verdict(refusal="the ranks are in different attempts of the run")
     if len({report.groups for report in alive}) > 1:
         return Verdict(refusal="the ranks have made different process groups")
+    from_living = _from_the_living(alive, dead, first_step)
+    if not from_living.refusal:
+        return from_living
+    memory = {**dict.fromkeys(dead, _NOTHING), **(dead_memory or {}), **{each.rank: each.memory for each in alive}}
+    rewound = _from_memory(alive, dead, memory, first_step)
+    if rewound is not None:
+        return rewound
+    return Verdict(
+        refusal=f"{from_living.refusal}, and shared memory does not have one boundary of every rank (--snapshot-every)"
+    )
+
+
+def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step: int) -> Verdict:
+    """The most advanced boundary at which some survivor is whole."""
     clean = [report for report in alive if report.clean]
     if not clean:
         named = ", ".join(str(report.rank) for report in alive)
@@ -133,10 +220,68 @@ def decide(reports: Mapping[int, Report | None], *, world_size: int, first_step:
         return Verdict(refusal="the rank that was furthest was cut off in an update")
     if step < first_step:
         return Verdict(refusal=f"the ranks stand at step {step}, which is too early")
-    donor = min(report.rank for report in clean if report.step == step)
-    behind = tuple(report.rank for report in alive if not report.clean or report.step != step)
-    (run,) = runs
-    return Verdict(run_id=run[0], attempt=run[1], step=step, donor=donor, dead=dead, behind=behind)
+    whole = [report for report in clean if report.step == step]
+    behind = tuple(report.rank for report in alive if report not in whole)
+    sources: dict[int, int] = {}
+    for rank in (*dead, *behind):
+        holders = [report.rank for report in whole if report.peers is None or rank in report.peers]
+        if not holders:
+            return Verdict(refusal=f"at step {step} no living rank holds the part of the state that rank {rank} had")
+        sources[rank] = min(holders)
+    return Verdict(
+        run_id=alive[0].run_id,
+        attempt=alive[0].attempt,
+        next_attempt=alive[0].attempt + 1,
+        step=step,
+        sources=sources,
+        donor=min(sources.values()),
+        dead=dead,
+        behind=behind,
+    )
+
+
+def _from_memory(
+    alive: Sequence[Report], dead: tuple[int, ...], memory: Mapping[int, InMemory], first_step: int
+) -> Verdict | None:
+    """The newest boundary of this attempt, or the one that it went on from, that every rank finds in memory."""
+    one = alive[0]
+    peers: dict[int, set[int]] = {rank: {rank} for rank in memory}
+    for report in alive:
+        holders = set(memory) if report.peers is None else {report.rank, *report.peers}
+        for rank in holders & peers.keys():
+            peers[rank] |= holders
+    found = {
+        moment
+        for each in memory.values()
+        for moment in each.snapshots
+        if (moment[:2] == (one.run_id, one.attempt) or moment == one.base) and moment[2] >= first_step
+    }
+    for moment in sorted(found, reverse=True):
+        sources = {rank: _source_of(rank, moment, memory, sorted(peers[rank])) for rank in memory}
+        if None in sources.values():
+            continue
+        return Verdict(
+            run_id=moment[0],
+            attempt=moment[1],
+            next_attempt=one.attempt + 1,
+            step=moment[2],
+            sources={rank: source for rank, source in sources.items() if source is not None},
+            rewinds=True,
+            donor=min(report.rank for report in alive),
+            dead=dead,
+            behind=tuple(report.rank for report in alive),
+            steps_lost=max(report.step for report in alive) - moment[2],
+        )
+    return None
+
+
+def _source_of(rank: int, moment: Moment, memory: Mapping[int, InMemory], peers: Sequence[int]) -> int | None:
+    """Whose snapshot of `moment` the rank `rank` can go on from."""
+    if moment in memory[rank].snapshots:
+        return rank
+    if moment not in memory[rank].boundaries:
+        return None
+    return next((peer for peer in peers if peer in memory and moment in memory[peer].snapshots), None)
 
 
 class Phase(Enum):
@@ -167,6 +312,7 @@ class Coordinator:
         self.dead: set[int] = set()
         """In this generation, as known before the verdict."""
         self.reports: dict[int, Report | None] = {}
+        self.dead_memory: dict[int, InMemory] = {}
         self.verdict: Verdict | None = None
         self.has_state = False
         """The donor's state lies in shared memory."""
@@ -175,19 +321,21 @@ class Coordinator:
         """Why it is a fallback."""
         self.fallback: Fallback | None = None
 
-    def begin(self, dead: Collection[int]) -> None:
-        """`dead` ranks were found while all trained: a new generation."""
+    def begin(self, dead: Collection[int], memory: Mapping[int, InMemory] | None = None) -> None:
+        """`dead` ranks were found while all trained: a new generation. `memory`: what is there of them."""
         if self.phase is not Phase.RUN:
             raise ValueError(f"a generation is under way ({self.phase.value})")
         self.generation += 1
         self.phase, self.dead = Phase.CUT, set(dead)
         self.reports, self.verdict, self.has_state, self.ready = dict.fromkeys(sorted(dead)), None, False, set()
+        self.dead_memory = dict(memory or {})
         self._decide()
 
-    def note_death(self, rank: int) -> None:
+    def note_death(self, rank: int, memory: InMemory = _NOTHING) -> None:
         """One more process has died since `begin`: a survivor, or the new process of a dead rank."""
         if self.phase is Phase.CUT and rank not in self.reports:
             self.dead.add(rank)
+            self.dead_memory[rank] = memory
             self._note(rank, None)
         elif self.phase is Phase.CUT and self.reports[rank] is None:
             self._fall(f"the new process of rank {rank} has died")
@@ -233,7 +381,7 @@ class Coordinator:
     def _decide(self) -> None:
         if len(self.reports) < self.world_size:
             return
-        self.verdict = decide(self.reports, world_size=self.world_size)
+        self.verdict = decide(self.reports, world_size=self.world_size, dead_memory=self.dead_memory)
         if self.verdict.refusal:
             self._fall(self.verdict.refusal)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +23,13 @@ from mindx_elastic.agent.ledger import (
     AttemptRecord,
     Ledger,
     add_up,
-    load_runs,
     render,
     totals_line,
 )
+from mindx_elastic.agent.run_log import load_runs
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.rejoin.record import RecoveryRecord
 from tests.harness import events
 
 
@@ -281,6 +282,45 @@ def test_whatever_is_recorded_comes_back(tmp_path_factory: pytest.TempPathFactor
         ledger.update(attempt, outcome=data.draw(st.sampled_from([FAILED, FINISHED])))
     ledger.close()
     assert [asdict(record) for record in load(path)] == [asdict(record) for record in ledger.records]
+
+
+# --- recoveries in place ---
+
+
+def in_place(generation: int, **changes: Any) -> RecoveryRecord:
+    facts: dict[str, Any] = {"outcome": "in place", "cause": "killed by SIGKILL", "ranks": (1,), "step": 3}
+    return RecoveryRecord(**{"generation": generation, "duration_s": 0.5, "steps_lost": 0, **facts, **changes})
+
+
+def test_recoveries_are_part_of_the_account(account: Ledger, tmp_path: Path) -> None:
+    account.note_recovery(in_place(1))
+    account.note_recovery(in_place(2, steps_lost=2, duration_s=0.25))
+    account.note_recovery(in_place(3, outcome="restart", reason="why", duration_s=7.0, step=None))
+    assert account.is_eventful
+    fail_first(account, time.monotonic())
+    (record,) = account.records
+    assert (record.in_place, record.in_place_s, record.in_place_steps_lost) == (2, 0.75, 2)
+    account.update(0, steps_lost=1, first_step_s=2.0)
+    line = "3 failures (2 recovered in place), 3 steps lost, 2.8 s not training"
+    assert totals_line(add_up(account.records)) == line
+    text = render(account.records, account.recoveries, width=200)
+    assert "rank 1: killed by SIGKILL; 2 recovered in place" in text
+    assert "0.3  rank 1: killed by SIGKILL; not in place: why" in text
+    account.close("failed")
+    (run,) = load_runs(tmp_path / "events.jsonl")
+    assert [replace(each, time=None) for each in run.recoveries] == [
+        replace(each, time=None) for each in account.recoveries
+    ]
+    assert [each.attempt for each in run.recoveries] == [0, 0, 0]
+    assert run.records == account.records, "counted once, not again with the attempt's end"
+    assert run.summary is not None and (run.summary["in_place"], run.summary["failures"]) == (2, 3)
+
+
+def test_recoveries_of_a_job_that_runs_are_counted_from_their_events(account: Ledger, tmp_path: Path) -> None:
+    account.note_recovery(in_place(1))
+    account.note_recovery(in_place(2))
+    (run,) = load_runs(tmp_path / "events.jsonl")
+    assert totals_line(add_up(run.records)) == "2 failures (recovered in place), 0 steps lost, 1.0 s not training"
 
 
 # --- what the agent sees, as records ---

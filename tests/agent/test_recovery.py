@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agent.recovery import Recovery
+from mindx_elastic.agent.recovery import NewProcess, Recovery
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report
+from mindx_elastic.rejoin.record import FORKED, SPARE, STAGES, RecoveryRecord, StandIn
+from mindx_elastic.rejoin.spare import UNFIT
 
 KILLED = "killed by SIGKILL"
 
@@ -23,9 +24,11 @@ KILLED = "killed by SIGKILL"
 class Node:
     """Workers without processes, and a board in this process."""
 
-    def __init__(self, tmp_path: Path, *, ranks: int = 3, most: int = 10, timeout_s: float = 60.0) -> None:
+    def __init__(self, *, ranks: int = 3, most: int = 10, timeout_s: float = 60.0) -> None:
         self.store: Any = dist.HashStore()
         self.started: list[tuple[int, int]] = []
+        self.told: list[RecoveryRecord] = []
+        self.spares = 0
         self.pages = {
             rank: Status(pid=100 + rank, phase=WorkerPhase.TRAINING, step=7, in_place=1) for rank in range(ranks)
         }
@@ -33,16 +36,16 @@ class Node:
         workers: Any = SimpleNamespace(
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
-        self.recovery = Recovery(
-            workers, self.board, self.start, timeout_s=timeout_s, most=most, events=EventLog(tmp_path / "events.jsonl")
-        )
+        self.recovery = Recovery(workers, self.board, self.start, timeout_s=timeout_s, most=most, note=self.told.append)
 
     def board(self, generation: int) -> Board:
         return Board(self.store, key=None, scope=f"0/{generation}", writer=len(self.pages))
 
     def start(self, rank: int, generation: int, *, can_wait: bool) -> Any:
         self.started.append((rank, generation))
-        return SimpleNamespace(pid=200 + rank)
+        self.spares -= 1
+        process: Any = SimpleNamespace(pid=100 * (1 + len(self.started)) + rank)
+        return NewProcess(process, SPARE if self.spares >= 0 else FORKED)
 
     def end(self, rank: int, code: int = -9, **more: Any) -> WorkerExit:
         del self.live[rank]
@@ -72,8 +75,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node() -> Node:
+    return Node()
 
 
 def test_a_dead_rank_gets_a_new_process_at_once_and_the_survivors_hear_of_it(node: Node) -> None:
@@ -133,8 +136,8 @@ def test_a_rank_that_leaves_is_the_reason(node: Node) -> None:
     assert node.recovery.reason.startswith("rank 2 has left: exit code 143")
 
 
-def test_the_time_is_up(tmp_path: Path) -> None:
-    node = Node(tmp_path, timeout_s=0.0)
+def test_the_time_is_up() -> None:
+    node = Node(timeout_s=0.0)
     assert node.recovery.begin(node.end(1), KILLED)
     node.report(0)
     assert node.recovery.look() is Phase.FALLBACK
@@ -156,8 +159,8 @@ def test_a_process_that_cannot_be_started_ends_it(node: Node) -> None:
     assert "no memory" in node.recovery.reason
 
 
-def test_after_so_many_the_job_is_restarted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    node = Node(tmp_path, most=2)
+def test_after_so_many_the_job_is_restarted() -> None:
+    node = Node(most=2)
     node.succeed(1, 1)
     node.succeed(2, 2)
     assert not node.recovery.begin(node.end(1), KILLED)
@@ -190,7 +193,150 @@ def test_a_survivor_that_cannot_take_part(node: Node, change: dict[str, Any], wo
     assert words in node.recovery.why_not([1])
 
 
-def test_without_a_survivor_there_is_none(tmp_path: Path) -> None:
-    node = Node(tmp_path, ranks=2)
+def test_without_a_survivor_there_is_none() -> None:
+    node = Node(ranks=2)
     node.end(0)
     assert not node.recovery.begin(node.end(1), KILLED)
+
+
+def test_a_spare_that_cannot_be_this_rank_is_followed_by_another_process(node: Node) -> None:
+    """It ends with `UNFIT` before it has taken part, so the recovery goes on."""
+    node.spares = 1
+    assert node.recovery.begin(node.end(1), KILLED)
+    assert node.recovery.look() is Phase.CUT
+    node.recovery.hear_end(node.end(1, UNFIT))
+    assert node.started == [(1, 1), (1, 1)]
+    assert 1 in node.live, "its process is the second one"
+    for rank in (0, 2):
+        node.report(rank)
+    assert node.recovery.look() is Phase.AGREED
+    node.write("1/state", path="/dev/shm/slot")
+    for rank in range(3):
+        node.write(f"1/ready/{rank}", ready=1.0)
+    assert node.recovery.look() is Phase.RUN
+    node.recovery.close()
+    (record,) = node.told
+    assert record.stood_in == (StandIn(rank=1, pid=301, by=FORKED),)
+
+
+def test_a_new_process_that_ends_otherwise_ends_the_recovery(node: Node) -> None:
+    assert node.recovery.begin(node.end(1), KILLED)
+    node.recovery.hear_end(node.end(1, 1))
+    assert node.recovery.look() is Phase.FALLBACK
+    assert node.recovery.reason == "the new process of rank 1 has died"
+    assert node.started == [(1, 1)]
+
+
+# --- what is told of it ---
+
+
+def finish(node: Node, step: int) -> None:
+    """All ranks have passed a boundary."""
+    pages = {rank: replace(page, step=step, generation=1) for rank, page in node.pages.items()}
+    assert node.recovery.look_at_first_step(pages)
+
+
+def test_what_a_recovery_was(node: Node) -> None:
+    node.spares = 1
+    began = time.time()
+    node.pages[2] = replace(node.pages[2], step=8)
+    assert node.recovery.begin(node.end(1), KILLED)
+    node.report(0)
+    node.report(2, step=8)
+    assert node.recovery.look() is Phase.AGREED
+    node.write("1/state", path="/dev/shm/slot")
+    for rank in range(3):
+        times = {name: began + 0.1 * number + 0.01 * rank for number, name in enumerate(STAGES[1:8])}
+        node.write(f"1/ready/{rank}", **{**times, **({"heard": began - 0.5} if rank == 2 else {})})
+    assert node.recovery.look() is Phase.RUN
+    assert node.told == [], "it is over with the first step"
+    assert not node.recovery.look_at_first_step(node.pages)
+    finish(node, 9)
+    assert node.recovery.look_at_first_step(node.pages)
+    node.recovery.close()
+    (record,) = node.told
+    assert (record.generation, record.outcome, record.cause, record.reason) == (1, "in place", KILLED, "")
+    assert (record.ranks, record.behind, record.donor, record.step, record.steps_lost) == ((1,), (0,), 2, 8, 0)
+    assert record.stood_in == (StandIn(rank=1, pid=201, by=SPARE),)
+    assert list(record.stages) == list(STAGES)
+    assert record.stages["out"] == pytest.approx(0.5 + 0.1 + 0.02, abs=1e-3), "since a survivor heard of it"
+    assert 0.5 <= record.stages["detect"] < 30
+    assert record.duration_s == pytest.approx(record.stages["first_step"], abs=1e-3)
+
+
+def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
+    assert node.recovery.begin(node.end(1), "hang", stuck_s=40.0)
+    assert time.monotonic() - node.recovery.failed_at == pytest.approx(40.0, abs=5.0)
+    assert time.monotonic() - node.recovery.noticed_at < 5.0
+    for rank in (0, 2):
+        node.report(rank)
+    node.recovery.look()
+    node.write("1/state", path="/dev/shm/slot")
+    for rank in range(3):
+        node.write(f"1/ready/{rank}", ready=time.time())
+    assert node.recovery.look() is Phase.RUN
+    finish(node, 8)
+    (record,) = node.told
+    assert record.stages["detect"] == pytest.approx(40.0, abs=0.01)
+    assert record.duration_s is not None and record.duration_s > 40.0
+
+
+def test_the_next_death_comes_before_the_first_step(node: Node) -> None:
+    node.succeed(1, 1)
+    assert node.recovery.begin(node.end(2), KILLED)
+    (record,) = node.told
+    assert record.outcome == "in place" and "first_step" not in record.stages
+    assert record.duration_s is not None
+
+
+def test_the_next_death_comes_right_after_the_first_step(node: Node) -> None:
+    """Before the agent has looked."""
+    node.succeed(1, 1)
+    node.pages = {rank: replace(page, step=8, generation=1) for rank, page in node.pages.items()}
+    assert node.recovery.begin(node.end(2), KILLED)
+    assert "first_step" in node.told[0].stages
+
+
+def test_what_a_recovery_that_came_to_nothing_was(node: Node) -> None:
+    assert node.recovery.begin(node.end(1), KILLED)
+    node.write("1/refusal", rank=0, refusal="the store is full")
+    assert node.recovery.look() is Phase.FALLBACK
+    node.recovery.close()
+    (record,) = node.told
+    assert (record.outcome, record.cause, record.reason) == ("restart", KILLED, "rank 0: the store is full")
+    assert (record.ranks, record.step, [each.pid for each in record.stood_in]) == ((1,), None, [201])
+
+
+def test_what_a_refused_one_was(node: Node) -> None:
+    node.pages[0] = replace(node.pages[0], in_place=0)
+    assert not node.recovery.begin(node.end(1), KILLED, stuck_s=3.0)
+    node.recovery.close()
+    (record,) = node.told
+    assert (record.generation, record.outcome, record.ranks, record.cause) == (1, "restart", (1,), KILLED)
+    assert record.reason == "rank 0 is not inside of guard.run(...)"
+    assert record.duration_s == 3.0
+
+
+def test_a_hang_right_after_a_recovery_does_not_hide_it(node: Node) -> None:
+    node.succeed(1, 1)
+    node.recovery.refuse([], "hang", "it cannot be told which rank the others wait for")
+    node.recovery.close()
+    assert [(record.outcome, record.generation) for record in node.told] == [("in place", 1), ("restart", 2)]
+
+
+def test_the_job_is_stopped_meanwhile(node: Node) -> None:
+    assert node.recovery.begin(node.end(1), KILLED)
+    node.recovery.close()
+    (record,) = node.told
+    assert (record.outcome, record.reason) == ("stopped", "")
+
+
+def test_a_process_that_cannot_be_started_is_told_once(node: Node) -> None:
+    def fail(rank: int, generation: int, *, can_wait: bool) -> Any:
+        raise OSError("no memory")
+
+    node.recovery._start = fail
+    assert not node.recovery.begin(node.end(1), KILLED)
+    node.recovery.look()
+    node.recovery.close()
+    assert [(record.outcome, record.reason) for record in node.told] == [("restart", "OSError: no memory")]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
+from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, StandIn, as_event
 
 
 @pytest.fixture
@@ -77,7 +79,9 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
     result = run("status", run_dir, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
-    assert set(document) == {"schema", "run_dir", "older_runs", "agent", "attempts", "totals", "workers", "pause"}
+    keys = {"schema", "run_dir", "older_runs", "agent", "attempts", "recoveries", "totals", "workers", "pause"}
+    assert set(document) == keys
+    assert document["recoveries"] == []
     assert (document["schema"], document["run_dir"], document["older_runs"]) == (1, str(run_dir), 0)
     assert document["agent"].pop("age_s") >= 0 and document["agent"].pop("started") < document["agent"].pop("ended")
     assert document["agent"] == {
@@ -92,6 +96,53 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
     first, second = document["attempts"]
     assert (first["cause"], first["cause_rank"], first["first_step_s"]) == ("killed by SIGKILL", 1, 2.5)
     assert (second["outcome"], second["step_reached"], second["pause_s"]) == ("finished", 9, None)
+
+
+def record_recoveries(run_dir: Path) -> None:
+    log = start_agent(run_dir, os.getpid())
+    ledger = Ledger(log)
+    ledger.start_attempt(0, world_size=2, num_workers=2, node=0, restarts=0)
+    stand_in = StandIn(rank=1, pid=4711, by=SPARE)
+    stages = {"detect": 0.001, "out": 0.002, "ready": 0.07, "first_step": 0.12}
+    done = RecoveryRecord(
+        generation=1, outcome="in place", cause="killed by SIGKILL", ranks=(1,), stood_in=(stand_in,), donor=0, step=3
+    )
+    ledger.note_recovery(replace(done, steps_lost=0, stages=stages, duration_s=0.12))
+    ledger.note_recovery(RecoveryRecord(generation=2, outcome="restart", cause="exit code 1", reason="why", ranks=(0,)))
+
+
+def test_recoveries_in_place(run: Callable[..., Any], run_dir: Path) -> None:
+    record_recoveries(run_dir)
+    document = json.loads(run("status", run_dir, "--json").stdout)
+    first, second = document["recoveries"]
+    assert (first["attempt"], first["generation"], first["outcome"], first["ranks"]) == (0, 1, "in place", [1])
+    assert first["stood_in"] == [{"rank": 1, "pid": 4711, "by": "spare"}]
+    assert (first["donor"], first["step"], first["steps_lost"]) == (0, 3, 0)
+    assert first["stages"] == {"detect": 0.001, "out": 0.002, "ready": 0.07, "first_step": 0.12}
+    assert (second["outcome"], second["reason"], second["cause"]) == ("restart", "why", "exit code 1")
+    totals = {"attempts": 1, "failures": 1, "steps_lost": 0, "unknown_losses": 0, "not_training_s": 0.12, "in_place": 1}
+    assert document["totals"] == totals
+    assert document["attempts"][0]["in_place_s"] == 0.12
+    lines = run("status", run_dir).stdout.splitlines()
+    assert any("running; 1 recovered in place" in line for line in lines)
+    at = lines.index("recoveries in place (attempt.number; milliseconds since the failure)")
+    assert lines[at + 1].startswith("0.1  rank 1: killed by SIGKILL; a spare (pid 4711) stands in; on from step 3")
+    assert lines[at + 2] == "     detect 1, out 2, ready 70, first step 120"
+    assert lines[at + 3] == "0.2  rank 0: exit code 1; not in place: why"
+    assert lines[-1] == "1 failure (recovered in place), 0 steps lost, 0.12 s not training"
+
+
+def test_a_dynamic_cluster_has_no_agent(run: Callable[..., Any], run_dir: Path) -> None:
+    record = RecoveryRecord(generation=1, outcome="in place", cause="gone", ranks=(1,), step=3)
+    EventLog(run_dir / "events.jsonl").emit("rejoin", **as_event(record), cluster="job", pid=1, host="h")
+    result = run("status", run_dir)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == f"no agent has run in {run_dir}"
+    assert "0.1  rank 1: gone; on from step 3" in result.stdout.splitlines()
+    document = json.loads(run("status", run_dir, "--json").stdout)
+    assert document["agent"] is None and len(document["recoveries"]) == 1
+    record_job(run_dir)
+    assert json.loads(run("status", run_dir, "--json").stdout)["recoveries"] == [], "of another job"
 
 
 def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path, tmp_path: Path, dead_pid: int) -> None:

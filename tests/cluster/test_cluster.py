@@ -163,7 +163,7 @@ def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
         os.kill(jobs[1].process.pid, signal.SIGTERM)
         for job in jobs:
             job.expect(143)
-            assert job.matches("step 5 saved in")
+            assert job.matches("step 6 saved in")
         second.expect(143)
 
 
@@ -238,7 +238,7 @@ def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
         for job in jobs:
             job.expect(EXIT_TEMPORARY)
             assert job.matches("the scheduler was ended by SIGTERM")
-            assert job.matches("step 5 saved in")
+            assert job.matches("step 6 saved in")
 
 
 # --- who is refused ---

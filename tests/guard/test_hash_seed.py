@@ -31,7 +31,7 @@ def test_a_fixed_seed_is_in_the_file_and_another_one_is_a_risk(tmp_path: Path) -
 
 
 def test_the_agent_keeps_one_for_its_workers(tmp_path: Path) -> None:
-    with start_agent("changing.py", tmp_path / "ckpt", "plain", run_dir=tmp_path / "run") as job:
+    with start_agent("changing.py", tmp_path / "ckpt", "plain", run_dir=tmp_path / "run", plain=True) as job:
         job.expect(0)
     (file,) = (tmp_path / "ckpt").glob("*_final.safetensors")
     assert read_header(file).info.coordinates["hash_seed"] == 0

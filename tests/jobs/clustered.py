@@ -3,7 +3,7 @@
 Each rank saves to ``./ckpt_of_rank/{rank}``. Prints ``READY rank pid resumed_from``, ``HOLD rank step``, ``PASSED rank
 step`` and ``DONE rank sha256 step``. ``--kill``: that rank kills itself in that step, unless it has resumed; WHERE:
 forward, boundary, or before (the guard is entered). ``--hold-at 5,9``: the ranks wait after these steps until there
-is a file ``go5``, ``go9``; unless they have resumed, or also then with ``--hold-resumed``.
+is a file ``go5``, ``go9``, or an alarm; unless they have resumed, or also then with ``--hold-resumed``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
 from mindx_elastic import cluster
+from mindx_elastic.guard.stop_state import StopPhase
 
 
 def say(line: str) -> None:
@@ -80,9 +81,12 @@ def main() -> None:
                 say(f"PASSED {rank} {guard.step}")
                 if str(guard.step) in holds and (fresh or args.hold_resumed):
                     say(f"HOLD {rank} {guard.step}")
-                    while not os.path.exists(f"go{guard.step}"):
+                    while not os.path.exists(f"go{guard.step}") and guard.stopper.phase is StopPhase.TRAINING:
                         time.sleep(0.02)
                         guard.poll()
+                    alarm = guard.stopper.alarm
+                    if alarm is not None and alarm.kind != "peer":
+                        guard.stopper.step_gate.wait_for_limit(60)  # the coming boundary is the one to stop at
 
     if args.run:
         guard.run(train)

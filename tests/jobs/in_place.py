@@ -31,7 +31,7 @@ import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
 
-PLACES = ("start", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
+PLACES = ("start", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):

@@ -35,7 +35,7 @@ class Fails(torch.autograd.Function):
 @pytest.fixture
 def failures() -> Iterator[Failures]:
     module = Wrapped()
-    found = Failures([("model", module)])  # type: ignore[list-item]
+    found = Failures([module])
     found.module = module  # type: ignore[attr-defined]
     yield found
     found.close()

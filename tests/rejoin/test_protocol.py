@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report, decide
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, decide
 
 RANKS = 5
 
@@ -90,6 +91,162 @@ def test_a_report_is_the_same_after_it_has_been_written_and_read(reports: dict[i
     for rank, each in reports.items():
         if each is not None:
             assert Report.from_json(rank, json.loads(json.dumps(each.to_json()))) == each
+
+
+Sharded = tuple[dict[int, Report | None], dict[int, InMemory]]
+
+
+@st.composite
+def sharded_worlds(draw: st.DrawFn) -> Sharded:
+    """Ranks that hold parts: each its own, pairs the same, or all the same; with some snapshots in memory."""
+    size, step = draw(st.integers(2, RANKS)), draw(st.integers(1, 4))
+    replicas = draw(st.sampled_from(["none", "pairs", "all"]))
+    base = draw(st.sampled_from([None, ("run", 2, 3)]))
+    moments: list[Moment] = [("run", 3, number) for number in range(1, 6)]
+    moments += [("run", 2, 3), ("run", 2, 4), ("other", 3, 4)]
+    reports: dict[int, Report | None] = {}
+    memory: dict[int, InMemory] = {}
+    for rank in range(size):
+        snapshots = draw(st.lists(st.sampled_from(moments), max_size=3, unique=True))
+        boundaries = draw(st.lists(st.sampled_from(moments), max_size=4, unique=True))
+        memory[rank] = InMemory(tuple(snapshots), tuple(boundaries))
+        reports[rank] = None
+        if draw(st.integers(0, 3)):
+            peers = {"none": (rank,), "pairs": (rank - rank % 2, rank - rank % 2 + 1), "all": None}[replicas]
+            reports[rank] = report(
+                rank,
+                step + draw(st.integers(0, 1)),
+                clean=draw(st.integers(0, 3)) > 0,
+                peers=peers,
+                base=base,
+                memory=memory[rank],
+            )
+    return reports, {rank: memory[rank] for rank, each in reports.items() if each is None}
+
+
+def find_in_memory(reports: Mapping[int, Report | None], dead: Mapping[int, InMemory]) -> Moment | None:
+    """The newest boundary that every rank can go back to, worked out in another way."""
+    alive = [each for each in reports.values() if each is not None]
+    memory = {rank: dead[rank] if each is None else each.memory for rank, each in reports.items()}
+
+    def alike(one: int, other: int) -> bool:
+        named = [set(reports) if each.peers is None else {each.rank, *each.peers} for each in alive]
+        return any({one, other} <= each for each in named)
+
+    def can(rank: int, moment: Moment) -> bool:
+        if moment in memory[rank].snapshots:
+            return True
+        others = [other for other in memory if moment in memory[other].snapshots]
+        return moment in memory[rank].boundaries and any(alike(rank, other) for other in others)
+
+    wanted = {("run", 3, step) for step in range(1, 9)} | ({alive[0].base} if alive[0].base else set())
+    good = [moment for moment in wanted if all(can(rank, moment) for rank in reports)]
+    return max(good, default=None)
+
+
+@given(sharded_worlds())
+def test_ranks_with_parts_take_them_from_the_living_or_all_go_back_to_memory(world: Sharded) -> None:
+    reports, dead = world
+    alive = [each for each in reports.values() if each is not None]
+    verdict = decide(reports, world_size=len(reports), dead_memory=dead)
+    if not alive or not dead:
+        assert verdict.refusal
+        return
+    from_living = decide(reports, world_size=len(reports), dead_memory={rank: InMemory() for rank in dead})
+    if verdict.refusal:
+        assert find_in_memory(reports, dead) is None
+    elif verdict.rewinds:
+        moment = (verdict.run_id, verdict.attempt, verdict.step)
+        assert moment == find_in_memory(reports, dead)
+        assert verdict.needy == tuple(range(len(reports))), "no rank keeps a state of its own"
+        assert verdict.behind == tuple(each.rank for each in alive)
+        assert reports[verdict.donor] is not None
+        assert verdict.steps_lost == max(each.step for each in alive) - verdict.step
+        assert not verdict.donors
+        for rank, source in verdict.sources.items():
+            one = reports[source]
+            assert moment in (dead[source] if one is None else one.memory).snapshots
+            assert (
+                source == rank or moment in (dead[rank] if (mine := reports[rank]) is None else mine.memory).boundaries
+            )
+    else:
+        assert verdict == from_living or from_living.rewinds, "what is in memory does not matter"
+        assert verdict.step == max(each.step for each in alive)
+        assert verdict.steps_lost == 0
+        assert verdict.donor in verdict.donors
+        for rank, source in verdict.sources.items():
+            holder = reports[source]
+            assert holder is not None
+            assert holder.clean
+            assert holder.step == verdict.step
+            assert holder.peers is None or rank in holder.peers
+        for each in alive:
+            assert each.rank in verdict.sources or (each.clean and each.step == verdict.step)
+    if not verdict.refusal:
+        assert verdict.next_attempt == 4, "above that of all"
+
+
+@given(sharded_worlds(), st.randoms())
+def test_the_order_does_not_matter_with_parts_either(world: Sharded, random: Any) -> None:
+    reports, dead = world
+    mixed, others = list(reports.items()), list(dead.items())
+    random.shuffle(mixed)
+    random.shuffle(others)
+    one = decide(dict(mixed), world_size=len(reports), dead_memory=dict(others))
+    assert one == decide(reports, world_size=len(reports), dead_memory=dead)
+
+
+@given(sharded_worlds())
+def test_what_is_in_memory_is_the_same_after_it_has_been_written_and_read(world: Sharded) -> None:
+    reports, dead = world
+    for rank, each in reports.items():
+        if each is not None:
+            assert Report.from_json(rank, json.loads(json.dumps(each.to_json()))) == each
+    for memory in dead.values():
+        assert InMemory.from_json({"dead": True, **json.loads(json.dumps(memory.to_json()))}) == memory
+    assert InMemory.from_json({"dead": True}) == InMemory()
+
+
+def test_a_torn_survivor_of_two_goes_back_to_the_snapshot_of_the_dead_one() -> None:
+    """Replicas: one rank of the machine takes the snapshots, the others keep what is their own."""
+    moment = ("run", 3, 7)
+    torn = report(1, clean=False, memory=InMemory((), (moment,)))
+    verdict = decide({0: None, 1: torn}, world_size=2, dead_memory={0: InMemory((moment,), (moment,))})
+    assert (verdict.rewinds, verdict.step, verdict.sources, verdict.steps_lost) == (True, 7, {0: 0, 1: 0}, 0)
+
+
+def test_a_rank_that_died_before_it_had_the_newest_snapshot_costs_a_step() -> None:
+    seven, eight = ("run", 3, 7), ("run", 3, 8)
+    alive = report(0, 8, peers=(0,), memory=InMemory((eight, seven)))
+    verdict = decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((seven,))})
+    assert (verdict.rewinds, verdict.step, verdict.steps_lost) == (True, 7, 1)
+    assert "--snapshot-every" in decide({0: alive, 1: None}, world_size=2).refusal
+
+
+def test_a_dead_rank_takes_its_part_from_its_replica() -> None:
+    """Two replicas of two parts: rank 3 has what rank 1 has."""
+    reports = {rank: report(rank, peers=(rank % 2, rank % 2 + 2)) for rank in range(4)}
+    verdict = decide({**reports, 1: None}, world_size=4)
+    assert (verdict.sources, verdict.donors, verdict.donor, verdict.rewinds) == ({1: 3}, (3,), 3, False)
+    verdict = decide({**reports, 0: None, 1: None}, world_size=4)
+    assert (verdict.sources, verdict.donors, verdict.donor) == ({0: 2, 1: 3}, (2, 3), 2)
+    assert "part of the state that rank 1 had" in decide({**reports, 1: None, 3: None}, world_size=4).refusal
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": {"snapshots": [["run", 3]]}},
+        {"memory": {"snapshots": [["run", 3, -1]]}},
+        {"base": ["run", "x", 2]},
+        {"memory": {"boundaries": [["run", 1, 1]] * 65}},
+        {"peers": 3},
+        {"memory": None},
+    ],
+)
+def test_a_report_that_makes_no_sense_of_memory_is_refused(change: Mapping[str, Any]) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        Report.from_json(1, {**report(1).to_json(), **change})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agent(*args: object, **more: Any) -> Any:
     env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
-    return start_agent(PLAIN, *args, env=env, **more)
+    return start_agent(PLAIN, *args, env=env, plain=True, **more)
 
 
 def environments(job: Job) -> dict[int, dict[str, Any]]:
@@ -103,7 +103,7 @@ def test_redirects_and_tee_write_logs_per_rank() -> None:
 
 
 def test_a_module_and_a_program_that_is_no_python() -> None:
-    with start_agent(None, "leave", "0", options=["-m", "tests.jobs.agent_plain"]) as job:
+    with start_agent(None, "leave", "0", options=["-m", "tests.jobs.agent_plain"], plain=True) as job:
         job.expect(0)
     assert job.matches("READY 0")
     script = Path("script.sh")
@@ -281,7 +281,7 @@ def test_who_does_not_stop_is_killed_at_the_end_of_the_grace_period() -> None:
         job.wait_for("WAITING")
         job.process.send_signal(signal.SIGTERM)
         job.expect(143)
-    assert job.matches("not gone after 0.5 s; SIGKILL")
+    assert job.matches("not gone after 0.5 s; SIGKILL"), job.report()
 
 
 def test_workers_do_not_outlive_a_killed_agent() -> None:

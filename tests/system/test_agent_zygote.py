@@ -27,7 +27,9 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agent(*args: object, env: dict[str, str] | None = None, **more: Any) -> Any:
     shm = str(Path("shm").absolute())
-    return start_agent(LOOP, *args, env={"MINDX_ARENA_DIR": shm, "MINDX_LOG_LEVEL": "DEBUG", **(env or {})}, **more)
+    return start_agent(
+        LOOP, *args, env={"MINDX_ARENA_DIR": shm, "MINDX_LOG_LEVEL": "DEBUG", **(env or {})}, plain=True, **more
+    )
 
 
 def command_line(pid: int) -> str:
@@ -107,6 +109,12 @@ def test_without_it_workers_are_fresh() -> None:
         job.expect(0)
         assert not find_zygote(job)
     assert not forked(job) and attempts() == [("failed", 0), ("finished", None)]
+
+
+def test_the_first_workers_are_forked_where_that_is_asked_for() -> None:
+    with agent("ckpt", ranks=2, options=["--max-restarts", "0"], env={"MINDX_ZYGOTE": "first"}) as job:
+        job.expect(0)
+    assert forked(job) == ["2"] and attempts() == [("finished", None)]
 
 
 def test_a_killed_zygote_is_replaced() -> None:

@@ -3,14 +3,18 @@ the undisturbed run."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
+from mindx_elastic.rejoin.record import STAGES
 from tests.harness import JOBS, Job, events, start_agent
 
 pytestmark = pytest.mark.slow
@@ -26,8 +30,8 @@ PLAIN = {"--fault": 1, "--catch": 1, "--resources": 0, "--hold-at": 1}
 class Runs:
     """Disturbed runs, each beside the undisturbed one of the same training, which runs once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+    def __init__(self, folder: Path, job: str = JOB) -> None:
+        self._folder, self._count, self._job = folder, 0, job
         self._known: dict[tuple[object, ...], tuple[dict[int, str], dict[str, list[int]]]] = {}
 
     def run(
@@ -77,7 +81,9 @@ class Runs:
         (folder / "shm").mkdir(parents=True, exist_ok=True)
         env = {"MINDX_ARENA_DIR": str(folder / "shm"), **env}
         options = ["--recover", "in-place", *options]
-        with start_agent(JOB, folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run") as job:
+        with start_agent(
+            self._job, folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run"
+        ) as job:
             meanwhile(job)
             job.expect(code)
             assert not list((folder / "shm").glob("*/agent-*")), job.report()
@@ -155,8 +161,35 @@ def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
     check_in_place(job, victims(TWO))
     told = [event for event in events(folder / "run", "rejoin") if event["outcome"] == "in place"]
     assert len(told) == len(TWO)
-    assert set(told[0]["stages"]) == {"heard", "out", "agreed", "donated", "connected", "state", "ready"}
+    assert set(STAGES) - {"first_step"} <= set(told[0]["stages"]) <= set(STAGES)
+    assert sum("first_step" in each["stages"] for each in told) > len(TWO) // 2
+    check_status(folder / "run", job, TWO)
     assert not any((folder / "shm").rglob("*.safetensors")), "shared memory is given back"
+
+
+def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
+    """`mindx-elastic status` says what has happened."""
+    command = [sys.executable, "-m", "mindx_elastic", "status", str(run_dir), "--json"]
+    document = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    found, pids = document["recoveries"], processes(job)
+    assert [(each["outcome"], each["ranks"]) for each in found] == [("in place", [rank]) for rank in victims(orders)]
+    assert [each["generation"] for each in found] == list(range(1, len(orders) + 1))
+    for rank, of_rank in pids.items():
+        assert [each["pid"] for one in found for each in one["stood_in"] if each["rank"] == rank] == of_rank[1:]
+    for each in found:
+        (stand_in,) = each["stood_in"]
+        assert stand_in["by"] in ("zygote", "fresh")
+        assert (each["cause"], each["reason"], each["steps_lost"]) == ("killed by SIGKILL", "", 0)
+        assert each["donor"] not in each["ranks"]
+        stages = each["stages"]
+        assert 0 <= stages["detect"] < 5
+        # The next death may come before all ranks have passed a step.
+        times = [stages[name] for name in ("out", "agreed", "ready")] + [stages.get("first_step", each["duration_s"])]
+        assert times == sorted(times)
+    totals = document["totals"]
+    assert (totals["failures"], totals["in_place"], totals["steps_lost"]) == (len(orders), len(orders), 0)
+    assert totals["not_training_s"] == pytest.approx(sum(each["duration_s"] for each in found), abs=0.01)
+    assert job.matches(rf"^{len(orders)} failures \(recovered in place\), 0 steps lost, ")
 
 
 @drill

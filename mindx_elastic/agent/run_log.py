@@ -1,0 +1,202 @@
+"""The runs of agents, their attempts and recoveries, read back from ``events.jsonl``.
+
+The file may hold more than what agents have written: the workers' events (when the run directory is the checkpoint
+directory), lines of other programs, lines cut off by a kill or a full disk, and several runs of an agent, one after the
+other or, on a shared file system, beside each other. Its values are not trusted: one of the wrong type is taken as
+unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agent.ledger import AttemptRecord, count_recovery
+from mindx_elastic.core.events import READ_BYTES, older_generation
+from mindx_elastic.core.posix import open_regular
+from mindx_elastic.rejoin.record import REJOIN, RecoveryRecord, from_event
+
+__all__ = ["AgentRun", "load_cluster_recoveries", "load_runs"]
+
+_START, _END = "agent_start", "agent_end"
+_ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
+_OURS = (_START, _END, "summary", REJOIN, *_ATTEMPTS)
+_MAX_LINE = 1 << 20
+
+
+@dataclass
+class AgentRun:
+    """One agent's life, as its events tell it."""
+
+    pid: int | None = None
+    host: str = ""
+    agent_dir: str = ""
+    """Its private folder; gone after a clean end."""
+    started: float | None = None
+    """Unix seconds."""
+    ended: float | None = None
+    """None: it runs, or it was killed."""
+    outcome: str = ""
+    """How it ended, in its own words."""
+    summary: dict[str, Any] | None = None
+    records: list[AttemptRecord] = field(default_factory=list)
+    """The oldest first."""
+    recoveries: list[RecoveryRecord] = field(default_factory=list)
+    """In the order in which they ended."""
+
+
+def load_runs(path: Path) -> list[AgentRun]:
+    """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
+    runs: list[AgentRun] = []
+    for line in _events(path):
+        if line["event"] == _START:
+            runs.append(_begin(line))
+            continue
+        if _is_of_cluster(line):
+            continue
+        run = _owner(runs, line)
+        if run is None:
+            runs.append(run := _begin(line))
+        _add(run, line)
+    for run in runs:
+        run.records.sort(key=lambda record: record.attempt)
+    return runs
+
+
+def load_cluster_recoveries(path: Path) -> list[RecoveryRecord]:
+    """The recoveries in place that workers of a dynamic cluster have written to the events file `path`, in the order in
+    which they ended. Raises OSError."""
+    lines = [line for line in _events(path) if _is_of_cluster(line)]
+    return [record for line in lines if (record := from_event(line)) is not None]
+
+
+def _is_of_cluster(line: dict[str, Any]) -> bool:
+    return line["event"] == REJOIN and bool(_text(line.get("cluster")))
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    older = older_generation(path)
+    if not os.path.lexists(older):
+        return [line for _, line in _lines(path)]
+    before = list(_lines(older))
+    seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
+    found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
+    return sorted(found, key=lambda line: _real(line.get("time")) or 0.0)  # what was carried on is older than all else
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with open(open_regular(path, follow_link=True), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
+        while data := file.readline(_MAX_LINE):
+            line = _parse(data)
+            if line is not None and line.get("event") in _OURS:
+                yield data, line
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
+    for text in (data, data[start:] if start > 0 else b""):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            return line
+    return None
+
+
+def _begin(line: dict[str, Any]) -> AgentRun:
+    return AgentRun(
+        pid=_whole(line.get("pid")),
+        host=_text(line.get("host")),
+        agent_dir=_text(line.get("agent_dir")),
+        started=_real(line.get("time")),
+    )
+
+
+def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
+    """The newest run with the pid and host of the line. Pids come again, in containers always."""
+    pid, host = _whole(line.get("pid")), _text(line.get("host"))
+    for run in reversed(runs):
+        if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):
+            return None if line["event"] == "attempt_start" and _is_new_life(run, line) else run
+    return None
+
+
+def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
+    """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
+    known = {record.attempt for record in run.records}
+    return run.ended is not None or run.summary is not None or line.get("attempt") in known
+
+
+def _add(run: AgentRun, line: dict[str, Any]) -> None:
+    event = line["event"]
+    run.host = run.host or _text(line.get("host"))
+    if event == "summary":
+        run.summary = line
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    elif event == _END:
+        run.ended = _real(line.get("time"))
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    elif event == REJOIN:
+        _add_recovery(run, line)
+    else:
+        _add_attempt(run, line)
+
+
+def _add_recovery(run: AgentRun, line: dict[str, Any]) -> None:
+    recovery = from_event(line)
+    if recovery is not None:
+        run.recoveries.append(recovery)
+        count_recovery(_record_of(run, recovery.attempt), recovery)
+
+
+def _record_of(run: AgentRun, number: int) -> AttemptRecord:
+    record = next((known for known in run.records if known.attempt == number), None)
+    if record is None:
+        record = AttemptRecord(attempt=number)
+        run.records.append(record)
+    return record
+
+
+def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
+    number = _whole(line.get("attempt"))
+    if number is None:
+        return
+    record = _record_of(run, number)
+    if line["event"] == "attempt_start":
+        record.started = record.started or _real(line.get("time"))
+    else:
+        line = {**line, "cause": line.get("reason"), "step_reached": line.get("step")}
+    for name, read in _READERS.items():
+        value = read(line.get(name))
+        if value not in (None, "") and (name != "outcome" or line["event"] != "attempt_start"):
+            setattr(record, name, value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+_READERS: dict[str, Callable[[Any], int | float | str | None]] = {
+    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
+    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost", "in_place", "in_place_steps_lost"), _whole),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s", "in_place_s"), _real),
+    **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
+}
+"""How each field of `AttemptRecord` but its number is read."""

@@ -1,0 +1,244 @@
+"""What a recovery in place was: who died, who stood in, how long each stage took, and how it ended.
+
+Each is one event `rejoin`, written by the agent, or in a dynamic cluster by the rank whose state was taken.
+`as_event` and `from_event` are its two sides. What is read is not trusted: values of the wrong type are unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindx_elastic.core.printable import listed, printable
+
+__all__ = [
+    "BY_HAND",
+    "FORKED",
+    "FRESH",
+    "IN_PLACE",
+    "REJOIN",
+    "RESTART",
+    "SPARE",
+    "STAGES",
+    "STOPPED",
+    "RecoveryRecord",
+    "StandIn",
+    "as_event",
+    "as_lines",
+    "from_event",
+    "stages_of",
+]
+
+REJOIN = "rejoin"
+"""The event."""
+IN_PLACE, RESTART, STOPPED = "in place", "restart", "stopped"
+"""Values of `RecoveryRecord.outcome`: it has succeeded; the job is restarted; the job was stopped meanwhile."""
+SPARE, FORKED, FRESH, BY_HAND = "spare", "zygote", "fresh", "by hand"
+"""Values of `StandIn.by`: a warm spare, a fork of the zygote, a new interpreter, somebody in a dynamic cluster."""
+STAGES = ("detect", "heard", "out", "agreed", "donated", "state", "connected", "ready", "first_step")
+"""Names in `RecoveryRecord.stages`, in the order of events."""
+_SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
+_OUTCOMES = (IN_PLACE, RESTART, STOPPED)
+_MOST_RANKS, _MOST_LINES, _LONGEST = 4096, 20, 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """The new process in the place of a dead one."""
+
+    rank: int
+    pid: int
+    by: str
+    """How it was started: `SPARE`, `FORKED`, `FRESH` or `BY_HAND`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryRecord:
+    """One recovery in place, or one that was tried or refused. Times are seconds since the failure."""
+
+    attempt: int = 0
+    generation: int
+    """Its number within the attempt, from 1."""
+    outcome: str
+    cause: str = ""
+    """What became of the rank, for a person."""
+    reason: str = ""
+    """Why it was not in place; empty: it was."""
+    ranks: tuple[int, ...] = ()
+    """Whose processes were gone."""
+    stood_in: tuple[StandIn, ...] = ()
+    behind: tuple[int, ...] = ()
+    """Survivors that took the donor's state as well."""
+    donor: int | None = None
+    step: int | None = None
+    """The boundary that all go on from."""
+    steps_lost: int | None = None
+    """How many steps that every rank had passed are done again."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """When the last rank had come so far, by `STAGES`; what is not known is not in it."""
+    duration_s: float | None = None
+    """Until every rank had passed a step again, or until it came to nothing, or the next rank died."""
+    time: float | None = None
+    """Unix seconds of the event."""
+
+
+def stages_of(notes: Sequence[Mapping[str, Any]], began: float, noticed: float) -> tuple[float, dict[str, float]]:
+    """When the failure was (`time.time`), and the stages up to `ready`, from what the ranks have noted.
+
+    `began`: the failure as far as the coordinator knows it, `noticed`: when it was noticed. A survivor may have heard
+    of it earlier.
+    """
+    heard = [float(note["heard"]) for note in notes if "heard" in note]
+    began = min([began, *heard])
+    stages = {"detect": noticed - began}
+    for name in STAGES:
+        times = [float(note[name]) for note in notes if name in note]
+        if times:
+            stages[name] = max(times) - began
+    return began, {name: round(max(0.0, seconds), 4) for name, seconds in stages.items()}
+
+
+# --- the event ---
+
+
+def as_event(record: RecoveryRecord) -> dict[str, Any]:
+    """The arguments of `EventLog.emit` behind the event's name."""
+    return {
+        "step": record.step,
+        "reason": record.reason or record.cause or None,
+        "duration_s": record.duration_s,
+        "outcome": record.outcome,
+        "generation": record.generation,
+        "cause": record.cause or None,
+        "ranks": list(record.ranks),
+        "stood_in": [{"rank": each.rank, "pid": each.pid, "by": each.by} for each in record.stood_in],
+        "behind": list(record.behind),
+        "donor": record.donor,
+        "steps_lost": record.steps_lost,
+        "stages": dict(record.stages),
+    }
+
+
+def from_event(line: Mapping[str, Any]) -> RecoveryRecord | None:
+    """The record in an event of any version; None: it makes no sense."""
+    attempt, generation, outcome = _whole(line.get("attempt")), _whole(line.get("generation")), line.get("outcome")
+    if attempt is None or generation is None or outcome not in _OUTCOMES:
+        return None
+    reason, cause = _text(line.get("reason")), _text(line.get("cause"))
+    stages = line.get("stages")
+    known = {name: _real(stages.get(name)) for name in STAGES} if isinstance(stages, dict) else {}
+    return RecoveryRecord(
+        attempt=attempt,
+        generation=generation,
+        outcome=outcome,
+        cause=cause or (reason if outcome == IN_PLACE else ""),
+        reason="" if outcome == IN_PLACE else reason,
+        ranks=_ranks(line.get("ranks")),
+        stood_in=_stand_ins(line.get("stood_in")),
+        behind=_ranks(line.get("behind")),
+        donor=_whole(line.get("donor")),
+        step=_whole(line.get("step")),
+        steps_lost=_whole(line.get("steps_lost")),
+        stages={name: value for name, value in known.items() if value is not None},
+        duration_s=_real(line.get("duration_s")),
+        time=_real(line.get("time")),
+    )
+
+
+def _stand_ins(value: Any) -> tuple[StandIn, ...]:
+    found = []
+    for each in value[:_MOST_RANKS] if isinstance(value, list) else ():
+        if isinstance(each, dict):
+            rank, pid, by = _whole(each.get("rank")), _whole(each.get("pid")), _text(each.get("by"))
+            if rank is not None and pid is not None:
+                found.append(StandIn(rank=rank, pid=pid, by=by))
+    return tuple(found)
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    found = value[:_MOST_RANKS] if isinstance(value, list) else []
+    return tuple(rank for rank in map(_whole, found) if rank is not None)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+# --- for a person ---
+
+
+def as_lines(records: Sequence[RecoveryRecord]) -> list[str]:
+    """The newest of them, two lines each, the oldest first, below a heading; nothing where there are none."""
+    if not records:
+        return []
+    shown, dropped = records[-_MOST_LINES:], max(0, len(records) - _MOST_LINES)
+    lines = ["recoveries in place (attempt.number; milliseconds since the failure)"]
+    if dropped:
+        lines.append(f"{dropped} earlier ones are not shown: mindx-elastic status --json has them")
+    for record in shown:
+        number = f"{record.attempt}.{record.generation}"
+        lines += [f"{number}  {_what(record)}", f"{' ' * len(number)}  {_when(record)}"]
+    return lines
+
+
+def _what(record: RecoveryRecord) -> str:
+    who = f"rank{'s' * (len(record.ranks) > 1)} {_numbers(record.ranks)}: " if record.ranks else ""
+    words = [who + (_short(record.cause) or "gone")]
+    if record.outcome != IN_PLACE:
+        words.append({RESTART: "not in place", STOPPED: "stopped meanwhile"}[record.outcome])
+        if record.reason:
+            words[-1] += f": {_short(record.reason)}"
+        return "; ".join(words)
+    if record.stood_in:
+        alone = len(record.stood_in) == 1
+        words.append(", ".join(_stand_in(each, alone=alone) for each in record.stood_in[:5]))
+        if len(record.stood_in) > 5:
+            words[-1] += f" and {len(record.stood_in) - 5} more"
+    if record.step is not None:
+        donor = "" if record.donor is None or record.donor < 0 else f", state from rank {record.donor}"
+        words.append(f"on from step {record.step}{donor}")
+    if record.behind:
+        words.append(f"also to rank{'s' * (len(record.behind) > 1)} {_numbers(record.behind)}, behind")
+    if record.steps_lost is not None:
+        words.append(f"{record.steps_lost} step{'' if record.steps_lost == 1 else 's'} lost")
+    return "; ".join(words)
+
+
+def _stand_in(each: StandIn, *, alone: bool) -> str:
+    how = {
+        SPARE: "a spare",
+        FORKED: "a fork of the zygote",
+        FRESH: "a fresh process",
+        BY_HAND: "a process started by hand",
+    }
+    text = f"{how.get(each.by, 'a new process')} (pid {each.pid}) stands in"
+    return text if alone else f"{text} for rank {each.rank}"
+
+
+def _when(record: RecoveryRecord) -> str:
+    names = [name for name in _SHOWN if name in record.stages]
+    words = [f"{name.replace('_', ' ')} {record.stages[name] * 1000:.0f}" for name in names]
+    if "first_step" not in record.stages and record.duration_s is not None:
+        words.append(f"over {record.duration_s * 1000:.0f}")
+    return ", ".join(words) or "no times are known"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return listed([str(rank) for rank in ranks], 8)
+
+
+def _short(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3].rstrip() + "..."

@@ -1,0 +1,162 @@
+"""What is written of a recovery in place, read back, and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.rejoin.record import (
+    BY_HAND,
+    FORKED,
+    FRESH,
+    IN_PLACE,
+    RESTART,
+    SPARE,
+    STAGES,
+    STOPPED,
+    RecoveryRecord,
+    StandIn,
+    as_event,
+    as_lines,
+    from_event,
+    stages_of,
+)
+
+
+def recovery(**changes: Any) -> RecoveryRecord:
+    facts: dict[str, Any] = {
+        "attempt": 0,
+        "generation": 3,
+        "outcome": IN_PLACE,
+        "cause": "killed by SIGKILL",
+        "ranks": (1,),
+        "stood_in": (StandIn(rank=1, pid=471, by=SPARE),),
+        "donor": 0,
+        "step": 12,
+        "steps_lost": 0,
+        "stages": {"detect": 0.0012, "heard": 0.001, "out": 0.003, "agreed": 0.004, "ready": 0.08, "first_step": 0.135},
+        "duration_s": 0.135,
+    }
+    return RecoveryRecord(**{**facts, **changes})
+
+
+def test_two_lines_each() -> None:
+    assert as_lines([]) == []
+    assert as_lines([recovery()]) == [
+        "recoveries in place (attempt.number; milliseconds since the failure)",
+        "0.3  rank 1: killed by SIGKILL; a spare (pid 471) stands in; on from step 12, state from rank 0; 0 steps lost",
+        "     detect 1, out 3, agreed 4, ready 80, first step 135",
+    ]
+
+
+def test_several_ranks_and_some_behind() -> None:
+    stood_in = tuple(StandIn(rank=rank, pid=100 + rank, by=by) for rank, by in ((1, FORKED), (2, FRESH), (4, BY_HAND)))
+    line = as_lines([recovery(ranks=(1, 2, 4), behind=(3,), stood_in=stood_in, steps_lost=1)])[1]
+    assert line.split("; ") == [
+        "0.3  ranks 1, 2, 4: killed by SIGKILL",
+        (
+            "a fork of the zygote (pid 101) stands in for rank 1, a fresh process (pid 102) stands in for rank 2, "
+            "a process started by hand (pid 104) stands in for rank 4"
+        ),
+        "on from step 12, state from rank 0",
+        "also to rank 3, behind",
+        "1 step lost",
+    ]
+
+
+def test_one_that_came_to_nothing() -> None:
+    failed = recovery(outcome=RESTART, reason="rank 0: the store is full", step=None, stages={"detect": 0.0})
+    assert as_lines([failed])[1:] == [
+        "0.3  rank 1: killed by SIGKILL; not in place: rank 0: the store is full",
+        "     detect 0, over 135",
+    ]
+    assert as_lines([recovery(outcome=STOPPED)])[1].endswith("; stopped meanwhile")
+
+
+def test_the_newest_are_shown() -> None:
+    lines = as_lines([recovery(generation=number) for number in range(1, 101)])
+    assert lines[1] == "80 earlier ones are not shown: mindx-elastic status --json has them"
+    assert lines[2].startswith("0.81  ") and lines[-2].startswith("0.100  ") and len(lines) == 42
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    text = "\n".join(as_lines([recovery(cause="\x1b[31mred\nboom"), recovery(outcome=RESTART, reason="a\x07b" * 100)]))
+    assert "\x1b" not in text and "\x07" not in text and len(text.splitlines()) == 5
+
+
+def test_the_first_to_hear_dates_the_failure() -> None:
+    notes = [{"heard": 100.2, "out": 100.5}, {"heard": 100.4, "out": 100.6, "donated": 101.0}, {"built": 101.5}]
+    assert stages_of(notes, 100.3, 100.3) == (
+        100.2,
+        {"detect": 0.1, "heard": 0.2, "out": 0.4, "donated": 0.8},
+    )
+    assert stages_of([], 60.0, 100.0) == (60.0, {"detect": 40.0})
+
+
+_number = st.integers(-1, 2**40)
+_text = st.text(min_size=1)
+
+
+@given(
+    st.builds(
+        RecoveryRecord,
+        attempt=_number,
+        generation=_number,
+        outcome=st.sampled_from([IN_PLACE, RESTART, STOPPED]),
+        cause=_text,
+        ranks=st.lists(_number, max_size=5).map(tuple),
+        stood_in=st.lists(st.builds(StandIn, rank=_number, pid=_number, by=_text), max_size=5).map(tuple),
+        behind=st.lists(_number, max_size=5).map(tuple),
+        donor=st.none() | _number,
+        step=st.none() | _number,
+        steps_lost=st.none() | _number,
+        stages=st.dictionaries(st.sampled_from(STAGES), st.floats(0, 1e9)),
+    )
+)
+def test_whatever_is_recorded_comes_back(record: RecoveryRecord) -> None:
+    if record.outcome != IN_PLACE:
+        object.__setattr__(record, "reason", "why")
+    line = json.loads(json.dumps({"attempt": record.attempt, **as_event(record)}))
+    assert from_event(line) == record
+    assert as_lines([record])
+
+
+_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@given(st.dictionaries(st.sampled_from([*as_event(recovery()), "time", "attempt"]), _junk))
+def test_values_that_make_no_sense_are_unknown(line: dict[str, Any]) -> None:
+    found = from_event({"attempt": 0, "generation": 1, "outcome": IN_PLACE, **line})
+    if found is not None:
+        as_lines([found])
+
+
+@pytest.mark.parametrize("missing", ["attempt", "generation", "outcome"])
+def test_without_its_number_it_is_none(missing: str) -> None:
+    line = {"attempt": 0, **as_event(recovery())}
+    del line[missing]
+    assert from_event(line) is None
+
+
+def test_an_event_of_the_version_before(tmp_path: Path) -> None:
+    """It had no process that stood in, no time to notice, and its cause as the reason."""
+    log = EventLog(tmp_path / "events.jsonl", attempt=2)
+    stages = {"heard": 0.0, "out": 0.01}
+    more: dict[str, Any] = {"generation": 1, "ranks": [1], "behind": [], "donor": 0, "stages": stages}
+    log.emit("rejoin", step=5, reason="killed by SIGKILL", duration_s=0.2, outcome="in place", **more)
+    found = from_event(json.loads((tmp_path / "events.jsonl").read_text()))
+    assert found is not None
+    assert (found.attempt, found.cause, found.reason, found.stages) == (2, "killed by SIGKILL", "", stages)
+    assert as_lines([found])[1:] == [
+        "2.1  rank 1: killed by SIGKILL; on from step 5, state from rank 0",
+        "     out 10, over 200",
+    ]

@@ -1,0 +1,105 @@
+"""Recoveries in place where the ranks hold different parts of the state: all go back to snapshots in memory, or a rank
+takes its part from its replica; the survivors keep their processes, and the end is that of the undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job, events
+from tests.system.test_in_place import WHY, Runs, check_in_place, faults, victims
+
+pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
+
+EVERY_STEP = ("--snapshot-every", "1", "--rejoin-timeout", "100")
+"""The first death may come before the zygote is ready, and this program imports much."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("sharded"), "sharded.py")
+
+
+def rejoins(folder: Path) -> list[dict[str, object]]:
+    return events(folder / "run", "rejoin")
+
+
+def check(runs: Runs, ranks: int, orders: Sequence[str], *words: object, options: Sequence[str] = EVERY_STEP) -> Path:
+    job, folder = runs.run(ranks, *words, *faults(*orders), options=options)
+    check_in_place(job, victims(orders))
+    assert not any((folder / "shm").rglob("*.safetensors")), "shared memory is given back"
+    return folder
+
+
+def check_restart(job: Job, reason: str) -> None:
+    assert any(reason in match[1] for match in job.matches(WHY)), job.report()
+    assert job.matches(r"restart 1 of"), job.report()
+
+
+TWO = ("1:3:start", "0:4:inside", "1:6:mid", "0:8:backward", "1:10:update", "0:12:after")
+FOUR = ("1:3:start", "2:4:inside", "0:6:mid", "3:7:backward", "1:9:update", "2:10:after")
+
+
+def test_fsdp_is_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
+    folder = check(runs, 2, TWO, "--layout", "fsdp")
+    told = rejoins(folder)
+    assert [event["outcome"] for event in told] == ["in place"] * len(TWO)
+    assert all(event["steps_lost"] in (0, 1) for event in told)
+
+
+@drill
+@pytest.mark.parametrize(
+    ("ranks", "layout", "more"),
+    [
+        (3, "fsdp", ("--clip",)),
+        (4, "fsdp", ("--num-workers", 1)),
+        (4, "hsdp", ()),
+        (2, "tp", ("--clip",)),
+        (4, "tp", ()),
+        (4, "fsdp_tp", ()),
+        (2, "zero", ()),
+        (3, "zero", ()),
+        (4, "zero", ()),
+    ],
+)
+def test_other_layouts_are_killed_in_turn(runs: Runs, ranks: int, layout: str, more: Sequence[object]) -> None:
+    orders = TWO if ranks == 2 else FOUR[: 6 if ranks == 4 else 3]
+    check(runs, ranks, orders, "--layout", layout, "--epochs", 3, *more)
+
+
+def test_a_survivor_that_is_cut_off_in_its_update_goes_back_to_the_dead_ranks_snapshot(runs: Runs) -> None:
+    """DDP: replicas share one snapshot, which is the dead one's or the living one's."""
+    orders = ("1:3:share", "0:6:share", "1:9:mid")
+    folder = check(runs, 2, orders, "--layout", "ddp", "--share")
+    assert [event["behind"] for event in rejoins(folder)] == [[0], [1], []]
+
+
+@drill
+def test_a_snapshot_every_few_steps_costs_the_steps_since(runs: Runs) -> None:
+    orders = ("1:7:mid", "0:9:start", "1:15:backward")
+    folder = check(
+        runs, 2, orders, "--layout", "fsdp", "--epochs", 3, options=("--snapshot-every", "3", *EVERY_STEP[2:])
+    )
+    assert [event["steps_lost"] for event in rejoins(folder)][:2] == [0, 2]
+
+
+@drill
+def test_accumulated_gradients_are_forgotten(runs: Runs) -> None:
+    orders = ("1:4:mid", "0:7:inside", "1:10:backward")
+    check(runs, 2, orders, "--layout", "fsdp", "--accumulate", 2, "--epochs", 3)
+
+
+@drill
+def test_without_snapshots_a_death_restarts_the_job_with_the_reason(runs: Runs) -> None:
+    job, _ = runs.run(2, "--layout", "fsdp", *faults("1:6:mid"))
+    check_restart(job, "--snapshot-every")
+
+
+@drill
+def test_all_ranks_but_one_are_killed_at_once(runs: Runs) -> None:
+    orders = ("0:6:start", "1:6:start", "2:6:start")
+    job, _ = runs.run(4, "--layout", "fsdp", "--epochs", 3, *faults(*orders), options=EVERY_STEP)
+    assert job.matches("in place: ranks? 0") or job.matches(WHY), job.report()
