@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from bench_recovery import (  # type: ignore[import-not-found]
     METHODS,
-    command,
-    end,
-    environment,
+    job,
     lines,
     print_setting,
 )
@@ -54,22 +49,8 @@ def main() -> None:
 
 def rate(method: str, args: argparse.Namespace, *, seconds: float, kills: bool) -> tuple[float, int]:
     """New steps a second, and how often a rank was killed."""
-    with tempfile.TemporaryDirectory(prefix="bench_goodput-") as name:
-        arenas = tempfile.mkdtemp(prefix="bench_goodput-", dir="/dev/shm")
-        folder = Path(name)
-        with open(folder / "stderr", "wb+") as errors:
-            words = command(method, args.ranks, args, folder)
-            words[words.index("--max-restarts") + 1] = "1000"
-            process = subprocess.Popen(words, env=environment(arenas), stdout=subprocess.PIPE, stderr=errors)
-            try:
-                return follow(process, args, seconds, kills=kills)
-            except BaseException:
-                errors.seek(0)
-                sys.stderr.write(errors.read().decode(errors="replace")[-3000:])
-                raise
-            finally:
-                end(process)
-                shutil.rmtree(arenas, ignore_errors=True)
+    with job(method, args.ranks, args, max_restarts=1000) as (process, _):
+        return follow(process, args, seconds, kills=kills)
 
 
 def follow(

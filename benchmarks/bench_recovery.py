@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,16 +153,28 @@ def with_checkpoints(model: Any, optimizer: Any, directory: Path, step: Any, sav
 
 def kill_one(method: str, ranks: int, args: argparse.Namespace) -> Recovery:
     """One job with one kill."""
-    with tempfile.TemporaryDirectory(prefix="bench_recovery-") as name:
-        arenas = tempfile.mkdtemp(prefix="bench_recovery-", dir="/dev/shm")
+    with job(method, ranks, args) as (process, folder):
+        seconds, lost = follow(process, ranks, args)
+        stages = wait_for_stages(method, folder / "run" / "events.jsonl")
+        end(process)
+        return Recovery(seconds, lost, stages or noted_stages(folder / "run" / "events.jsonl"))
+
+
+@contextmanager
+def job(
+    method: str, ranks: int, args: argparse.Namespace, *, max_restarts: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A running job and its folder, which are gone afterwards; says what it has written to stderr where that fails."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        arenas = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
         folder = Path(name)
+        words = command(method, ranks, args, folder)
+        if max_restarts is not None:
+            words[words.index("--max-restarts") + 1] = str(max_restarts)
         with open(folder / "stderr", "wb+") as errors:
-            process = subprocess.Popen(
-                command(method, ranks, args, folder), env=environment(arenas), stdout=subprocess.PIPE, stderr=errors
-            )
+            process = subprocess.Popen(words, env=environment(arenas), stdout=subprocess.PIPE, stderr=errors)
             try:
-                seconds, lost = follow(process, ranks, args)
-                stages = wait_for_stages(method, folder / "run" / "events.jsonl")
+                yield process, folder
             except BaseException:
                 errors.seek(0)
                 sys.stderr.write(errors.read().decode(errors="replace")[-5000:])
@@ -170,7 +182,6 @@ def kill_one(method: str, ranks: int, args: argparse.Namespace) -> Recovery:
             finally:
                 end(process)
                 shutil.rmtree(arenas, ignore_errors=True)
-        return Recovery(seconds, lost, stages)
 
 
 def command(method: str, ranks: int, args: argparse.Namespace, folder: Path) -> list[str]:

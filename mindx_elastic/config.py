@@ -203,6 +203,8 @@ class RejoinSettings:
     """``MINDX_SPARE``: the named pipe on which a spare is told its rank; None: this process is none."""
     timeout_s: float = 30.0
     """``MINDX_REJOIN_TIMEOUT_S``: longest wait for the others in a recovery, before the job is restarted."""
+    nccl: bool = False
+    """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too, which has never been run on a GPU."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
@@ -210,11 +212,15 @@ class RejoinSettings:
         recover = env.get("MINDX_RECOVER", "").strip() or "restart"
         if recover not in ("in-place", "restart"):
             raise UsageError(f"environment variable MINDX_RECOVER={recover!r}: give in-place, restart or nothing")
+        nccl = env.get("MINDX_REJOIN_NCCL", "").strip() or "0"
+        if nccl not in ("0", "1"):
+            raise UsageError(f"environment variable MINDX_REJOIN_NCCL={nccl!r}: give 1, 0 or nothing")
         return cls(
             in_place=recover == "in-place",
             generation=_integer(env, "MINDX_REJOIN", 0),
             pipe=env.get("MINDX_SPARE", "").strip() or None,
             timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
+            nccl=nccl == "1",
         )
 
 

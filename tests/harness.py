@@ -268,6 +268,13 @@ def events(directory: Path, name: str | None = None) -> list[dict[str, Any]]:
     return [event for event in found if name is None or event["event"] == name]
 
 
+def job_status(run_dir: Path) -> dict[str, Any]:
+    """What `mindx-elastic status --json` says."""
+    command = [sys.executable, "-m", "mindx_elastic", "status", str(run_dir), "--json"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=300.0)
+    return dict(json.loads(done.stdout))
+
+
 def wait_until(condition: Any, what: str, timeout_s: float = 300.0) -> None:
     """Poll `condition`; for facts that no line announces (a file that another process writes). There is no process here
     to watch, so the limit is one that a machine at ten times its load keeps."""

@@ -143,6 +143,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",
         "MINDX_REJOIN": rejoin.generation,
         "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,
+        "MINDX_REJOIN_NCCL": int(rejoin.nccl),
         "MINDX_SPARE": rejoin.pipe,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,

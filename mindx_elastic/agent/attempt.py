@@ -250,12 +250,12 @@ class Attempt:
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
         if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
             return  # its training was finished
-        if self._recovery is not None and self._recovery.is_active and self._deadline is None:
-            logger.error("rank %d (pid %d): %s", end.rank, end.pid, describe(end))
-            self._recovery.hear_end(end)
-            return
         now = time.monotonic()
         stuck, since = self._stuck.pop(end.rank, ("", now))
+        if self._recovery is not None and self._recovery.is_active and self._deadline is None:
+            logger.error("rank %d (pid %d): %s", end.rank, end.pid, stuck or describe(end))
+            self._recovery.hear_end(end)
+            return
         if failed or stuck:
             why = stuck or describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
@@ -487,9 +487,12 @@ class Attempt:
 
 
 def _culprits(stuck: list[Stuck], states: Mapping[int, str], statuses: Mapping[int, Status]) -> list[int]:
-    """The ranks that the others wait for: stopped ones, else those behind, else those that hang while others do not."""
+    """The ranks that the others wait for: stopped ones, else those behind, else those that hang while others do not,
+    else those that run or wait for a disk, while the others sleep, as in a collective."""
     # A stopped one may have passed its last step a moment later than the ranks that wait for it.
     stopped = [rank for rank in statuses if states[rank] == "T"]
     newest = max(status.step for status in statuses.values())
     behind = [each.rank for each in stuck if each.step < newest]
-    return stopped or behind or ([each.rank for each in stuck] if len(stuck) < len(statuses) else [])
+    alone = [each.rank for each in stuck] if len(stuck) < len(statuses) else []
+    busy = [each.rank for each in stuck if states[each.rank] in ("R", "D")]
+    return stopped or behind or alone or (busy if len(busy) < len(stuck) else [])

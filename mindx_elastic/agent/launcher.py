@@ -31,10 +31,11 @@ from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvo
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
-from mindx_elastic.config import FaultPaths, KeySettings, Settings
+from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.rejoin.nccl import ERROR_HANDLING
 
 __all__ = ["launch"]
 
@@ -160,6 +161,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
     os.environ["MINDX_RECOVER"] = "in-place" if options.in_place else "restart"
     os.environ["MINDX_REJOIN_TIMEOUT_S"] = f"{options.rejoin_timeout_s:g}"
+    if options.in_place and RejoinSettings.from_env().nccl:
+        os.environ.setdefault(ERROR_HANDLING, "0")  # else torch, and its agent, end each process whose peer has died
     os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"

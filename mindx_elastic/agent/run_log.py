@@ -71,8 +71,12 @@ def load_runs(path: Path) -> list[AgentRun]:
 def load_cluster_recoveries(path: Path) -> list[RecoveryRecord]:
     """The recoveries in place that workers of a dynamic cluster have written to the events file `path`, in the order in
     which they ended. Raises OSError."""
-    lines = [line for line in _events(path) if _is_of_cluster(line)]
-    return [record for line in lines if (record := from_event(line)) is not None]
+    found: dict[tuple[str, int, int], RecoveryRecord] = {}
+    for line in filter(_is_of_cluster, _events(path)):
+        record = from_event(line)
+        if record is not None:  # one that came to nothing is written by each survivor
+            found.setdefault((line["cluster"], record.attempt, record.generation), record)
+    return list(found.values())
 
 
 def _is_of_cluster(line: dict[str, Any]) -> bool:

@@ -79,6 +79,8 @@ class UpdateGate:
         """How long updates have waited for copies so far, in seconds."""
         self.unguarded = False
         """The program has updated parameters without an optimizer: no hook runs then, so no update waits here."""
+        self.before_update: Callable[[], None] | None = None
+        """Called in the updating thread before an optimizer steps. What it raises leaves the gate as it is."""
         self.at_last_update: Callable[[], None] | None = None
         """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
         self.expected: set[int] = set()
@@ -152,6 +154,8 @@ class UpdateGate:
         """An optimizer is about to step. Waits for the readers."""
         if optimizer is not None and not self._is_ours(optimizer):
             return
+        if self.before_update is not None:
+            self.before_update()
         with self._lock:
             if self._readers:
                 self._wait_for_readers()

@@ -79,6 +79,8 @@ class Member:
         self.group: Group | None = None
         self.broken = ""
         """Why the group of this generation cannot go on: the death of a rank, the end of the job."""
+        self.last_death = ""
+        """What the scheduler has said of the last death in a group of this process."""
         self.dead_rank: int | None = None
         """The rank whose death has ended the job, if the scheduler has named one."""
         self.is_over = False
@@ -443,6 +445,7 @@ class Member:
             self._deaths.append(rank)
             callbacks = list(self._callbacks)
         self._voice.warning("%s", why)
+        self.last_death = why
         self._break(why)
         for callback in callbacks:
             callback(rank)

@@ -10,6 +10,9 @@ generation after it.
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,13 @@ from mindx_elastic.cluster.group import export_group
 from mindx_elastic.cluster.member import Group
 from mindx_elastic.cluster.member import Member as Link
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.member import Entry, Host, Member, RejoinFailed
+from mindx_elastic.rejoin.protocol import Verdict
+from mindx_elastic.rejoin.record import BY_HAND, IN_PLACE, RESTART, RecoveryRecord, StandIn, as_event, stages_of
 
 __all__ = ["ClusterMember", "cluster_problem"]
 
@@ -51,6 +57,34 @@ class ClusterMember(Member):
         self.is_joiner = 0 < len(link.group.new) < link.group.size
         self._timeout_s = max(self._timeout_s, _LEAST_TIMEOUT_S)
         self.page = _NoPage()
+        self.events: EventLog | None = None
+        """Of the guard that is open."""
+        self._untold: Verdict | None = None
+        """Of the recovery that has succeeded, until every rank has done a step; only on the donor."""
+
+    def leave(self) -> Entry:
+        self._tell(trains=False)
+        try:
+            entry = super().leave()
+        except RejoinFailed as error:
+            self._tell_of_failure(str(error))
+            raise
+        if self.ranks.rank == entry.verdict.donor:
+            self._untold = entry.verdict
+        return entry
+
+    def at_boundary(self) -> None:
+        super().at_boundary()
+        self._tell(trains=True)  # the gradients of all ranks are in this step
+
+    def entered(self) -> None:
+        self._times["pid"] = os.getpid()
+        super().entered()
+
+    def closed(self) -> None:
+        super().closed()
+        self._tell(trains=False)
+        self.events = None
 
     def _agree(self, board: Board, host: Host, generation: int) -> Entry:
         self._enter_group(self._next_group(host, generation))
@@ -70,6 +104,60 @@ class ClusterMember(Member):
     def refuse(self, generation: int, reason: str) -> None:
         if generation == self._group.generation:
             super().refuse(generation, reason)
+
+    def _tell(self, *, trains: bool) -> None:
+        """Donor: write what the last recovery was, once. `trains`: all ranks have done a step since."""
+        verdict, self._untold = self._untold, None
+        if verdict is None or self.events is None:
+            return
+        notes = {self.ranks.rank: dict(self._times)}
+        if trains:
+            try:
+                keys = {f"{self.generation}/ready/{rank}": rank for rank in range(self.ranks.world_size)}
+                found = self._board(self.generation).read(list(keys)).items()
+                notes |= {keys[key]: note for key, note in found}
+            except Exception as error:  # the store's host has died
+                logger.debug("the stages of the other ranks are not known: %s", error)
+        heard = float(self._times.get("heard", time.time()))
+        began, stages = stages_of(list(notes.values()), heard, heard)
+        took = time.time() - began
+        record = RecoveryRecord(
+            generation=self.generation,
+            outcome=IN_PLACE,
+            cause=self._link.last_death,
+            ranks=verdict.dead,
+            stood_in=tuple(
+                StandIn(rank=rank, pid=int(notes[rank]["pid"]), by=BY_HAND)
+                for rank in verdict.dead
+                if "pid" in notes.get(rank, {})
+            ),
+            behind=verdict.behind,
+            donor=verdict.donor,
+            step=verdict.step,
+            steps_lost=verdict.steps_lost,
+            stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
+            duration_s=took,
+        )
+        self._emit(record)
+
+    def _tell_of_failure(self, reason: str) -> None:
+        """Each survivor writes it; `agent.run_log` takes the first."""
+        began = float(self._times.get("heard", time.time()))
+        self._emit(
+            RecoveryRecord(
+                generation=self.generation + 1,
+                outcome=RESTART,
+                cause=self._link.last_death,
+                reason=reason,
+                ranks=tuple(sorted(self._link.deaths)),
+                duration_s=time.time() - began,
+            )
+        )
+
+    def _emit(self, record: RecoveryRecord) -> None:
+        if self.events is not None:
+            facts: dict[str, Any] = {"attempt": self._group.attempt, "pid": os.getpid(), "host": socket.gethostname()}
+            self.events.emit("rejoin", **as_event(record), cluster=self._link.job, **facts)
 
     def _next_group(self, host: Host, generation: int) -> Group:
         """Wait until every rank has a process again."""

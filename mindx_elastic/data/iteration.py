@@ -70,7 +70,10 @@ class Iteration(Iterator[Any]):
         batches = self._batches
         if batches is None:
             if self._stopped:
-                raise UsageError("the loader was shut down; make a new iterator with iter(loader)")
+                raise UsageError(
+                    "the loader was shut down; make a new iterator with iter(loader); in a program with guard.run, "
+                    "make iterators and generators over it inside of the function"
+                )
             raise StopIteration
         if self.outdated is not None:
             self.outdated()

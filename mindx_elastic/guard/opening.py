@@ -148,7 +148,8 @@ class Opening:
         )
 
     def _parts(self) -> list[Part]:
-        return [*self._last_parts, *([] if self._place is None else self._place.parts())]
+        more = [] if self._place is None else self._place.parts(list(self._targets.values()))
+        return [*self._last_parts, *more]
 
     def meet_last(self) -> None:
         """Every rank is ready to train."""

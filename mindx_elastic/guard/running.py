@@ -8,7 +8,7 @@ new process of the dead rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_ahead, open_exchange
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.cluster.group import current_member
@@ -25,6 +26,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
+from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
@@ -32,11 +34,10 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, joiner, sharded, spare
+from mindx_elastic.rejoin import groups, joiner, nccl, sharded, spare
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import InMemory, Report
-from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
@@ -58,9 +59,9 @@ class EnterAgain(BaseException):
 class Place:
     """A guard's part in recoveries in place, for one entry. Training thread."""
 
-    def __init__(self, member: Member, entry: Entry | None) -> None:
-        """`entry`: what the last recovery has agreed on; None: there was none."""
-        self.member, self.entry = member, entry
+    def __init__(self, member: Member, entry: Entry | None, begun: AsBegun) -> None:
+        """`entry`: what the last recovery has agreed on; None: there was none. `begun`: see `guard.as_begun`."""
+        self.member, self.entry, self.begun = member, entry, begun
 
     @property
     def name(self) -> str:
@@ -72,17 +73,24 @@ class Place:
         again = self.entry is not None and AgentInfo.from_env() is not None
         return open_exchange(ranks, f"{over}{self.name}", again=again)
 
-    def parts(self) -> list[SocketsPart]:
-        """For the last meeting of the entry."""
-        return self.member.parts()
+    def parts(self, kept: Collection[Any]) -> list[Part]:
+        """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
+        entry, rank = self.entry, self.member.ranks.rank
+        is_new = entry is not None and rank in entry.verdict.dead and self.begun.variables is None
+        variables = VariablesPart(self.begun, kept, rank, is_new=is_new)
+        return [*self.member.parts(), *([] if entry is None else [variables])]
 
     def opened(
         self, stopper: Stopper, around: Connections, loaders: Loaders, ranks: RankInfo, ddp: groups.DdpModules
     ) -> None:
         """The guard is open."""
         member = self.member
+        if isinstance(member, ClusterMember):
+            member.events = stopper.saver.events
+        groups.devices.look()
+        stopper.update_gate.before_update = member.before_update if groups.devices.is_used else None
         loaders.at_every_ask(member.at_batch)
-        member.opened(_host_of(stopper, around, ranks, ddp))
+        member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
         member.page.set(in_place=1, generation=member.generation)
         if self.entry is not None:
             member.entered()
@@ -92,6 +100,7 @@ class Place:
         member = self.member
         if isinstance(error, (LeavesToRejoin, GracefulExit, UnmanagedStateError)):
             return isinstance(error, LeavesToRejoin)
+        _end_if_broken(error)
         if member.wants_out:  # None: the program has caught what took it out
             return error is None or isinstance(error, Exception)
         if not isinstance(error, RuntimeError):
@@ -117,6 +126,12 @@ class Place:
         return EnterAgain(entry)
 
 
+def _end_if_broken(error: BaseException | None) -> None:
+    """With an error of CUDA that stays, no state of this rank can be saved, and no other rank can use it."""
+    if nccl.is_device_error(error) and groups.devices.is_used and (broken := nccl.broken_context()):
+        nccl.end_process(broken)
+
+
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
     if spare.is_waiting():
@@ -128,12 +143,14 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
         return block(None)
     entry = _join(targets(), member) if member.is_joiner and not member.has_entered else None
     member.has_entered = True
+    begun = AsBegun(targets())
     try:
         while True:
             try:
-                return block(Place(member, entry))
+                return block(Place(member, entry, begun))
             except EnterAgain as again:
                 entry = again.entry
+                begun.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
     finally:
@@ -211,7 +228,7 @@ def _problem(saver: Saver) -> str:
     return ""
 
 
-def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules) -> Host:
+def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules, begun: AsBegun) -> Host:
     """What the member needs of an open guard."""
     saver, collector = stopper.saver, stopper.saver.collector
 
@@ -228,6 +245,9 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
 
     def report() -> Report:
         stopper.update_gate.give_up()
+        problem_of_devices = groups.devices.settle()
+        if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
+            nccl.end_process(broken)  # before it has reported: a new process takes its place
         memory = in_memory()
         with stopper.update_gate.hold(0.0) as problem:
             return Report(
@@ -238,7 +258,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
-                problem=_problem(saver),
+                problem=problem_of_devices or _problem(saver) or begun.problem,
                 home=str(around.home),
                 peers=None if saver.replicated else (ranks.rank,),
                 base=saver.base,

@@ -256,8 +256,14 @@ class Stopper:
 
     def stop_for_death(self) -> None:
         """Training thread: a rank is dead, and there is no recovery in place. Returns once the stop is settled."""
+        self.update_gate.give_up()
         dead = self.alarms.of_death([self._dead])
-        self.watcher.post(lambda: self.hear(dead))
+        if self._accept(dead):
+            self._log_alarm(dead)
+            self.exchange.request(dead.to_request())
+        assert self.alarm is not None
+        # It has left the loop: no boundary is to come that the watcher could wait for.
+        self._salvage(self.alarm, can_wait=False)
         self.state.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
 
     def on_exception(self, error: BaseException) -> None:

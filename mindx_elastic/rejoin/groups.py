@@ -1,8 +1,9 @@
 """Gives the process groups new connections, inside the group objects that the program and torch hold.
 
-The one room for what torch keeps to itself: `problem` says at the start whether this torch has it all. The connections
-of a group are its *backends*. A backend that is registered under a type is never replaced, so each generation takes
-type numbers of its own. The old backends stay: torch keeps 3 threads and 4 to 5 descriptors for each of them.
+The one room, beside `nccl`, for what torch keeps to itself: `problem` says at the start whether this torch has it all.
+The connections of a group are its *backends*. A backend that is registered under a type is never replaced, so each
+generation takes type numbers of its own. The old backends stay: torch keeps 3 threads and 4 to 5 descriptors for each
+one of gloo.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mindx_elastic.rejoin import nccl
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 
 __all__ = [
     "DdpModules",
     "connect",
+    "devices",
     "digest",
     "keep_timeout",
     "my_groups",
@@ -72,9 +75,13 @@ def problem() -> str:
         return f"this torch ({torch.__version__}) lacks {', '.join(missing)}"
     if not dist.is_initialized():
         return "there is no process group"
-    others = sorted({kind for group in my_groups() for _, kind in group.backends} - {"gloo"})
+    backends = {each for group in my_groups() for each in group.backends}
+    others = sorted({kind for _, kind in backends} - {"gloo", nccl.BACKEND})
     if others:
         return f"process groups with the backend {', '.join(others)} cannot get new connections"
+    of_nccl = [device for device, kind in backends if kind == nccl.BACKEND]
+    if of_nccl and (said := nccl.problem(of_nccl)):
+        return said
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the process groups"
     return ""
@@ -101,26 +108,61 @@ def digest() -> str:
 
 
 def connect(store: Any, rank: int, timeout_s: float) -> int:
-    """Give every group of this rank new gloo connections; returns how many groups. All ranks together, main thread.
+    """Give every group of this rank new connections; returns how many groups. All ranks together, main thread.
 
     `store`: a store of this generation alone. Raises RuntimeError where a rank does not come in `timeout_s` seconds.
     """
-    from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
+    from torch._C._distributed_c10d import ProcessGroup
 
+    if said := problem() or devices.settle():  # groups may have been made since the entry
+        raise RuntimeError(said)
     number = 0
     for number, group in enumerate(my_groups(), 1):  # noqa: B007
-        prefix = dist.PrefixStore(f"gloo/{group.name}", store)
-        position, kind = group.ranks.index(rank), ProcessGroup.BackendType(next(_types))
-        bound = timedelta(seconds=timeout_s)
-        backend = ProcessGroupGloo(prefix, position, len(group.ranks), timeout=bound)
-        old_timeout = _timeout_of(group)
-        backend.options.global_ranks_in_group = [] if group.name == "0" else list(group.ranks)
-        backend.options.group_name = group.name  # type: ignore[assignment]
-        if old_timeout is not None:
-            backend._set_default_timeout(old_timeout)
-        for device, _ in group.backends:
-            group.handle._register_backend(torch.device(device), kind, backend)
+        position, timeout = group.ranks.index(rank), _timeout_of(group)
+        for kind in sorted({kind for _, kind in group.backends}):
+            if kind == nccl.BACKEND:
+                prefix = dist.PrefixStore(f"nccl/{group.name}", store)
+                old, is_world = _backend_of(group, "cuda"), group.name == "0"
+                backend = nccl.new_backend(prefix, position, group.ranks, group.name, old, timeout, is_world=is_world)
+            else:
+                backend = _new_gloo(group, position, store, timeout_s, timeout)
+            number_of_type = ProcessGroup.BackendType(next(_types))
+            for device, its_kind in group.backends:
+                if its_kind == kind:
+                    group.handle._register_backend(torch.device(device), number_of_type, backend)
+    devices.connected()
     return number
+
+
+def _new_gloo(group: _Group, position: int, store: Any, timeout_s: float, timeout: timedelta | None) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    prefix = dist.PrefixStore(f"gloo/{group.name}", store)
+    backend = ProcessGroupGloo(prefix, position, len(group.ranks), timeout=timedelta(seconds=timeout_s))
+    backend.options.global_ranks_in_group = [] if group.name == "0" else list(group.ranks)
+    backend.options.group_name = group.name  # type: ignore[assignment]
+    if timeout is not None:
+        backend._set_default_timeout(timeout)
+    return backend
+
+
+def _backend_of(group: _Group, device: str) -> Any:
+    """None: there is no such backend, as in a new process."""
+    try:
+        return group.handle._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
+
+
+def _nccl_backends() -> list[Any]:
+    if not dist.is_initialized():
+        return []
+    found = [_backend_of(group, device) for group in my_groups() for device, kind in group.backends if kind == "nccl"]
+    return [backend for backend in found if hasattr(backend, "abort")]
+
+
+devices = nccl.Devices(_nccl_backends)
+"""The communicators of the groups."""
 
 
 def set_default_store(store: Any) -> None:
@@ -143,22 +185,20 @@ def keep_timeout(name: str, timeout: timedelta | None) -> None:
 def _timeout_of(group: _Group) -> timedelta | None:
     if group.name in _timeouts:
         return _timeouts.pop(group.name)
-    try:
-        options = group.handle._get_backend(torch.device(group.backends[0][0])).options
-        found = options._timeout
-    except (AttributeError, RuntimeError):
-        return None
+    found = getattr(getattr(_backend_of(group, group.backends[0][0]), "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
 
 
 def reset_ddp(modules: DdpModules) -> str:
-    """Make a survivor's DDP modules, which were cut off in a backward, ready for the next one. Returns why they
-    cannot."""
+    """Make a survivor's DDP modules, which were cut off in a backward, ready for the next one, as those of a new
+    process are. Returns why they cannot."""
     for name, module in modules:
         if _rebuilds(module) and not module._has_rebuilt_buckets:
             return f"{name} has not laid out its buckets yet: it was in its first two steps"
     for _, module in modules:
         module.reducer._reset_state()
+        # After a forward without gradients, as in an evaluation, DDP does not broadcast its buffers in the next one.
+        module.require_forward_param_sync = True
     return ""
 
 
@@ -173,7 +213,8 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
     if not _rebuilds(module):
         return ""
     group = module.process_group
-    module._update_process_group(_alone())  # DDP's backward wants results, which a group without peers does not give
+    # DDP's backward wants results, which a group without peers does not give.
+    module._update_process_group(_alone({parameter.device.type for parameter in module.parameters()}))
     try:
         said = replay_gradient_order(module, order)
         if said is not None:
@@ -181,17 +222,18 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
         module.reducer._rebuild_buckets()
     finally:
         module._update_process_group(group)
-    module._has_rebuilt_buckets = True
+    module._has_rebuilt_buckets = module.require_forward_param_sync = True
     return ""
 
 
-def _alone() -> Any:
-    """A process group of this process alone."""
+def _alone(kinds: set[str]) -> Any:
+    """A process group of this process alone, for tensors on these types of devices."""
     from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 
     store = dist.HashStore()
     group = ProcessGroup(store, 0, 1)
     backend = ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=60))
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    for kind in {"cpu", *kinds}:
+        group._register_backend(torch.device(kind), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group

@@ -181,6 +181,7 @@ class Member:
         if self._is_out.is_set() or host is None or sockets is None:
             return
         cut(sockets.inodes)
+        groups.devices.abort()
         host.call_soon(_CUT_AGAIN_S, self._cut)
 
     # --- the training thread ------------------------------------------------------------------------------------------
@@ -188,7 +189,13 @@ class Member:
     def at_boundary(self) -> None:
         """Training thread, before a boundary is passed: raises LeavesToRejoin where the program has caught an error of
         the step that comes from another rank's death. What it did without the others is part of no boundary."""
+        self.before_update()
         if self._has_failed() and (self.wants_out or self._hears_soon()):
+            raise LeavesToRejoin
+
+    def before_update(self) -> None:
+        """Training thread, before an optimizer steps: raises LeavesToRejoin where devices have not got all results."""
+        if self._host is not None and not groups.devices.fence():
             raise LeavesToRejoin
 
     def at_batch(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.attempt import Attempt, AttemptContext
+from mindx_elastic.agent.attempt import Attempt, AttemptContext, _culprits
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.hang import ExitWatch, HangWatch
+from mindx_elastic.agent.hang import ExitWatch, HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
@@ -23,6 +23,7 @@ from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
+from mindx_elastic.rejoin.protocol import Phase
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
 ORDER = int(CONTROL_SIGNAL)
@@ -54,6 +55,7 @@ class Workers:
                 if status is not None and code >= 0 and status.phase < WorkerPhase.LEFT:
                     status = replace(status, phase=WorkerPhase.LEFT, exit_code=code)
                 sent = frozenset(self.sent[rank])
+                self.coming.remove((when, rank, code))
                 found.append(WorkerExit(rank=rank, pid=1, code=code, status=status, sent=sent))
         self.exits += found
         return found
@@ -108,7 +110,7 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
         context = AttemptContext(
             folder=AgentFolder(tmp_path),
             inbox=inbox,
-            hang=HangWatch(0),
+            hang=HangWatch(more.get("hang_timeout_s", 0)),
             exits=ExitWatch(more.get("exit_timeout_s", 0)),
             farewell=more.get("farewell"),
             stop_files=faults or Faults(),  # type: ignore[arg-type]
@@ -117,6 +119,7 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             grace_s=grace_s,
             stacks=tmp_path / "stacks",
             on_look=lambda statuses: None,
+            recovery=more.get("recovery", lambda workers: None),
         )
         return Attempt(workers, context, number=0).run()  # type: ignore[arg-type]
 
@@ -134,6 +137,64 @@ def obey(rank: int, signum: int) -> int | None:
 
 def guard(rank: int, signum: int) -> int | None:
     return {ORDER: 75, TERM: 143, INT: 130}.get(signum)
+
+
+class Replacing:
+    """Stands in for `mindx_elastic.agent.recovery.Recovery`: two dead ranks get new processes, which finish."""
+
+    must_kill, reason = False, ""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers, self.replaced = workers, list[int]()
+        self.is_active = False
+
+    def why_not(self, ranks: list[int], end: WorkerExit | None = None) -> str:
+        return ""
+
+    def begin(self, end: WorkerExit, cause: str) -> bool:
+        self.is_active = True
+        self.hear_end(end)
+        return True
+
+    def hear_end(self, end: WorkerExit) -> None:
+        self.replaced.append(end.rank)
+        self.workers.exits = [each for each in self.workers.exits if each.rank != end.rank]
+        self.workers.pages[end.rank] = replace(IN_TRAINING, pid=2, boundaries=0, entered_ns=time.monotonic_ns())
+        self.workers.live[end.rank] = self.workers.processes[end.rank]
+
+    def look(self) -> Phase:
+        if len(self.replaced) < 2:
+            return Phase.CUT
+        if self.is_active:
+            self.is_active = False
+            for rank in list(self.workers.live):
+                self.workers.end(rank, 0)
+        return Phase.RUN
+
+    def look_at_first_step(self, statuses: dict[int, Status]) -> bool:
+        return True
+
+
+def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_finish(
+    run: Callable[..., Ending],
+) -> None:
+    pages: dict[int, Status | None] = {0: IN_TRAINING, 1: IN_TRAINING}
+    pages[2] = replace(IN_TRAINING, boundaries=0, entered_ns=time.monotonic_ns())
+    made: list[Replacing] = []
+
+    def recovery(workers: Workers) -> Replacing:
+        made.append(Replacing(workers))
+        return made[-1]
+
+    ending = run(Workers(pages, ignore), hang_timeout_s=1.0, recovery=recovery)
+    assert sorted(made[0].replaced) == [0, 1]
+    assert ending.outcome == "finished"
+
+
+@pytest.mark.parametrize(("states", "found"), [("SRS", [1]), ("SSD", [2]), ("SST", [2]), ("SSS", []), ("RRR", [])])
+def test_who_the_others_wait_for_in_the_same_step(states: str, found: list[int]) -> None:
+    stuck = [Stuck(rank, 3, 60.0) for rank in range(3)]
+    assert _culprits(stuck, dict(enumerate(states)), dict.fromkeys(range(3), IN_TRAINING)) == found
 
 
 def test_all_finish(run: Callable[..., Ending]) -> None:

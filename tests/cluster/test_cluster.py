@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mindx_elastic.rejoin.record import STAGES
 from tests.cluster.processes import Processes, cluster
-from tests.harness import Job, run_job, wait_until
+from tests.harness import Job, job_status, run_job, wait_until
 
 pytestmark = pytest.mark.slow
 EXIT_TEMPORARY = 75
@@ -42,6 +43,15 @@ def finish(run: Processes, scheduler: Job, jobs: list[Job]) -> None:
     for job in jobs:
         job.expect(0)
     scheduler.expect(0)
+
+
+def held(run: Processes, *arguments: str, fresh: bool = False) -> tuple[Job, list[Job]]:
+    """The scheduler and the workers, once these hold where `arguments` say."""
+    scheduler = run.scheduler()
+    jobs = run.workers(*arguments, fresh=fresh)
+    for job in jobs:
+        job.wait_for("HOLD")
+    return scheduler, jobs
 
 
 # --- a killed worker ---
@@ -80,6 +90,14 @@ def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Pa
         assert not survivor.matches("begins anew")
         assert [match[3] for match in survivor.matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "6"]
         assert scheduler.matches("generation 1, attempt 0")
+        document = job_status(Path(f"ckpt_of_rank/{1 - victim}"))
+        assert document["agent"] is None
+        (record,) = document["recoveries"]
+        assert (record["attempt"], record["generation"], record["outcome"]) == (0, 1, "in place")
+        assert (record["ranks"], record["donor"], record["step"]) == ([victim], 1 - victim, 6)
+        assert record["stood_in"] == [{"rank": victim, "pid": again.process.pid, "by": "by hand"}]
+        assert record["cause"].startswith(f"rank {victim} (node id {victim}, process {jobs[victim].process.pid} on ")
+        assert list(record["stages"]) == list(STAGES)
         assert hashes_of([survivor, again]) == uninterrupted(2, tmp_path)
 
 
@@ -98,10 +116,7 @@ def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
 def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
     """Each rank has its own directory, and one of them copies the state that all share."""
     with cluster(2) as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--hold-at=7", "--snapshot-every=1")
-        for job in jobs:
-            job.wait_for("HOLD")
+        scheduler, jobs = held(run, "--hold-at=7", "--snapshot-every=1", fresh=True)
         for job in jobs:
             job.process.kill()
         for job in jobs:
@@ -130,10 +145,7 @@ def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None
 
 def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tmp_path: Path) -> None:
     with cluster(2) as run:
-        first = run.scheduler()
-        jobs = run.workers("--hold-at=5,9", fresh=False)
-        for job in jobs:
-            job.wait_for("HOLD")
+        first, jobs = held(run, "--hold-at=5,9")
         first.process.kill()
         first.wait()
         for job in jobs:
@@ -151,10 +163,7 @@ def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tm
 
 def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
     with cluster(2) as run:
-        first = run.scheduler()
-        jobs = run.workers("--hold-at=5", fresh=False)
-        for job in jobs:
-            job.wait_for("HOLD")
+        first, jobs = held(run, "--hold-at=5")
         first.process.kill()
         first.wait()
         second = run.scheduler()
@@ -170,10 +179,7 @@ def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
 @pytest.mark.drill
 def test_worker_and_scheduler_are_killed_at_once(tmp_path: Path) -> None:
     with cluster(2) as run:
-        first = run.scheduler()
-        jobs = run.workers("--hold-at=5")
-        for job in jobs:
-            job.wait_for("HOLD")
+        first, jobs = held(run, "--hold-at=5", fresh=True)
         first.process.kill()
         jobs[1].process.kill()
         first.wait()
@@ -189,10 +195,7 @@ def test_worker_and_scheduler_are_killed_at_once(tmp_path: Path) -> None:
 @pytest.mark.drill
 def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) -> None:
     with cluster(2) as run:
-        first = run.scheduler()
-        jobs = run.workers("--hold-at=5", fresh=False)
-        for job in jobs:
-            job.wait_for("HOLD")
+        first, jobs = held(run, "--hold-at=5")
         os.kill(first.process.pid, signal.SIGTERM)
         first.expect(143)
         second = run.scheduler()
@@ -229,10 +232,7 @@ def test_an_exception_of_a_worker_is_the_reason() -> None:
 @pytest.mark.drill
 def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
     with cluster(2, recovery=False) as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--hold-at=5", fresh=False)
-        for job in jobs:
-            job.wait_for("HOLD")
+        scheduler, jobs = held(run, "--hold-at=5")
         os.kill(scheduler.process.pid, signal.SIGTERM)
         scheduler.expect(143)
         for job in jobs:
@@ -246,10 +246,7 @@ def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
 
 def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
     with cluster(2, MINDX_HEARTBEAT_S="1") as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--hold-at=5", fresh=False)
-        for job in jobs:
-            job.wait_for("HOLD")
+        scheduler, jobs = held(run, "--hold-at=5")
         second = run.worker(1, fresh=False)
         second.expect(1)
         (refused,) = second.matches(r"UsageError: MS_NODE_ID=1 belongs to process (\d+) on .*, which is alive")

@@ -25,29 +25,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
+from tests.jobs.loop import Pictures
 
 PLACES = ("start", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
-
-
-class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
-    """Random vectors with noise that is drawn anew each time."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(size, 24, generator=generator)
-        self.y = torch.randint(0, 5, (size,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        noise = torch.rand(24) + random.random() + float(np.random.rand())
-        return self.x[index] + 0.1 * noise, int(self.y[index]), index
 
 
 class Sharing(torch.optim.AdamW):
@@ -93,10 +77,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--amp", action="store_true")
-    parser.add_argument("--evaluate", choices=("no", "no_grad", "inference"), default="no")
+    parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument(
         "--share", choices=("no", "between", "update"), default="no", help="ranks 1 and 2, by themselves"
+    )
+    parser.add_argument(
+        "--inside",
+        choices=("no", "hooks", "group", "count"),
+        default="no",
+        help="what the function does at its beginning",
     )
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
@@ -154,7 +144,7 @@ class Trainer:
     """One rank's training."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+        self.args, self.count = args, 0
         dist.init_process_group("gloo")
         self.world_size = dist.get_world_size()
         self.rank = -1 if args.late_rank else dist.get_rank()
@@ -226,6 +216,11 @@ class Trainer:
         say(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}")
         if self.args.resources:
             self.tell_resources()
+        if self.args.inside == "hooks":
+            self.network[2].register_forward_hook(lambda _, __, output: 1.1 * output)
+            self.optimizer.register_step_post_hook(lambda *_: self.shrink())
+        elif self.args.inside == "group":
+            dist.new_group(list(range(self.world_size)))
         for epoch in self.guard.epochs(self.args.epochs):
             for number, batch in enumerate(self.loader, start=1):
                 if self.args.catch == "step":
@@ -241,6 +236,7 @@ class Trainer:
     def train_step(self, epoch: int, number: int, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
         args, faults, step = self.args, self.faults, self.step
         say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
+        self.count += args.inside == "count"
         faults.at(step, "start")
         if args.step_s:
             time.sleep(args.step_s)
@@ -272,6 +268,11 @@ class Trainer:
                 time.sleep(0.01)
                 self.guard.poll()
 
+    def shrink(self) -> None:
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                parameter.mul_(0.999)
+
     def share(self) -> None:
         """Ranks 1 and 2 exchange something; the others go on."""
         self.faults.at(self.step, "share")
@@ -284,7 +285,8 @@ class Trainer:
             with torch.inference_mode() if self.args.evaluate == "inference" else torch.no_grad():
                 for start in range(0, 24, 8):
                     self.guard.poll()
-                    self.network(self.loader.dataset.x[start : start + 8])  # type: ignore[attr-defined]
+                    model = self.ddp if self.args.evaluate == "ddp" else self.network
+                    model(self.loader.dataset.x[start : start + 8])  # type: ignore[attr-defined]
                     self.faults.at(self.guard.step, "eval")
             self.network.train()
 

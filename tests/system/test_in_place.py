@@ -3,11 +3,8 @@ the undisturbed run."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import JOBS, Job, events, start_agent
+from tests.harness import JOBS, Job, events, job_status, start_agent
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -169,8 +166,7 @@ def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
 
 def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
     """`mindx-elastic status` says what has happened."""
-    command = [sys.executable, "-m", "mindx_elastic", "status", str(run_dir), "--json"]
-    document = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    document = job_status(run_dir)
     found, pids = document["recoveries"], processes(job)
     assert [(each["outcome"], each["ranks"]) for each in found] == [("in place", [rank]) for rank in victims(orders)]
     assert [each["generation"] for each in found] == list(range(1, len(orders) + 1))
@@ -289,8 +285,12 @@ def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: 
 
 def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
     orders = ("1:4:mid:stop", "0:7:backward:spin")
-    job, _ = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
+    job, folder = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
     check_in_place(job, victims(orders))
+    document = job_status(folder / "run")
+    for each in document["recoveries"]:
+        assert each["cause"].startswith("hang: no step for ") and each["stages"]["detect"] >= 3.0
+    assert document["totals"]["not_training_s"] >= 6.0, "the time in which they were stuck counts"
 
 
 @pytest.mark.parametrize(
@@ -318,6 +318,36 @@ def test_what_a_program_catches_becomes_no_boundary(runs: Runs) -> None:
     job, _ = runs.run(3, "--epochs", 2, "--catch", "backward", *faults("1:5:forward", "0:9:mid"))
     assert job.matches("CAUGHT"), job.report()
     assert not job.matches("Traceback"), job.report()
+
+
+def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(runs: Runs) -> None:
+    """Hooks would be there twice, and DDP would leave out a broadcast that the new process makes."""
+    job, _ = runs.run(
+        2,
+        "--epochs",
+        2,
+        "--evaluate",
+        "ddp",
+        "--inside",
+        "hooks",
+        *faults("1:12:eval", "0:20:forward"),
+        options=("--rejoin-timeout", "120"),
+    )
+    check_in_place(job, [1, 0])
+
+
+@drill
+def test_groups_that_the_function_makes_are_a_reason_for_a_restart(runs: Runs) -> None:
+    job, _ = runs.run(2, "--epochs", 1, "--inside", "group", *faults("1:8:forward"))
+    assert any("process groups are made inside of the function" in match[1] for match in job.matches(WHY)), job.report()
+
+
+@drill
+def test_a_counter_that_no_guard_keeps_is_named(runs: Runs) -> None:
+    patient = ("--rejoin-timeout", "120")
+    job, _ = runs.run(2, "--epochs", 1, "--inside", "count", *faults("1:8:forward"), options=patient)
+    check_in_place(job, [1])
+    assert job.matches(r'count" \(.*the ranks that live on and the new one differ in this'), job.report()
 
 
 @drill

@@ -1,0 +1,149 @@
+"""Brings a survivor's objects to where a new process has them when the function of the training is called.
+
+A survivor of another rank's death calls that function again, with the objects that it has. What the function has done
+to them, and what no start puts back, would be done twice there and once in the new process: hooks are registered
+twice. `AsBegun` takes that back. What it cannot take back are the program's own variables. `VariablesPart` compares
+those that the training has changed with the new process's, and names the ones that differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from mindx_elastic.agreement.gather import Answer, Merged, Part
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.guard.variables import own_variables
+
+__all__ = ["AsBegun", "VariablesPart"]
+
+_MOST_NAMED = 5
+_MOST_SAID = 500
+_LONGEST = 120
+
+
+class AsBegun:
+    """What the guard's objects are when the function is called for the first time. Training thread."""
+
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        """Before the guard is entered, whose own hooks come and go with each entry."""
+        self._targets = dict(targets)
+        self._hooks = [(hooks, dict(hooks)) for target in targets.values() for hooks in _hooks_of(target)]
+        self._tensor_hooks = [
+            (parameter, name, dict(getattr(parameter, name, None) or {}))
+            for target in targets.values()
+            if isinstance(target, nn.Module)
+            for parameter in target.parameters()
+            for name in _OF_TENSORS
+        ]
+        self._has_gradients = torch.is_grad_enabled()
+        self._groups = _num_groups()
+        self.variables: dict[str, str] | None = None
+        """The program's own, at the first entry: names and digests."""
+
+    @property
+    def problem(self) -> str:
+        """Why the function cannot be called again beside a new process; empty: it can."""
+        if _num_groups() == self._groups:
+            return ""
+        return "process groups are made inside of the function that guard.run calls; make them before it"
+
+    def put_back(self) -> None:
+        """The guard has been left, and will be entered again."""
+        torch.set_grad_enabled(self._has_gradients)  # an evaluation that was cut off may have switched them off by hand
+        for hooks, before in self._hooks:
+            _put_back(hooks, before)
+        for parameter, name, before in self._tensor_hooks:
+            _put_back(getattr(parameter, name, None) or {}, before)
+        for target in self._targets.values():
+            if isinstance(target, torch.amp.GradScaler):
+                target._per_optimizer_states.clear()  # of the step that was cut off
+
+
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks_of(target: Any) -> Iterator[dict[Any, Any]]:
+    owners = target.modules() if isinstance(target, nn.Module) else [target]
+    if isinstance(target, (nn.Module, torch.optim.Optimizer)):
+        for owner in owners:
+            for name, value in vars(owner).items():
+                if name.endswith("_hooks") and isinstance(value, dict):
+                    yield value
+
+
+def _put_back(hooks: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Torch's own hooks stay: they belong to what it has made of a module (pruned weights), which stays as well."""
+    if hooks.keys() != before.keys():
+        kept = {key: hook for key, hook in hooks.items() if key not in before and _is_of_torch(hook)}
+        hooks.clear()
+        hooks.update({**before, **kept})
+
+
+def _is_of_torch(hook: Any) -> bool:
+    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:  # wrapped, partial
+        hook = inner
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0] == "torch"
+
+
+def _num_groups() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return 0, 0
+    world: Any = dist.distributed_c10d._world
+    return int(world.group_count), len(world.pg_map)
+
+
+class VariablesPart(Part):
+    """Names the program's variables that the training has changed on ranks that live on, and that a new process has
+    otherwise: the guard does not keep them."""
+
+    name = "variables"
+
+    def __init__(self, begun: AsBegun, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
+        """`kept`: what the guard keeps, which is put back. `is_new`: this process takes a dead rank's place."""
+        now = own_variables(sys._getframe(), {*map(id, kept)})
+        self._is_new, self._rank = is_new, rank
+        self._now = now
+        self._said: dict[str, str] = {}
+        if begun.variables is None:
+            begun.variables = now
+        before = begun.variables
+        changed = {name for name, digest in now.items() if name in before and before[name] != digest}
+        self._changed = sorted(changed)[:_MOST_SAID]
+
+    def say(self) -> Any:
+        if self._is_new:
+            return {"all": {_short(name): _short(digest) for name, digest in self._now.items()}}
+        return {"changed": [[name, _short(self._now[name])] for name in self._changed]}
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        new = [each["all"] for each in said if "all" in each]
+        names = {
+            str(name)[:_LONGEST]
+            for each in said
+            for name, digest in each.get("changed", ())
+            if any(other.get(_short(str(name)), digest) != digest for other in new)
+        }
+        return Merged(sorted(names)[:_MOST_SAID])
+
+    def hear(self, answer: Answer) -> None:
+        if answer.common and self._rank == 0:
+            logger.warning(
+                "%s: the ranks that live on and the new one differ in this, because the guard does not keep it. If the "
+                "training depends on it, name it in Guard(stateful={...}), or set it in the function that guard.run "
+                "calls",
+                listed([printable(str(name), _LONGEST) for name in answer.common], _MOST_NAMED),
+            )
+
+
+def _short(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))

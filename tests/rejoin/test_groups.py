@@ -1,0 +1,36 @@
+"""What is done to a survivor's DDP modules."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from mindx_elastic.rejoin.groups import reset_ddp
+
+
+def ddp(**fields: Any) -> Any:
+    resets: list[str] = []
+    return SimpleNamespace(
+        **{
+            "find_unused_parameters": False,
+            "static_graph": False,
+            "_has_rebuilt_buckets": True,
+            "require_forward_param_sync": False,
+            "reducer": SimpleNamespace(_reset_state=lambda: resets.append("reset")),
+            "resets": resets,
+            **fields,
+        }
+    )
+
+
+def test_a_survivor_broadcasts_its_buffers_as_a_new_process_does() -> None:
+    """DDP leaves that out in the forward after one without gradients: an evaluation that was cut off."""
+    module = ddp()
+    assert reset_ddp([("model", module)]) == ""
+    assert module.require_forward_param_sync and module.resets == ["reset"]
+
+
+def test_buckets_that_are_not_laid_out_yet_are_a_reason() -> None:
+    module = ddp(_has_rebuilt_buckets=False)
+    assert "has not laid out its buckets" in reset_ddp([("model", module)])
+    assert not module.resets

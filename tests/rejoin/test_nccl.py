@@ -1,0 +1,331 @@
+"""Recovery in place over NCCL, with stand-ins for torch's classes: it has never been run on a GPU."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.config import RejoinSettings
+from mindx_elastic.errors import UsageError
+from mindx_elastic.rejoin import groups, nccl
+from mindx_elastic.rejoin.member import LeavesToRejoin
+
+
+class Options:
+    def __init__(self) -> None:
+        self.is_high_priority_stream, self.config = False, "usual"
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+
+
+class FakeNccl:
+    """In place of `ProcessGroupNCCL`."""
+
+    Options = Options
+
+    def __init__(self, store: Any = None, position: int = 0, size: int = 1, options: Any = None) -> None:
+        self.store, self.position, self.size, self.options = store, position, size, options or Options()
+        self.connected: list[torch.device] = []
+        self.num_aborts = 0
+        self.at_abort: Callable[[], object] = lambda: None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.at_abort()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A device that works, and what was asked of it."""
+    found = SimpleNamespace(num_waits=0, error=None)
+
+    def synchronize() -> None:
+        found.num_waits += 1
+        if found.error is not None:
+            raise found.error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C._distributed_c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    return found
+
+
+@pytest.fixture
+def switched_on(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
+    monkeypatch.setenv("MINDX_REJOIN_NCCL", "1")
+    monkeypatch.setenv(nccl.ERROR_HANDLING, "0")
+
+
+# --- whether it is done at all ---
+
+
+def test_it_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
+    monkeypatch.delenv("MINDX_REJOIN_NCCL", raising=False)
+    assert "MINDX_REJOIN_NCCL=1, which has never been run on a GPU" in nccl.problem(["cuda"])
+
+
+def test_the_switch_is_1_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not RejoinSettings.from_env({}).nccl
+    assert not RejoinSettings.from_env({"MINDX_REJOIN_NCCL": "0"}).nccl
+    assert RejoinSettings.from_env({"MINDX_REJOIN_NCCL": " 1"}).nccl
+    with pytest.raises(UsageError, match="MINDX_REJOIN_NCCL='yes': give 1, 0 or nothing"):
+        RejoinSettings.from_env({"MINDX_REJOIN_NCCL": "yes"})
+
+
+@pytest.mark.usefixtures("switched_on")
+def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nccl.problem(["cuda"]) == ""
+    assert nccl.problem(["cuda", "xpu"]) == "nccl is the backend of xpu"
+    monkeypatch.setenv(nccl.ERROR_HANDLING, "1")
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0" in nccl.problem(["cuda"])
+    monkeypatch.setattr(torch._C._distributed_c10d, "ProcessGroupNCCL", object())
+    assert "lacks abort, eager_connect_single_device, Options of ProcessGroupNCCL" in nccl.problem(["cuda"])
+    monkeypatch.delattr(torch._C._distributed_c10d, "ProcessGroupNCCL")
+    assert "of ProcessGroupNCCL" in nccl.problem(["cuda"])
+
+
+# --- out of the collectives ---
+
+
+def devices_of(*backends: Any) -> nccl.Devices:
+    devices = nccl.Devices(lambda: list(backends))
+    devices.look()
+    return devices
+
+
+def test_all_communicators_are_aborted_at_the_same_moment() -> None:
+    """The abort of one may wait for the kernel of another."""
+    together = threading.Barrier(3)
+    backends = [FakeNccl() for _ in range(3)]
+    for backend in backends:
+        backend.at_abort = lambda: together.wait(30.0)
+    devices = devices_of(*backends)
+    devices.abort()
+    devices.abort()
+    assert devices.settle(60.0) == ""
+    assert [backend.num_aborts for backend in backends] == [1, 1, 1], "once each"
+
+
+def test_an_abort_that_does_not_return_is_the_reason_of_a_restart() -> None:
+    backend, go = FakeNccl(), threading.Event()
+    backend.at_abort = lambda: go.wait(60.0)
+    devices = devices_of(backend)
+    devices.abort()  # returns at once: the watcher has more to do
+    assert devices.settle(0.01) == "a communicator could not be aborted within 0.01 s"
+    go.set()
+    assert devices.settle(60.0) == ""
+
+
+def test_an_abort_that_fails_is_the_reason_of_a_restart() -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled\nmore")
+
+    backend = FakeNccl()
+    backend.at_abort = fail
+    assert devices_of(backend).settle() == "a communicator could not be aborted (RuntimeError: NCCL error: unhandled)"
+
+
+def test_groups_that_cannot_be_listed_are_the_reason_of_a_restart() -> None:
+    """The watcher goes on: it has sockets to cut."""
+    devices = devices_of(FakeNccl())
+
+    def fail() -> list[Any]:
+        raise KeyError("a group was destroyed meanwhile")
+
+    devices._backends = fail
+    devices.abort()
+    assert "a communicator could not be aborted (KeyError" in devices.settle()
+
+
+def test_a_rank_that_comes_out_by_itself_aborts_too() -> None:
+    backend = FakeNccl()
+    assert devices_of(backend).settle() == ""
+    assert backend.num_aborts == 1
+
+
+def test_after_new_connections_it_begins_anew(cuda: SimpleNamespace) -> None:
+    backend = FakeNccl()
+    devices = devices_of(backend)
+    devices.settle()
+    assert not devices.fence()
+    devices.connected()
+    assert devices.fence()
+    devices.abort()
+    devices.settle()
+    assert backend.num_aborts == 2
+
+
+def test_without_communicators_nothing_is_waited_for(cuda: SimpleNamespace) -> None:
+    devices = devices_of()
+    devices.abort()
+    assert devices.settle() == "" and devices.fence()
+    assert cuda.num_waits == 0
+
+
+# --- no wrong result in the weights ---
+
+
+def test_an_abort_while_the_device_is_waited_for_is_seen(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends because its communicator is aborted."""
+    devices = devices_of(FakeNccl())
+    monkeypatch.setattr(torch.cuda, "synchronize", devices.abort)
+    assert not devices.fence()
+
+
+def test_an_update_does_not_begin_and_its_gate_stays_clean() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    gate = UpdateGate()
+    gate.watch(list(model.parameters()))
+
+    def leave() -> None:
+        raise LeavesToRejoin
+
+    try:
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        gate.before_update = leave
+        with pytest.raises(LeavesToRejoin):
+            optimizer.step()
+        states = [gate.state]
+        assert torch.equal(model.weight, before)
+        with gate.hold(0.0) as problem:
+            assert problem is None, "the rank can be a donor"
+        gate.before_update = None
+        optimizer.step()
+        assert [*states, gate.state] == [GateState.CLEAN, GateState.DIRTY]
+    finally:
+        gate.unwatch()
+
+
+# --- a broken context ---
+
+
+def test_what_is_an_error_of_the_device() -> None:
+    assert nccl.is_device_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    accelerator = getattr(torch, "AcceleratorError", None)
+    if accelerator is not None:
+        assert issubclass(accelerator, RuntimeError)
+    assert not nccl.is_device_error(RuntimeError("Connection closed by peer"))
+    assert not nccl.is_device_error(ValueError("CUDA error"))
+    assert not nccl.is_device_error(None)
+
+
+def test_only_an_error_that_stays_breaks_the_context(cuda: SimpleNamespace) -> None:
+    assert nccl.broken_context() == "", "no memory was left, say"
+    cuda.error = RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
+    assert nccl.broken_context() == "CUDA error: uncorrectable ECC error encountered"
+
+
+def test_a_process_without_a_context_is_not_given_one(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert nccl.broken_context() == "" and cuda.num_waits == 0
+
+
+def test_a_broken_rank_dies_and_is_never_a_survivor() -> None:
+    reason = "CUDA error: an illegal memory access was encountered"
+    code = f"from mindx_elastic.rejoin import nccl; nccl.end_process({reason!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert f"cannot use its device any more ({reason})" in done.stderr
+
+
+# --- new connections ---
+
+
+class Handle:
+    """In place of a process group."""
+
+    def __init__(self, **backends: Any) -> None:
+        self.backends = backends
+        self.registered: list[tuple[str, int, Any]] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in self.backends:
+            raise RuntimeError(f"no backend for {device}")
+        return self.backends[device.type]
+
+    def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
+        self.registered.append((device.type, int(kind), backend))
+        self.backends[device.type] = backend
+
+
+@contextmanager
+def group_of(
+    monkeypatch: pytest.MonkeyPatch, handle: Handle, backends: tuple[tuple[str, str], ...], name: str = "0"
+) -> Iterator[None]:
+    group = groups._Group(handle, name, (4, 7), backends)
+    monkeypatch.setattr(groups, "my_groups", lambda: iter([group]))
+    monkeypatch.setattr(groups, "problem", lambda: "")
+    monkeypatch.setattr(groups, "_new_gloo", lambda *arguments: ("gloo", *arguments[1:2], arguments[4]))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    yield
+
+
+@pytest.mark.parametrize("name", ["0", "mesh_dp"])
+@pytest.mark.usefixtures("cuda")
+def test_a_group_of_both_gets_both(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    old = FakeNccl()
+    old.options.is_high_priority_stream, old.options.config = True, "own"
+    old.options._timeout = timedelta(seconds=77)
+    handle = Handle(cpu=SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77))), cuda=old)
+    with group_of(monkeypatch, handle, (("cpu", "gloo"), ("cuda", "nccl")), name):
+        groups.devices.look()
+        assert groups.connect(dist.HashStore(), 7, 30.0) == 1
+        assert groups.devices._threads is None and groups.devices.is_used
+    assert old.num_aborts == 1, "before the new ones are made"
+    (cpu, cpu_type, gloo), (device, cuda_type, new) = handle.registered
+    assert (cpu, device) == ("cpu", "cuda") and cpu_type != cuda_type
+    assert gloo == ("gloo", 1, timedelta(seconds=77))
+    assert (new.position, new.size, new.connected) == (1, 2, [torch.device("cuda", 3)])
+    options = new.options
+    assert options is not old.options
+    assert (options.is_high_priority_stream, options.config, options._timeout) == (True, "own", timedelta(seconds=77))
+    assert (options.group_name, options.global_ranks_in_group) == (name, [] if name == "0" else [4, 7])
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_new_process_has_no_old_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle()
+    groups.keep_timeout("mesh", timedelta(seconds=5))
+    with group_of(monkeypatch, handle, (("cuda", "nccl"),), "mesh"):
+        groups.connect(dist.HashStore(), 4, 30.0)
+    ((device, _, new),) = handle.registered
+    assert device == "cuda" and new.options._timeout == timedelta(seconds=5)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_without_the_switch_nothing_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of NCCL that was made after the guard was entered."""
+    handle = Handle(cuda=FakeNccl())
+    with group_of(monkeypatch, handle, (("cuda", "nccl"),)):
+        monkeypatch.setattr(groups, "problem", lambda: nccl.problem(["cuda"]))
+        with pytest.raises(RuntimeError, match="MINDX_REJOIN_NCCL=1"):
+            groups.connect(dist.HashStore(), 4, 30.0)
+    assert handle.registered == []
+
+
+@pytest.fixture(autouse=True)
+def clean_devices() -> Iterator[None]:
+    yield
+    groups.devices.connected()
