@@ -155,8 +155,9 @@ def kill_one(method: str, ranks: int, args: argparse.Namespace) -> Recovery:
     """One job with one kill."""
     with job(method, ranks, args) as (process, folder):
         seconds, lost = follow(process, ranks, args)
+        stages = wait_for_stages(method, folder / "run" / "events.jsonl")
         end(process)
-        return Recovery(seconds, lost, noted_stages(folder / "run" / "events.jsonl"))
+        return Recovery(seconds, lost, stages or noted_stages(folder / "run" / "events.jsonl"))
 
 
 @contextmanager
@@ -239,6 +240,14 @@ def lines(process: subprocess.Popen[bytes]) -> Iterator[tuple[int, int, int, flo
         words = line.split()
         if words[:1] == [b"STEP"]:
             yield int(words[1]), int(words[2]), int(words[3]), float(words[4])
+
+
+def wait_for_stages(method: str, path: Path) -> dict[str, float]:
+    """The agent notes them a moment after the first step."""
+    end = time.monotonic() + (2.0 if method in ("spare", "zygote") else 0.0)
+    while not (found := noted_stages(path)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def noted_stages(path: Path) -> dict[str, float]:

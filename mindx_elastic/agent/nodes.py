@@ -73,7 +73,7 @@ class BoundedBoard:
 
 
 class Boards:
-    """The boards of an attempt's generations, over one connection, which is made at the first death."""
+    """The boards of an attempt's generations, over one connection."""
 
     def __init__(self, connection: Callable[[], Any], scope: str, writer: int) -> None:
         self._thread, self._store = ReadyThread("mindx-board"), functools.cache(connection)

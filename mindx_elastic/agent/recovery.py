@@ -93,7 +93,7 @@ class Recovery:
         self._row: list[str] = []
         self._row_step = -1
         self._board: Notes | None = None
-        self._has_given_up = False
+        self._has_given_up = self._is_prepared = False
         self._now: Generation | None = None
 
     @property
@@ -124,6 +124,15 @@ class Recovery:
     @staticmethod
     def _monotonic(moment: float | None) -> float:
         return time.monotonic() - (0.0 if moment is None else max(0.0, time.time() - moment))
+
+    def prepare(self) -> None:
+        """Now and then, while all is well: open the connection to the board, which may take seconds."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            try:
+                self._board_of(self._machine.generation + 1)
+            except ERRORS as error:
+                logger.debug("the board cannot be reached: %s", error)
 
     def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
         """A worker has died, after it had been stuck for so long. Whether its place is taken by a new one; else the

@@ -241,7 +241,7 @@ class Supervisor(LocalElasticAgent):
             watch = PlanWatch(lambda: connect(address, port, scope), num_nodes).start()
             return NodesRecovery(workers, boards, self._replacements.start, watch=watch, **more)
 
-        @functools.cache  # at the first death
+        @functools.cache
         def connection() -> Any:
             return connect("localhost", port, scope)
 

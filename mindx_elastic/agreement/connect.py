@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,18 +17,22 @@ from mindx_elastic.config import KeySettings, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["connect_store", "current_seal", "open_exchange", "store_host"]
+__all__ = ["connect_store", "current_seal", "open_ahead", "open_connection", "open_exchange", "store_host"]
 
 _MISSING_S = 1.0  # how long a call may wait for keys that should be set already
 _guards = itertools.count()
 _seals: list[Seal] = []
+_ready: list[Any] = []
+"""Open connections to the process group's store that nothing uses, without prefixes."""
 
 
-def open_exchange(ranks: RankInfo, name: str = "") -> Exchange:
+def open_exchange(ranks: RankInfo, name: str = "", *, again: bool = False) -> Exchange:
     """Open an exchange under a key prefix of its own: one per attempt and per guard of the process.
 
     Every rank must open its guards in the same order, as `Model.train` and ordinary scripts do. `name`: instead of the
-    number of the guard, where processes of different ages meet. Raises UsageError for a job key that cannot be used.
+    number of the guard, where processes of different ages meet. `again`: a guard is entered again, so this package's
+    own agent hosts the store, for this job alone: connections that are open already will do. Raises UsageError for a
+    job key that cannot be used.
     """
     if ranks.world_size == 1:
         return LocalExchange()
@@ -41,12 +46,13 @@ def open_exchange(ranks: RankInfo, name: str = "") -> Exchange:
     seal, on_met = _open_seal(base, prefix, ranks)
     return StoreExchange(
         # torch waits half an hour for a missing key by default; our own waits pass their timeout.
-        lambda: _connect(prefix, timedelta(seconds=_MISSING_S)),
+        lambda: _connect(prefix, timedelta(seconds=_MISSING_S), any_prefix=again),
         rank=ranks.rank,
         world_size=ranks.world_size,
         host_rank=host_rank,
         seal=seal,
         on_met=on_met,
+        give_back=_give_back,
     )
 
 
@@ -56,18 +62,61 @@ def connect_store(ranks: RankInfo, name: str) -> Any:
     A wait holds the lock of its connection, and torch needs its own. Raises UsageError where torch cannot open another
     connection.
     """
-    return _connect(_prefix(ranks, name), None)
+    return _connect(_prefix(ranks, name), None, any_prefix=False)
 
 
-def _connect(prefix: str, timeout: timedelta | None) -> Any:
+def open_ahead(count: int) -> None:
+    """In a process that has no process group yet, and will get one at the launcher's store: open connections that it
+    will need. A new connection may take the store seconds, when it looks up the name of the other end."""
+    import torch.distributed as dist
+
+    if _is_shared():
+        with suppress(RuntimeError, ValueError, KeyError):  # then they are opened when they are needed
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            for _ in range(count):
+                _ready.append(dist.TCPStore(*place, is_master=False, wait_for_workers=False))
+
+
+def _give_back(stores: Sequence[Any]) -> None:
+    """Connections of an exchange that is closed: for the next one."""
+    _ready.extend(_innermost(store) for store in stores)
+
+
+def _take_ready(base: Any) -> Any:
+    """One of `_ready` that leads where `base` does; None: there is none."""
+    import torch.distributed as dist
+
+    base, timeout = _innermost(base), base.timeout
+    for number, store in enumerate(_ready):
+        if isinstance(base, dist.TCPStore) and (store.host, store.port) == (base.host, base.port):
+            del _ready[number]
+            store.set_timeout(timeout)
+            return store
+    return None
+
+
+def _connect(prefix: str, timeout: timedelta | None, *, any_prefix: bool) -> Any:
+    """`any_prefix`: the keys need not be under those of the process group."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    base: Any = _get_default_store()  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
-    own = base.clone() if hasattr(base, "clone") else _second_connection(base)
+    base: Any = _get_default_store()
+    if any_prefix:
+        own = open_connection()
+    else:
+        own = base.clone() if hasattr(base, "clone") else _second_connection(base)
     if timeout is not None:
         own.set_timeout(timeout)
-    return dist.PrefixStore(prefix, own)
+    return dist.PrefixStore(prefix, own)  # torch's stubs lack multi_set on it; `Store` says what is used
+
+
+def open_connection() -> Any:
+    """A connection to the process group's store, for this caller alone and without a prefix. Raises as
+    `connect_store`."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    base: Any = _get_default_store()
+    return _take_ready(base) or _second_connection(base)
 
 
 def _prefix(ranks: RankInfo, name: str) -> str:

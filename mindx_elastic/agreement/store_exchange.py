@@ -104,14 +104,17 @@ class StoreExchange(Gathering):
         host_rank: int | None = None,
         seal: Seal | None = None,
         on_met: Callable[[], None] = lambda: None,
+        give_back: Callable[[Sequence[Store]], None] = lambda stores: None,
     ) -> None:
         """`host_rank`: the rank whose process hosts the store; None: none of them. `seal`: None: nothing is sealed.
 
-        `on_met` is called once, when every rank is known to have opened its exchange, or at the end.
+        `on_met` is called once, when every rank is known to have opened its exchange, or at the end. `give_back`: at
+        the end, with connections that nothing uses any more.
         """
         self.rank, self.world_size = rank, world_size
         self.seal = Seal(None, "", rank) if seal is None else seal
         self._on_met: Callable[[], None] | None = on_met
+        self._give_back = give_back
         self._host_rank = host_rank
         self._store = connect()
         self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
@@ -479,10 +482,15 @@ class StoreExchange(Gathering):
         if self._on_met is not None:
             # The ranks have not met: one that comes later needs the key to hear why.
             atexit.register(self._meet)
+        is_idle = not self._lost and not any(caller.busy for caller in self._callers)
         for caller in self._callers:
             caller.close(0.0 if caller.busy else 2.0)
         if self._listener is not None:
             self._listener.join(timeout=2.0)
+            is_idle = is_idle and not self._listener.is_alive()
+        if is_idle:
+            self._lost = True  # a late call from another thread does not use them any more
+            self._give_back([self._store, self._bell, self._waiter])
 
     def _ask(self, work: Callable[[], object]) -> object:
         """For pauses: a store that is slow now may be asked again when a stop needs it."""

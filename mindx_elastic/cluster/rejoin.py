@@ -187,6 +187,9 @@ class ClusterMember(Member):
             board.write(f"{generation}/out/{rank}", {"dead": True})
         board.write(f"{generation}/plan", {"generation": generation})
 
+    def prepare(self) -> None:
+        """The store of the next recovery is another one."""
+
     def _board(self, generation: int) -> Board:
         """The board of a generation whose group is not formed yet is only a word: the store before may be gone."""
         scope = f"{self._link.job}/{generation}"

@@ -98,10 +98,13 @@ class Connections:
         if member is not None and not saver.replicated:
             self.has_replicas = len(saver.collector.layouts.same_parts()) > 1
             saver.collector.layouts.forget()  # what is not known yet of layouts given by hand
-        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=self.has_replicas)
+        kept = None if member is None else member.take_arena()
+        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=self.has_replicas, kept=kept)
         self._has_trained = False
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""
+        self.reenters = False
+        """The guard is about to be entered again in this process, which keeps its memory open."""
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
         copies = RedundancySettings.from_env().with_copies(redundancy)
@@ -243,6 +246,8 @@ class Connections:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
 
     def _close_memory(self) -> None:
-        if self.memory is not None:
+        if self.memory is not None and self._member is not None and self.reenters:
+            self._member.arena = self.memory.release()
+        elif self.memory is not None:
             guest = self.is_guest and self._was_there and not self._has_trained
             self.memory.close(keep=self._was_there if self.keeps_nothing else self.keep_memory or guest)

@@ -193,7 +193,8 @@ class Guard:
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             place = self._place
-            self._exchange = self._shared_exchange or open_exchange(self.ranks, "" if place is None else place.name)
+            own = open_exchange if place is None else place.open_exchange
+            self._exchange = self._shared_exchange or own(self.ranks)
             if self._shared_exchange is None:
                 stack.callback(self._exchange.close)
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from mindx_elastic.agreement.connect import open_ahead, open_exchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
@@ -47,6 +49,7 @@ from mindx_elastic.rejoin.protocol import InMemory, Report
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
+_CONNECTIONS = 4  # of an exchange, and of a member
 _members: list[Member] = []
 _told: set[str] = set()
 _is_running = False  # `run_in_place` has been called
@@ -71,6 +74,11 @@ class Place:
     def name(self) -> str:
         """Of this entry: the same for processes of all ages."""
         return f"entry{0 if self.entry is None else self.entry.generation}"
+
+    def open_exchange(self, ranks: RankInfo, over: str = "") -> Exchange:
+        """The exchange of this entry. `over`: of a layer above."""
+        again = self.entry is not None and AgentInfo.from_env() is not None
+        return open_exchange(ranks, f"{over}{self.name}", again=again)
 
     def parts(self, kept: Collection[Any]) -> list[Part]:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
@@ -117,7 +125,7 @@ class Place:
             stopper.stop_for_death()
             return stopper.exit()
         loaders.shutdown()
-        stopper.saver.reenters = True
+        stopper.saver.reenters = around.reenters = True
         if around.link is not None:
             around.link.stays = True
         for parameter in stopper.saver.collector.parameters:
@@ -154,6 +162,8 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
                 again.__context__ = again.__cause__ = again.__traceback__ = None
     finally:
         member.closed()
+        if (arena := member.take_arena()) is not None:
+            arena.close()
 
 
 def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
@@ -199,6 +209,7 @@ def tell_of_block(ranks: RankInfo) -> None:
 
 def _warm_up(targets: Mapping[str, Any]) -> None:
     """In a spare, before it is told its rank: what entering the guard will need, and no rank."""
+    open_ahead(_CONNECTIONS)
     parameters = [p for t in targets.values() if isinstance(t, nn.Module) for p in t.parameters()]
     keep_reserve(take_reserve(len(parameters)))
     capture_rng()

@@ -34,12 +34,21 @@ __all__ = ["Memory", "open_memory"]
 class Memory:
     """One per guard, and only where there is something to keep. Main thread."""
 
-    def __init__(self, arena: RankArena, directory: Path, snapshot_every: int | None, *, local_rank: int = 0) -> None:
+    def __init__(
+        self,
+        arena: RankArena,
+        directory: Path,
+        snapshot_every: int | None,
+        *,
+        local_rank: int = 0,
+        is_known: bool = False,
+    ) -> None:
+        """`is_known`: this process has had the arena open all the time."""
         self._arena, self._directory, self._local_rank = arena, directory, local_rank
         self._every = snapshot_every
         self._log: BoundaryLog | None = None
         self._snapshotter: Snapshotter | None = None
-        for note in adopt_slots(arena):
+        for note in () if is_known else adopt_slots(arena):
             logger.warning("%s", note)
 
     @property
@@ -135,12 +144,17 @@ class Memory:
             raise ArenaError("nothing is kept in shared memory")
         return self._snapshotter.receive(attempt, step, nbytes, header_bytes, fill)
 
-    def close(self, *, keep: bool) -> None:
-        """`keep`: the next start may need it; else everything is removed."""
+    def release(self) -> RankArena:
+        """Close all but the arena, which this process goes on with at once: what is mapped stays mapped."""
         if self._snapshotter is not None:
             self._snapshotter.close()
         if self._log is not None:
             self._log.close()
+        return self._arena
+
+    def close(self, *, keep: bool) -> None:
+        """`keep`: the next start may need it; else everything is removed."""
+        self.release()
         if keep:
             self._arena.close()
         else:
@@ -149,8 +163,15 @@ class Memory:
                 (self._directory / self._arena.folder.name / RING_COPY).unlink(missing_ok=True)
 
 
-def open_memory(settings: MemorySettings, directory: Path, ranks: RankInfo, *, replicated: bool) -> Memory | None:
-    """The memory of this rank; None where nothing is to be kept, or nothing can be (said once)."""
+def open_memory(
+    settings: MemorySettings, directory: Path, ranks: RankInfo, *, replicated: bool, kept: RankArena | None = None
+) -> Memory | None:
+    """The memory of this rank; None where nothing is to be kept, or nothing can be (said once). `kept`: the arena that
+    this process has still open."""
+    if kept is not None:
+        if settings.base is not None and kept.job == job_folder(settings.base, directory):
+            return Memory(kept, directory, settings.snapshot_every, local_rank=ranks.local_rank, is_known=True)
+        kept.close()
     if settings.base is None:
         return None
     if settings.snapshot_every == 0 and not replicated and not job_folder(settings.base, directory).exists():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
@@ -116,6 +117,8 @@ class Member:
         """A guard of this process has been entered."""
         self.page: Any = None
         """The status page, which stays over all recoveries."""
+        self.arena: Any = None
+        """The rank's shared memory, between a guard that is left and entered again: see `take_arena`."""
         self.sockets: SocketsPart | None = None
         self._attempt = settings.scope or str(agent.attempt)
         self._host: Host | None = None
@@ -138,8 +141,14 @@ class Member:
         self.sockets = SocketsPart(self.ranks.world_size)
         return [self.sockets]
 
+    def take_arena(self) -> Any:
+        """The arena that the guard before this one has left open; None: there is none. It is the caller's now."""
+        arena, self.arena = self.arena, None
+        return arena
+
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
+        self.prepare()
         self._is_out.clear()
         self._failures = Failures([*(module for _, module in host.ddp), *host.modules])
         with self._lock:
@@ -405,6 +414,11 @@ class Member:
         self._times["ready"] = time.time()
         self._board(self.generation).write(f"{self.generation}/ready/{self.ranks.rank}", dict(self._times))
 
+    def prepare(self) -> None:
+        """Training thread, at an entry: what the next recovery will need. A new connection may take the store seconds,
+        when it looks up the name of the other end."""
+        self._connection()
+
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _board(self, generation: int) -> Board:
@@ -418,12 +432,7 @@ class Member:
     def _connection(self) -> Any:
         """One connection of our own for all that a recovery writes and reads; torch's is used by others."""
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
 
         if self._store is None:
-            store: Any = _get_default_store()
-            while isinstance(store, dist.PrefixStore):
-                store = store.underlying_store
-            own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-            self._store = dist.PrefixStore(f"mindx/rejoin/{self._attempt}", own)
+            self._store = dist.PrefixStore(f"mindx/rejoin/{self._attempt}", open_connection())
         return self._store

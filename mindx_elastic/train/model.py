@@ -151,7 +151,7 @@ class Model(ModelParts):
         """Once; or again in the same process, after a recovery in place."""
         given = list(arguments.callbacks)
         with ExitStack() as stack:
-            exchange = self._open_exchange(stack, world_size, "" if place is None else f"model/{place.name}")
+            exchange = self._open_exchange(stack, world_size, place)
             with nullcontext() if exchange is None else all_or_none(exchange):
                 given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
                 policies = gather_policies(given)
@@ -264,10 +264,11 @@ class Model(ModelParts):
             self.network = wrap_network(self.network, self.device, world_size)
         return world_size
 
-    def _open_exchange(self, stack: ExitStack, world_size: int, name: str) -> Exchange | None:
+    def _open_exchange(self, stack: ExitStack, world_size: int, place: Place | None) -> Exchange | None:
         if world_size == 1:
             return None
-        exchange = open_exchange(current_ranks(self.ranks), name)
+        ranks = current_ranks(self.ranks)
+        exchange = open_exchange(ranks) if place is None else place.open_exchange(ranks, "model/")
         stack.callback(exchange.close)
         return exchange
 
