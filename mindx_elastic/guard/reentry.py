@@ -8,7 +8,6 @@ restarted. Where all ranks go back to a boundary, each has a snapshot of its own
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +28,6 @@ from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.restore import FollowedPart, Resumed
 
 __all__ = ["ReentryPart"]
-
-
-_TRIES, _PAUSE_S = 5, 0.05
-
-
-def _map(path: Path, trust: Trust) -> Checkpoint:
-    """Map a snapshot. The process that it belongs to enters its guard at this very moment, and then puts digests into
-    the header: one that is read in the middle of that is no damage. Raises CorruptCheckpointError."""
-    for _ in range(_TRIES - 1):
-        try:
-            return map_checkpoint(path, owners=trust.of(path))
-        except CorruptCheckpointError:
-            time.sleep(_PAUSE_S)
-    return map_checkpoint(path, owners=trust.of(path))
 
 
 class ReentryPart(FollowedPart):
@@ -82,7 +67,7 @@ class ReentryPart(FollowedPart):
         path = self._path_of(source, moment)
         if self._arenas is None or not path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{path} is not in the job's shared memory", path=path)
-        checkpoint = _map(path, self._trust)
+        checkpoint = map_checkpoint(path, owners=self._trust.of(path))
         for name, value in checkpoint.state.items():
             if name not in self._modules:
                 checkpoint.state[name] = copy_tree(value)

@@ -349,16 +349,19 @@ def read_header(path: StrPath, owners: Owners | None = None) -> Header:
 
 
 @contextmanager
-def open_checkpoint(path: StrPath, owners: Owners | None = None) -> Iterator[tuple[int, Header]]:
+def open_checkpoint(
+    path: StrPath, owners: Owners | None = None, *, sealed: bool = True
+) -> Iterator[tuple[int, Header]]:
     """Open one file and check its header. Read the data from this descriptor: it is of the file that was checked.
 
     `owners`: the users whose files are trusted; the owner is read from the descriptor too. None: any owner.
+    `sealed`: False where the header may have no digests yet, or another process may be filling them in.
     """
     fd = _open_regular(path)
     try:
         if owners is not None:
             owners.check(os.fstat(fd), Path(path))
-        yield fd, _parse(fd, Path(path))
+        yield fd, _parse(fd, Path(path), sealed=sealed)
     finally:
         os.close(fd)
 
@@ -376,12 +379,12 @@ def _open_regular(path: StrPath) -> int:
         raise
 
 
-def _parse(fd: int, path: Path) -> Header:
+def _parse(fd: int, path: Path, *, sealed: bool) -> Header:
     try:
         size = os.fstat(fd).st_size
         raw = _read_raw(fd, size)
         content = json.loads(raw[8:])
-        metadata = _metadata(content, raw)
+        metadata = _metadata(content, raw, sealed=sealed)
         return _checked(content, metadata, raw, size)
     except _ForeignError as error:
         raise ForeignCheckpointError(f"{path}: {error}", path=path) from None
@@ -417,7 +420,7 @@ def _read_raw(fd: int, size: int) -> bytes:
     return prefix + text
 
 
-def _metadata(content: Any, raw: bytes) -> dict[str, str]:
+def _metadata(content: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     metadata = content.pop("__metadata__", {})
@@ -429,7 +432,7 @@ def _metadata(content: Any, raw: bytes) -> dict[str, str]:
     found = _HEADER_DIGEST.search(raw)
     if found is not None:
         zeroed = raw[: found.start(1)] + NO_DIGEST.encode() + raw[found.end(1) :]
-        if xxhash.xxh3_128(zeroed).hexdigest().encode() == found[1]:
+        if not sealed or xxhash.xxh3_128(zeroed).hexdigest().encode() == found[1]:
             if schema != SCHEMA:
                 raise _ForeignError(f"schema {schema}; this version reads {SCHEMA}: install a newer mindx_elastic")
             return metadata

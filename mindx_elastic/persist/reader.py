@@ -58,13 +58,14 @@ def read_checkpoint(path: StrPath, *, verify: bool = True, owners: Owners | None
 
 
 def map_checkpoint(path: StrPath, *, owners: Owners | None = None) -> Checkpoint:
-    """The content of a file in memory, which another living process of the machine has just written.
+    """The content of a snapshot in memory of which the record (`memory.arena`) says that all its bytes are there.
 
-    Nothing is copied, and no digest of a tensor checked: the tensors are views of the file. Writing to them does not
-    reach it, but they change when that process writes again. Raises as `read_checkpoint`. Any thread.
+    Nothing is copied, and no digest is checked: the process that it belongs to may be filling them in at this moment.
+    The tensors are views of the file. Writing to them does not reach it, but they change when that process writes
+    again. Raises as `read_checkpoint`. Any thread.
     """
     path = Path(path)
-    with open_checkpoint(path, owners) as (fd, header):
+    with open_checkpoint(path, owners, sealed=False) as (fd, header):
         data = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     tensors = {}
     for entry in header.entries.values():
