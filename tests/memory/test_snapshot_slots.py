@@ -15,7 +15,7 @@ from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.snapshots import adopt_slots, copy_snapshot, lay_out, seal_slot
 from mindx_elastic.persist.format import CheckpointInfo
-from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.persist.reader import map_checkpoint, read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
 from tests.checkpoint_files import STATE
 from tests.persist.states import assert_same, states
@@ -118,6 +118,18 @@ def test_a_sealed_slot_is_the_file_that_a_save_writes(job: Job, tmp_path: Path, 
     write_checkpoint(tmp_path / "saved.safetensors", state_of(3), info(3), layout=layout)
     assert job.path(0).read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
     assert record.nbytes == job.path(0).stat().st_size
+
+
+def test_a_slot_is_mapped_before_and_while_it_is_sealed(job: Job) -> None:
+    index = job.copy(3)
+    assert index is not None
+    draft, file = job.path(index).read_bytes(), job.path(index)
+    assert_same(map_checkpoint(file).state, state_of(3))
+    assert seal_slot(job.arena, index)
+    header = file.read_bytes()[: job.arena.record(index).header_bytes]
+    for torn in range(0, len(header), 97):  # as far as a process has come that writes it at this moment
+        file.write_bytes(header[:torn] + draft[torn:])
+        assert_same(map_checkpoint(file).state, state_of(3))
 
 
 @given(states)
