@@ -28,7 +28,7 @@ from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
-from mindx_elastic.rejoin.sockets import SocketsPart, cut
+from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
 
@@ -162,6 +162,8 @@ class Member:
         """Training thread: the guard is closed, or will be in a moment."""
         with self._lock:
             self._host = None
+        if self.sockets is not None:
+            self.sockets.release()  # every rank is out, or the recovery is over
         if self._failures is not None:
             self._failures.close()
             self._failures = None
@@ -194,7 +196,7 @@ class Member:
         host, sockets = self._host, self.sockets
         if self._is_out.is_set() or host is None or sockets is None:
             return
-        cut(sockets.inodes)
+        sockets.cut()
         groups.devices.abort()
         host.call_soon(_CUT_AGAIN_S, self._cut)
 

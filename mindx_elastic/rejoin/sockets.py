@@ -1,8 +1,12 @@
-"""Gets a rank out of its collectives: shuts its connections to the other ranks down, from another thread.
+"""Gets a rank out of its collectives: ends its connections to the other ranks for reading, from another thread.
 
 A rank that talks to a dead one is thrown out at once. One that waits for a living rank, which is out already, waits
 for the collective's time-out, half an hour as a rule; aborting the group does not free it. It is free at once when the
-sockets below it are shut down.
+sockets below it have come to their end.
+
+They are ended for reading only, and kept open until every rank is out. For gloo forgets a send that it could not
+write: a thread that waits for that one alone is not told of the error, and waits for the time-out. So a write must not
+fail as long as another rank is still on its way out, neither here nor at the other end.
 
 Which of the process's sockets they are, the ranks find out together: a connection between two of them is seen from both
 ends. So a connection to the store, to a data base or of a web server of the program's is not touched. A socket is known
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,14 +27,14 @@ import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 
-__all__ = ["SocketsPart", "cut"]
+__all__ = ["SocketsPart"]
 
 _MOST_RANKS = 256
 """With more, what the ranks would have to tell each other is too much."""
 
 
 class SocketsPart(Part):
-    """Finds this rank's connections to the other ranks."""
+    """This rank's connections to the other ranks: finds them when the ranks meet, and cuts them. `cut` any thread."""
 
     name = "sockets"
 
@@ -38,6 +43,9 @@ class SocketsPart(Part):
         self._found = _connections() if self._wanted else {}
         self.inodes: frozenset[int] = frozenset()
         """Of the connections to other ranks."""
+        self._lock = threading.Lock()
+        self._held: dict[int, socket.socket] | None = {}
+        """Copies of the cut ones, by inode; None: nothing is cut any more."""
 
     def say(self) -> Any:
         return sorted(self._found)
@@ -49,6 +57,30 @@ class SocketsPart(Part):
     def hear(self, answer: Answer) -> None:
         self.inodes = frozenset(self._found[str(name)] for name in answer.own if str(name) in self._found)
 
+    def cut(self) -> int:
+        """End those that are open, and hold them; returns how many that are now. Never raises."""
+        with self._lock:
+            if self._held is None:
+                return 0
+            for fd in _socket_fds():
+                # Another thread may close the descriptor, and the number may be another socket's then: look at a copy.
+                with suppress(OSError):
+                    copy = socket.socket(fileno=os.dup(fd))
+                    inode = os.fstat(copy.fileno()).st_ino
+                    if inode not in self.inodes or inode in self._held:
+                        copy.close()
+                        continue
+                    self._held[inode] = copy
+                    copy.shutdown(socket.SHUT_RD)
+            return len(self._held)
+
+    def release(self) -> None:
+        """Every rank is out, or none waits for another any more: close what is held."""
+        with self._lock:
+            for copy in (self._held or {}).values():
+                copy.close()
+            self._held = None
+
 
 def _connections() -> dict[str, int]:
     """The inodes of all connected stream sockets of the process, by a name that is the same at both ends."""
@@ -59,18 +91,6 @@ def _connections() -> dict[str, int]:
                 ends = sorted("|".join(map(str, end[:2])) for end in (copy.getsockname(), copy.getpeername()))
                 found[xxhash.xxh3_64_hexdigest("-".join(ends).encode())] = os.fstat(copy.fileno()).st_ino
     return found
-
-
-def cut(inodes: frozenset[int]) -> int:
-    """Shut the sockets `inodes` down; returns how many were open. Any thread; never raises."""
-    count = 0
-    for fd in _socket_fds():
-        # Another thread may close the descriptor, and the number may be another socket's then: look at a copy.
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            if os.fstat(copy.fileno()).st_ino in inodes:
-                copy.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
 
 
 def _socket_fds() -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mindx_elastic.agreement.gather import Answer
-from mindx_elastic.rejoin.sockets import SocketsPart, _connections, cut
+from mindx_elastic.rejoin.sockets import SocketsPart, _connections
 
 
 @pytest.fixture
@@ -45,36 +45,65 @@ def test_with_too_many_ranks_nothing_is_told() -> None:
     assert SocketsPart(1000).say() == []
 
 
+def part_of(*inodes: int) -> SocketsPart:
+    part = SocketsPart(2)
+    part.inodes = frozenset(inodes)
+    return part
+
+
 def test_a_thread_that_waits_is_free_at_once(pair: tuple[socket.socket, socket.socket]) -> None:
-    near, far = pair
+    near, _ = pair
     got: list[bytes] = []
     thread = threading.Thread(target=lambda: got.append(near.recv(1)))
     thread.start()
-    assert cut(frozenset([inode(near)])) == 1
+    part = part_of(inode(near))
+    assert part.cut() == 1
     thread.join(30)
     assert got == [b""]
-    assert far.recv(1) == b""
+    part.release()
+
+
+def write_for_ever(one: socket.socket) -> None:
+    while True:
+        one.sendall(b"x" * 1000)
+
+
+def test_no_write_fails_until_all_are_out(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    here, there = part_of(inode(near)), part_of(inode(far))
+    here.cut()
+    assert there.cut() == there.cut() == 1
+    near.close()  # as gloo does when it has read the end
+    for _ in range(3):  # a write to a socket that is closed fails from the second time on
+        far.sendall(b"x" * 1000)
+    here.release()
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        write_for_ever(far)
+    there.release()
+    assert there.cut() == 0
 
 
 def test_other_sockets_are_left_alone(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     other, end = socket.socketpair()
     with other, end:
-        assert cut(frozenset([inode(other)])) == 1
+        part = part_of(inode(other))
+        assert part.cut() == 1
         near.sendall(b"x")
         assert far.recv(1) == b"x"
-    assert cut(frozenset([0])) == 0
+        part.release()
+    assert part_of(0).cut() == 0
 
 
 def test_a_number_that_is_used_again_is_not_cut(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     old, end = socket.socketpair()
-    known, number = frozenset([inode(old)]), old.fileno()
+    part, number = part_of(inode(old)), old.fileno()
     old.close()
     end.close()
     os.dup2(near.fileno(), number)
     try:
-        assert cut(known) == 0
+        assert part.cut() == 0
         near.sendall(b"x")
         assert far.recv(1) == b"x"
     finally:
