@@ -162,7 +162,8 @@ class HangWatch:
         for rank, status in statuses.items():
             if status.phase != WorkerPhase.TRAINING:
                 continue
-            timeout_s, last_ns = self.timeout_s, status.boundary_ns
+            # A recovery in place lets a rank enter its guard again, with boundaries that it has passed before.
+            timeout_s, last_ns = self.timeout_s, max(status.boundary_ns, status.entered_ns)
             if not status.boundaries:
                 timeout_s, last_ns = max(TIMES_FIRST * timeout_s, LEAST_FIRST_S), status.entered_ns
             idle_s = (now_ns - max(last_ns, self._seen[rank].since_ns)) / _NS

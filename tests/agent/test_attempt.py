@@ -145,7 +145,7 @@ def guard(rank: int, signum: int) -> int | None:
 class Replacing:
     """Stands in for `mindx_elastic.agent.recovery.Recovery`: two dead ranks get new processes, which finish."""
 
-    must_kill, reason = False, ""
+    must_kill, reason, fd = False, "", None
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.replaced = workers, list[int]()

@@ -195,6 +195,16 @@ def test_a_restarted_rank_without_a_reset_is_a_new_one() -> None:
     assert job.wait(100) == []
 
 
+def test_after_a_recovery_in_place_the_time_starts_anew() -> None:
+    job = Job(10, num_ranks=2)
+    job.steps(3, 1)
+    assert {stuck.rank for stuck in job.wait(10.5)} == {0, 1}
+    job.change(0, pid=300, boundaries=0, boundary_ns=0, entered_ns=ns(job.now))  # the new process
+    job.change(1, entered_ns=ns(job.now))  # the survivor has entered its guard again, between two looks
+    assert job.wait(9.5) == []
+    assert [stuck.rank for stuck in job.wait(1.0)] == [1]
+
+
 def test_a_machine_that_stood_still_is_not_judged_by_it() -> None:
     job = Job(10, num_ranks=2)
     job.steps(10, 1.0)

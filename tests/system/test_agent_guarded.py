@@ -60,7 +60,7 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert attempts() == [("failed", 0), ("finished", None)]
     first = events(RUN, "attempt")[0]
     assert (first["reason"], first["cause_rank"], first["step"], first["saved_step"]) == ("killed by SIGKILL", 0, 7, 7)
-    assert first["detect_s"] < 1 < first["first_step_s"] < 60
+    assert 0 <= first["detect_s"] < first["first_step_s"] < 60
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
