@@ -151,6 +151,9 @@ class Replacing:
         self.workers, self.replaced = workers, list[int]()
         self.is_active = False
 
+    def prepare(self) -> None:
+        pass
+
     def why_not(self, ranks: list[int], end: WorkerExit | None = None) -> str:
         return ""
 
@@ -164,6 +167,10 @@ class Replacing:
         self.workers.exits = [each for each in self.workers.exits if each.rank != end.rank]
         self.workers.pages[end.rank] = replace(IN_TRAINING, pid=2, boundaries=0, entered_ns=time.monotonic_ns())
         self.workers.live[end.rank] = self.workers.processes[end.rank]
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.CUT if self.is_active else Phase.RUN
 
     def look(self) -> Phase:
         if len(self.replaced) < 2:
