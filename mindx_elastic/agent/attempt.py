@@ -324,6 +324,8 @@ class Attempt:
         if "t" in states.values():
             return  # a debugger holds it
         culprits = _culprits(stuck, states, statuses)
+        late, now_ns = {each.rank for each in stuck}, time.monotonic_ns()
+        stuck += [_stuck(rank, statuses[rank], now_ns) for rank in culprits if rank not in late]
         stuck = sorted(stuck, key=lambda each: each.rank not in culprits)
         files = write_stacks(self.workers, statuses, self._context.stacks, attempt=self._number)
         for each in stuck:
@@ -507,6 +509,11 @@ class Attempt:
             logger.error("rank %d (pid %d, state %s) survives SIGKILL; it is given up", rank, process.pid, state)
             self.abandoned.append(rank)
             self.workers.give_up(rank)
+
+
+def _stuck(rank: int, status: Status, now_ns: int) -> Stuck:
+    """A rank that the others wait for, and whose own time is not over yet."""
+    return Stuck(rank, status.step, (now_ns - max(status.boundary_ns, status.entered_ns)) / 1e9)
 
 
 def _culprits(stuck: list[Stuck], states: Mapping[int, str], statuses: Mapping[int, Status]) -> list[int]:

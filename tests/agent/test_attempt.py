@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,13 +18,14 @@ from mindx_elastic.agent.attempt import Attempt, AttemptContext, _culprits
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.agent.workers import WorkerExit, process_state
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
+from tests.harness import wait_until
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
 ORDER = int(CONTROL_SIGNAL)
@@ -208,6 +210,16 @@ def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_fi
 def test_who_the_others_wait_for_in_the_same_step(states: str, found: list[int]) -> None:
     stuck = [Stuck(rank, 3, 60.0) for rank in range(3)]
     assert _culprits(stuck, dict(enumerate(states)), dict.fromkeys(range(3), IN_TRAINING)) == found
+
+
+def test_a_stopped_rank_whose_own_time_is_not_over_yet_is_blamed(run: Callable[..., Ending]) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_state(stopped.pid) == "T", "the stop")
+        late = replace(IN_TRAINING, pid=stopped.pid, boundary_ns=time.monotonic_ns() + 60 * 10**9)
+        ending = run(Workers({0: IN_TRAINING, 1: late}, ignore), hang_timeout_s=1.0, grace_s=0.4)
+        stopped.kill()
+    assert ending.rank == 1 and "stopped, as by SIGSTOP" in ending.cause
 
 
 def test_all_finish(run: Callable[..., Ending]) -> None:
