@@ -100,7 +100,7 @@ pytest: $(DONE)/dev
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 fast: $(DONE)/dev
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not drill' $(IN_PARALLEL) $(PYTEST_ARGS)
 
 # Each part runs whatever became of the ones before; the last line says which failed.
 drill: $(DONE)/dev

@@ -18,6 +18,7 @@ from mindx_elastic.errors import UsageError
 __all__ = [
     "DEFAULT_GRACE_S",
     "MIN_GRACE_S",
+    "SHRINK_MODES",
     "AgentInfo",
     "FaultPaths",
     "KeySettings",
@@ -28,10 +29,13 @@ __all__ = [
     "RejoinSettings",
     "Settings",
     "SharingSettings",
+    "ShrinkSettings",
     "TftSettings",
     "parse_snapshot_every",
 ]
 
+SHRINK_MODES = ("keep", "scale-lr", "stop")
+"""What ``--on-shrink`` may say."""
 DEFAULT_GRACE_S = 30.0  # Kubernetes' terminationGracePeriodSeconds and torchrun's own wait
 MIN_GRACE_S, _MAX_GRACE_S = 0.5, 86400.0
 
@@ -114,9 +118,10 @@ class Settings:
     """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
     """``MINDX_LOG_LEVEL``: level of the package's own logger."""
-    zygote: str = "1"
+    zygote: str = ""
     """``MINDX_ZYGOTE``: 1 lets the agent fork restarted workers, ``first`` those of the first attempt as well, 0 has it
-    start fresh interpreters."""
+    start fresh interpreters. Unset: ``first`` with ``--recover in-place``, where a rank that dies soon is not to wait
+    for the imports of its replacement, else 1."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -130,8 +135,8 @@ class Settings:
         unmanaged = env.get("MINDX_UNMANAGED", "").strip() or "error"
         if unmanaged not in ("error", "warn"):
             raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
-        zygote = env.get("MINDX_ZYGOTE", "").strip() or "1"
-        if zygote not in ("0", "1", "first"):
+        zygote = env.get("MINDX_ZYGOTE", "").strip()
+        if zygote not in ("", "0", "1", "first"):
             raise UsageError(f"environment variable MINDX_ZYGOTE={zygote!r}: give 1, 0, first or nothing")
         level = env.get("MINDX_LOG_LEVEL", "").strip().upper() or "INFO"
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -193,7 +198,7 @@ class AgentInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RejoinSettings:
-    """Recovery in place, see `rejoin`. The agent sets all of it."""
+    """Recovery in place, see `rejoin`. The agent sets all of it but ``MINDX_REJOIN_NCCL`` and ``MINDX_REJOIN_MOST``."""
 
     in_place: bool = False
     """``MINDX_RECOVER``: ``in-place`` keeps the processes of the ranks that live when another one dies; ``restart``."""
@@ -203,12 +208,18 @@ class RejoinSettings:
     """``MINDX_SPARE``: the named pipe on which a spare is told its rank; None: this process is none."""
     timeout_s: float = 30.0
     """``MINDX_REJOIN_TIMEOUT_S``: longest wait for the others in a recovery, before the job is restarted."""
+    most: int = 100
+    """``MINDX_REJOIN_MOST``: after so many recoveries in one attempt the next death restarts the job: each leaves a
+    little behind in the survivors."""
     scope: str = ""
     """``MINDX_REJOIN_SCOPE``: name of this attempt, the same on all nodes; empty: the number of the attempt is."""
     node: int = 0
     """``GROUP_RANK``: the node of this process, from 0."""
     num_nodes: int = 1
     """``GROUP_WORLD_SIZE``."""
+    whole_nodes: str = ""
+    """``MINDX_REJOIN_NODES``: where the first node's agent hears the others (``HOST:PORT``; ``1`` on the first node),
+    so that another node can take the place of a lost one; empty: it does not."""
     nccl: bool = False
     """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too, which has never been run on a GPU."""
 
@@ -226,11 +237,52 @@ class RejoinSettings:
             generation=_integer(env, "MINDX_REJOIN", 0),
             pipe=env.get("MINDX_SPARE", "").strip() or None,
             timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
+            most=_integer(env, "MINDX_REJOIN_MOST", 100),
             scope=env.get("MINDX_REJOIN_SCOPE", "").strip(),
             node=_integer(env, "GROUP_RANK", 0),
             num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
+            whole_nodes=env.get("MINDX_REJOIN_NODES", "").strip(),
             nccl=nccl == "1",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkSettings:
+    """A job that may go on with fewer ranks than it was started with. The agent sets all of it."""
+
+    full_size: int = 0
+    """``MINDX_FULL_WORLD_SIZE``: the number of ranks that the job is meant to have; 0: it has always as many as now."""
+    mode: str = "keep"
+    """``MINDX_ON_SHRINK``: what keeps the updates meaningful with fewer ranks: ``keep`` the global batch, by
+    accumulation; ``scale-lr``: the learning rate."""
+    places: tuple[int, ...] = ()
+    """``MINDX_PLACES``: which of the node's places (devices) the ranks have, by local rank."""
+    is_trial: bool = False
+    """``MINDX_TRIAL``: 1: this process only tries whether a rank can run in its place, see `rejoin.trial`."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ShrinkSettings:
+        env = os.environ if env is None else env
+        mode = env.get("MINDX_ON_SHRINK", "").strip() or "keep"
+        if mode not in SHRINK_MODES:
+            known = ", ".join(SHRINK_MODES)
+            raise UsageError(f"environment variable MINDX_ON_SHRINK={mode!r}: give {known} or nothing")
+        places = tuple(int(each) for each in env.get("MINDX_PLACES", "").split(",") if each.strip().isdecimal())
+        return cls(
+            full_size=_integer(env, "MINDX_FULL_WORLD_SIZE", 0),
+            mode=mode,
+            places=places,
+            is_trial=env.get("MINDX_TRIAL", "").strip() == "1",
+        )
+
+    def is_shrunk(self, world_size: int) -> bool:
+        """Whether `world_size` ranks are fewer than the job is meant to have."""
+        return 0 < world_size < self.full_size
+
+    def shares(self, world_size: int) -> int:
+        """Among how many ranks the data are shared out where `world_size` are there: all of the whole job, if those
+        that are there stand in for the others."""
+        return self.full_size if self.mode == "keep" and self.is_shrunk(world_size) else world_size
 
 
 @dataclass(frozen=True, kw_only=True)

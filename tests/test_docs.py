@@ -31,6 +31,7 @@ from mindx_elastic.config import (
     RejoinSettings,
     Settings,
     SharingSettings,
+    ShrinkSettings,
     TftSettings,
 )
 from mindx_elastic.guard.stop_state import StopPhase
@@ -82,6 +83,7 @@ SETTINGS = (
     SharingSettings,
     ProveSettings,
     RejoinSettings,
+    ShrinkSettings,
 )
 
 
@@ -133,19 +135,25 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     assert (MemorySettings.from_env(recorder), FaultPaths.from_env(recorder)) == (memory, faults)
     assert (AgentInfo.from_env(recorder), TftSettings.from_env(recorder)) == (None, TftSettings())
     agent, keys = AgentInfo(folder=Path()), KeySettings.from_env(recorder)
-    rejoin = RejoinSettings.from_env(recorder)
+    rejoin, shrink = RejoinSettings.from_env(recorder), ShrinkSettings.from_env(recorder)
     defaults: dict[str, object] = {
         "MINDX_GRACE_S": settings.grace_s,
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
-        "MINDX_ZYGOTE": settings.zygote,
+        "MINDX_ZYGOTE": settings.zygote or None,
         "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",
         "MINDX_REJOIN": rejoin.generation,
         "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,
+        "MINDX_REJOIN_MOST": rejoin.most,
         "MINDX_REJOIN_NCCL": int(rejoin.nccl),
         "MINDX_SPARE": rejoin.pipe,
         "MINDX_REJOIN_SCOPE": rejoin.scope or None,
+        "MINDX_REJOIN_NODES": rejoin.whole_nodes or None,
+        "MINDX_FULL_WORLD_SIZE": shrink.full_size,
+        "MINDX_ON_SHRINK": shrink.mode,
+        "MINDX_PLACES": ",".join(map(str, shrink.places)) or None,
+        "MINDX_TRIAL": int(shrink.is_trial),
         "GROUP_WORLD_SIZE": rejoin.num_nodes,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,

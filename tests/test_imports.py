@@ -33,14 +33,23 @@ JOINERS = {
 PURE = [
     *(
         "agent/hang.py",
+        "agent/places.py",
         "agent/restarts.py",
         "agreement/stop_step.py",
         "cluster/table.py",
+        "rejoin/lost_node.py",
         "rejoin/protocol.py",
         "mirror/partners.py",
         "persist/retention.py",
     ),
-    *("core/layout.py", "core/moment.py", "core/position.py", "core/rank_lists.py", "core/strategy.py"),
+    *(
+        "core/layout.py",
+        "core/moment.py",
+        "core/position.py",
+        "core/rank_lists.py",
+        "core/strategy.py",
+        "core/values.py",
+    ),
     *("plan/assumptions.py", "plan/candidate.py", "plan/facts.py", "plan/planner.py", "plan/targets.py"),
     *("prove/causes.py", "prove/compare.py"),
 ]

@@ -30,6 +30,7 @@ from pathlib import Path
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.pause_desk import PauseDesk, is_between_steps
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
 from mindx_elastic.agent.rendezvous import Farewell, Membership
@@ -52,6 +53,7 @@ _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers he
 _UNKILLABLE_S = 15.0
 _WORK_S = 10.0  # how often it is measured what ranks do that have left their guards
 _STOPPED = " (stopped, as by SIGSTOP)"
+_OUT = "this node was taken for lost: its processes are ended, and it meets the others anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,11 @@ class AttemptContext:
     events: EventLog
     grace_s: float
     stacks: Path
-    on_look: Callable[[Mapping[int, Status]], None]
-    """Called twice a second with the pages."""
+    on_look: Callable[[Mapping[int, Status]], str | None]
+    """Called twice a second with the pages; says why all workers are to stop and to start again; nothing: they are not.
+    """
+    late: Callable[[Mapping[int, Status]], Mapping[int, str]] = lambda statuses: {}
+    """Ranks that do not come to their guards, and the words for it. Not asked during a recovery in place."""
     recovery: Callable[[Workers], Recovery | None] = lambda workers: None
     """Makes what replaces dead ranks in place; None: nothing does."""
     pauses: PauseDesk | None = None
@@ -87,6 +92,8 @@ class Attempt:
         self.failed_at: float | None = None
         """`time.monotonic` of the failure, as far as it is known."""
         self.noticed_at: float | None = None
+        self.own_failures: list[WorkerExit] = []
+        """Of processes that no other one took along. `workers` forgets those that are replaced in place."""
         self.abandoned: list[int] = []
         """Ranks that not even SIGKILL could end."""
         self._signum: int | None = None
@@ -97,20 +104,19 @@ class Attempt:
         self._ids = itertools.count()
         self._lost_since: float | None = None
         self._woke_at = time.monotonic()
-        self._cut_off: dict[int, str] = {}
-        """What became of ranks that were ended after their training, in words."""
-        self._hurried: set[int] = set()
-        """Ranks past their guards that are being ended."""
-        self._work_due = 0.0
-        self._pause_timer = False
+        self._cut_off: dict[int, str] = {}  # what became of ranks that were ended after their training, in words
+        self._hurried: set[int] = set()  # ranks past their guards that are being ended
+        self._work_due, self._pause_timer = 0.0, False
         self._recovery = context.recovery(workers)
-        self._looks_at_recovery = False
+        self._looks_at_recovery = self._is_out = False
         self._stuck: dict[int, tuple[str, float]] = {}
         """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
         self._after(0.0, self._look)
+        if self._recovery is not None and self._recovery.is_active:  # this node has come for it
+            self._look_at_recovery_soon()
         while self.workers.live or self._waits_for_new_process():
             self._step()
         if self._recovery is not None:
@@ -126,6 +132,8 @@ class Attempt:
             rank=self._cause_rank,
             cut_off=self._cut_off,
         )
+        if self._is_out and ending.outcome in ("failed", "membership"):
+            return Ending(outcome="membership", code=EXIT_TEMPORARY, cause=_OUT)
         if ending.cut_off:
             return replace(ending, cause="; ".join(self._cut_off.values()))
         if (
@@ -139,6 +147,20 @@ class Attempt:
             return Ending(outcome="membership", code=ending.code, cause="nodes have come or come back")
         return ending
 
+    @property
+    def lacks_node(self) -> bool:
+        """Whether a node is gone that all others would wait for at the end."""
+        return self._recovery is not None and self._recovery.lacks_node
+
+    @property
+    def must_be_brought_to_disk(self) -> bool:
+        """After a recovery that came to nothing when its processes could not save any more: another node will start
+        some of the ranks, and it cannot read this one's memory."""
+        recovery = self._recovery
+        return (
+            recovery is not None and recovery.phase is Phase.FALLBACK and recovery.must_kill and recovery.has_lost_node
+        )
+
     def _waits_for_new_process(self) -> bool:
         """Whether a dead rank is to be replaced, which may have been the only one of this node."""
         return self._recovery is not None and self._recovery.is_active and self._deadline is None
@@ -147,8 +169,8 @@ class Attempt:
         membership, inbox = self._context.membership, self._context.inbox
         fds = [inbox.fd] if membership is None else [inbox.fd, membership.fd]
         recovery = self._recovery
-        if recovery is not None and recovery.fd is not None:
-            fds.append(recovery.fd)
+        if recovery is not None:
+            fds += recovery.fds
         found = self.workers.wait(self._timers[0][0] - time.monotonic(), fds)
         self._woke_at = time.monotonic()
         inbox.drain()
@@ -157,7 +179,7 @@ class Attempt:
         self._num_heard = len(inbox.heard)
         for end in found:
             self._hear_end(end)
-        if recovery is not None and recovery.fd is not None:
+        if recovery is not None and recovery.fds:
             self._hear_other_agents(recovery)
         if membership is not None:
             self._look_at_nodes(membership)
@@ -176,7 +198,7 @@ class Attempt:
         if self._recovery is not None:
             self.workers.look_for_early_signs()
             self._recovery.prepare()
-        self._context.on_look(statuses)
+        wanted = self._context.on_look(statuses)
         self._look_at_pauses()
         if self.stop is not None or self._signum is not None:
             return
@@ -184,6 +206,14 @@ class Attempt:
         if event is not None:
             self._hear_fault(event.kind, event.reason)
             return
+        is_recovering = self._waits_for_new_process()
+        if wanted and self._deadline is None and not is_recovering:
+            self._regroup(wanted)
+            return
+        for rank, cause in ({} if is_recovering else self._context.late(statuses)).items():
+            if rank in self.workers.live and rank not in self._stuck:
+                self._stuck[rank] = cause, time.monotonic()
+                self.workers.kill(rank)
         stuck = self._context.hang.observe(statuses, time.monotonic_ns())
         announcement = self._context.hang.announcement
         if announcement:
@@ -258,23 +288,29 @@ class Attempt:
             worker_rank=end.rank,
             worker_pid=end.pid,
         )
+        if self._recovery is not None and self._recovery.is_out:
+            self._leave_job()
+            return
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
         if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
             return  # its training was finished
         now = time.monotonic()
         stuck, since = self._stuck.pop(end.rank, ("", now))
-        if self._recovery is not None and self._recovery.is_active and self._deadline is None:
-            logger.error("rank %d (pid %d): %s", end.rank, end.pid, stuck or describe(end))
-            self._recovery.hear_end(end)
+        why, recovery = stuck or describe(end), self._recovery if self._deadline is None else None
+        is_recovering = recovery is not None and recovery.is_active
+        if stuck or (failed and (end.code == -signal.SIGKILL or not is_recovering)):
+            self.own_failures.append(end)
+        if recovery is not None and is_recovering:
+            logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
+            recovery.hear_end(end)
             return
         if failed or stuck:
-            why = stuck or describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
-            recovery = self._recovery if self._deadline is None else None
             if recovery is not None and recovery.begin(end, why, stuck_s=now - since):
-                if not self._looks_at_recovery:
-                    self._looks_at_recovery = True
-                    self._after(0.0, self._look_at_recovery)
+                self._look_at_recovery_soon()
+                return
+            if recovery is not None and recovery.is_out:
+                self._leave_job()
                 return
             if stuck:
                 self._fail(stuck, end.rank, f"rank {end.rank} is gone: {stuck}")
@@ -292,13 +328,50 @@ class Attempt:
                     self.workers.send(rank, signal.SIGTERM)
 
     def _hear_other_agents(self, recovery: Recovery) -> None:
-        """Another node's agent may have begun a recovery."""
+        """Another node's agent may have begun a recovery, or be lost."""
+        if recovery.is_out:
+            self._leave_job()
+            return
         is_stopping = self._deadline is not None or self.stop is not None or self._signum is not None
+        for gone in [] if is_stopping else recovery.lost():
+            self._hear_lost(recovery, gone)
         rank = recovery.hear_others(is_stopping=is_stopping)
         if rank is not None:
             logger.warning("rank %d of another node is gone; this node's ranks live on", rank)
             self._give_order(REJOIN, f"rank {rank} is gone", about=rank)
-        if (rank is not None or recovery.phase is Phase.FALLBACK) and not self._looks_at_recovery:
+        if rank is not None or recovery.phase is Phase.FALLBACK:
+            self._look_at_recovery_soon()
+
+    def _hear_lost(self, recovery: Recovery, gone: Gone) -> None:
+        """A node gives no sign of life. One that is silent may only have an agent that stands still."""
+        if self._deadline is not None or not recovery.is_whole() or self._has_finished():
+            return
+        if gone.is_silent:
+            quiet_since = time.monotonic_ns() - SILENCE_S * 1e9
+            if any(s.boundary_ns > quiet_since or is_between_steps(s) for s in self.workers.statuses().values()):
+                return
+        was_active = recovery.is_active
+        if reason := recovery.lose(gone):
+            self._fail(reason, -1, reason)
+            return
+        if recovery.is_active and not was_active:
+            self._give_order(REJOIN, f"node {gone.node} is lost", about=gone.ranks[0])
+        self._look_at_recovery_soon()
+
+    def _leave_job(self) -> None:
+        """This node was taken for lost: the others go on without it, or with another one in its place."""
+        if self._is_out:
+            return
+        self._is_out = True
+        logger.error("%s", _OUT)
+        self._context.events.emit("membership", reason=_OUT)
+        self.stop = self.stop or StopKind.MEMBERSHIP
+        self._begin_stop(half_way=False)
+        for rank in list(self.workers.live):
+            self.workers.kill(rank)
+
+    def _look_at_recovery_soon(self) -> None:
+        if not self._looks_at_recovery:
             self._looks_at_recovery = True
             self._after(0.0, self._look_at_recovery)
 
@@ -418,15 +491,15 @@ class Attempt:
             os.read(membership.fd, 512)
         if self.stop is not None or self._signum is not None or self._deadline is not None:
             return
+        if self._recovery is not None and self._recovery.is_active:
+            self._lost_since = None  # it knows better, and ends in time
+            return
         if (membership.num_waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
         elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
             self._context.events.emit("membership", reason=f"{membership.num_waiting} nodes waiting")
-            self.stop = StopKind.MEMBERSHIP
-            self._begin_stop()
-            for rank in list(self.workers.live):
-                self.workers.send(rank, signal.SIGTERM)
+            self._regroup("")
         elif not membership.lost:
             self._lost_since = None
         elif self._lost_since is None:
@@ -484,6 +557,13 @@ class Attempt:
                 self.workers.send(rank, CONTROL_SIGNAL)
             if not guarded or (status is not None and status.phase == WorkerPhase.STARTING):
                 self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and no guard that would read an order
+
+    def _regroup(self, cause: str) -> None:
+        """All workers stop at one boundary, to start again with others. `cause`: where it is not new nodes."""
+        self.stop, self._cause = StopKind.MEMBERSHIP, cause
+        self._begin_stop()
+        for rank in list(self.workers.live):
+            self.workers.send(rank, signal.SIGTERM)
 
     def _urge(self, rank: int) -> None:
         """A guarded rank that has not begun to stop by itself."""

@@ -53,7 +53,7 @@ class StopKind(Enum):
     FAULT = "fault"
     """The platform has reported a fault, or asks for the end."""
     MEMBERSHIP = "membership"
-    """Nodes come or come back: everybody meets anew."""
+    """Nodes come or come back, or there can be more workers: everybody meets anew."""
     FAILURE = "failure"
     """A worker failed or hangs, or a node is lost."""
 
@@ -63,7 +63,8 @@ class Ending:
     """How an attempt ended."""
 
     outcome: str
-    """``finished``, ``stopped`` (no restart wanted), ``failed`` or ``membership``."""
+    """``finished``, ``stopped`` (no restart wanted), ``failed``, ``membership``, or ``grown``: it is to start again
+    with more workers."""
     code: int
     """What the agent leaves with, should this be the end."""
     cause: str = ""
@@ -130,7 +131,7 @@ def conclude(
     """How an attempt ended whose workers have all ended.
 
     exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
-    agent stopped them, for `FAILURE` and `FAULT`. cut_off: ranks
+    agent stopped them, for `FAILURE` and `FAULT`; for `MEMBERSHIP`, where it is not new nodes. cut_off: ranks
     whose training was finished, but which did not come to their own end, because the agent had to end one of them.
     """
     meanings = [meaning(end) for end in exits]
@@ -147,6 +148,8 @@ def conclude(
     if failed or stop is StopKind.FAILURE:
         return _failure(failed, left, cause, rank)
     if stop is StopKind.MEMBERSHIP:
+        if cause:
+            return Ending(outcome="grown", code=EXIT_TEMPORARY, cause=cause)
         return Ending(outcome="membership", code=EXIT_TEMPORARY, cause="nodes have come or come back")
     if not left:  # signals of ours without a reason of ours: cannot be
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause="stopped without a reason")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.guard.agent_link import modules_path
 
-__all__ = ["ForkedStart"]
+__all__ = ["ForkedStart", "Joining"]
 
 _ENTER_S = 30.0
 """A worker that has not entered a guard by then will not, or takes long anyway."""
@@ -35,6 +36,16 @@ _MOST_ZYGOTES = 3
 _MOST_BYTES = 1 << 20
 
 
+@dataclass(frozen=True)
+class Joining:
+    """How workers become new processes of a job that runs."""
+
+    hook: str
+    """See `Zygote.fork`."""
+    fresh: Callable[[tuple[str, ...]], tuple[str, ...]]
+    """The whole command line of a fresh interpreter, from that of a worker."""
+
+
 class ForkedStart:
     """Main thread only. `close` it."""
 
@@ -43,7 +54,9 @@ class ForkedStart:
     ) -> None:
         """`shim`: what stands before the workers' own command line. `folder`: where the workers tell what they have
         imported. `is_on`: whether there is to be a zygote. `also_first`: the first attempt waits for it."""
-        self._shim, self._folder, self._num_workers = tuple(shim), folder, num_workers
+        self._shim, self._folder = tuple(shim), folder
+        self.num_workers = num_workers
+        """Of this node, of the present attempt or the next."""
         self._zygotes_left = _MOST_ZYGOTES if is_on else 0
         self._also_first = is_on and also_first
         self._command: tuple[str, ...] = ()
@@ -61,24 +74,27 @@ class ForkedStart:
         import torch. Only those that have guards are known to."""
         if number == 0 or not self._zygotes_left or not self._has_guards:
             return
-        if self._zygote is None and self._num_workers >= _processors():
+        if self._zygote is None and self.num_workers >= _processors():
             self._start_zygote()  # one process imports faster than all of them at once
         if self._zygote is not None:
             self._zygote.wait(_WAIT_S)
 
     @contextmanager
-    def start(self, number: int) -> Iterator[None]:
-        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0."""
+    def start(self, number: int, *, joining: Joining | None = None) -> Iterator[None]:
+        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0. `joining`: they are new
+        processes of a job that runs; those that cannot be forked are made so, too."""
         self._began, self.num_forked = time.monotonic(), 0
         original: Any = getattr(torch_processes, "get_subprocess_handler", None)
         if original is None:  # this torch does it otherwise
             self._zygotes_left = 0
-        if not self._zygotes_left:
+        if joining is not None and original is None:
+            raise RuntimeError("this version of torch starts workers in a way that is not known")
+        if not self._zygotes_left and joining is None:
             yield
             return
 
         def handler(*arguments: Any, **more: Any) -> SubprocessHandler:
-            return _Handler(self, number, *arguments, **more)
+            return _Handler(self, number, joining, *arguments, **more)
 
         torch_processes.get_subprocess_handler = handler
         try:
@@ -95,7 +111,7 @@ class ForkedStart:
         if not self._zygotes_left or not self._command:
             return
         self._has_guards = self._has_guards or bool(statuses)
-        all_up = len(statuses) >= self._num_workers
+        all_up = len(statuses) >= self.num_workers
         if self._zygote is None:
             # The workers' own imports go first.
             if all_up or time.monotonic() - self._began > _ENTER_S:
@@ -162,6 +178,14 @@ class ForkedStart:
             self._zygote = None
         self._zygotes_left = 0
 
+    def warm_up(self, command: Sequence[str]) -> None:
+        """This node stands by: start the zygote, so that its workers are there at once. `command`: a worker's, with the
+        shim."""
+        if self._zygotes_left and self._zygote is None:
+            self.learn(command)
+            if self._command:
+                self._start_zygote()
+
     def _start_zygote(self) -> None:
         env = dict(os.environ)
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torch's agent does for workers
@@ -182,18 +206,19 @@ class ForkedStart:
 class _Handler(SubprocessHandler):
     """Torch's, with a worker that is forked where that is possible."""
 
-    def __init__(self, forks: ForkedStart, number: int, *arguments: Any, **more: Any) -> None:
-        self._forks, self._number = forks, number
+    def __init__(self, forks: ForkedStart, number: int, joining: Joining | None, *arguments: Any, **more: Any) -> None:
+        self._forks, self._number, self._joining = forks, number, joining
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        if self._forks.is_for(self._number, args):
+        joining = self._joining
+        if joining is not None or self._forks.is_for(self._number, args):
             outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
-            worker: Any = self._forks.fork(args, env, *outputs)
+            worker: Any = self._forks.fork(args, env, *outputs, hook="" if joining is None else joining.hook)
             if worker is not None:
                 return worker  # type: ignore[no-any-return]
         self._forks.learn(args)
-        return super()._popen(args, env)
+        return super()._popen(args if joining is None else joining.fresh(args), env)
 
 
 def _processors() -> int:

@@ -52,7 +52,7 @@ from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact
 from mindx_elastic.plan.planner import bases_of, steps_before
 
-__all__ = ["Flushed", "drop", "flush", "trust_in"]
+__all__ = ["Flushed", "drop", "flush", "seal", "trust_in"]
 
 _PIECE_BYTES = 4 << 20
 _PATIENCE_S = 2.0  # for the lock of a worker that the kernel is still taking away; a living job keeps it anyway
@@ -108,6 +108,24 @@ def _owner(arena: Path) -> Path | None:
         return Path(json.loads((arena / "owner.json").read_text())["directory"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def seal(arena: Path, first: int) -> None:
+    """Make the snapshots of the ranks from `first` on readable for others: no process will take them over. Main thread
+    of the agent, when its workers are gone. Never raises."""
+    for rank, folder in rank_folders(arena).items():
+        directory = _owner(arena) if rank >= first else None
+        if directory is None:
+            continue
+        try:
+            one = RankArena(arena.parent.parent, directory, rank)
+            try:
+                for note in adopt_slots(one):
+                    logger.warning("%s", note)
+            finally:
+                one.close()
+        except OSError as error:
+            logger.warning("%s: what it holds may be of no use to the ranks that are left: %s", folder, error)
 
 
 def drop(arena: Path) -> None:

@@ -27,7 +27,9 @@ from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.ledger import render
 from mindx_elastic.agent.options import Launch, parse
+from mindx_elastic.agent.places import Places
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRendezvous, OneNodeRendezvous
+from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
@@ -161,6 +163,11 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
     os.environ["MINDX_RECOVER"] = "in-place" if options.in_place else "restart"
     os.environ["MINDX_REJOIN_TIMEOUT_S"] = f"{options.rejoin_timeout_s:g}"
+    for name in ("MINDX_FULL_WORLD_SIZE", "MINDX_ON_SHRINK", "MINDX_PLACES", "MINDX_TRIAL"):
+        os.environ.pop(name, None)
+    if options.min_nproc is not None:
+        os.environ["MINDX_FULL_WORLD_SIZE"] = str(plan.config.nproc_per_node)
+        os.environ["MINDX_ON_SHRINK"] = options.on_shrink
     if options.in_place and RejoinSettings.from_env().nccl:
         os.environ.setdefault(ERROR_HANDLING, "0")  # else torch, and its agent, end each process whose peer has died
     os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
@@ -217,7 +224,15 @@ def _make_supervisor(
         **more,
     )
     assert config.logs_specs is not None
-    zygote = Settings.from_env().zygote
+    zygote = Settings.from_env().zygote or ("first" if plan.options.in_place else "1")
+    forks = ForkedStart(
+        shim,
+        folder.path,
+        num_workers=config.nproc_per_node,
+        is_on=zygote == "first"
+        or (zygote == "1" and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1)),
+        also_first=zygote == "first",
+    )
     return Supervisor(
         spec,
         config.logs_specs,
@@ -227,16 +242,25 @@ def _make_supervisor(
         events=events,
         stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
         num_nodes=config.max_nodes,
-        forks=ForkedStart(
-            shim,
-            folder.path,
-            num_workers=config.nproc_per_node,
-            is_on=zygote == "first"
-            or (zygote == "1" and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1)),
-            also_first=zygote == "first",
-        ),
+        forks=forks,
+        shrinking=_make_shrinking(plan, events, forks, shim),
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
+    )
+
+
+def _make_shrinking(plan: Launch, events: EventLog, forks: ForkedStart, shim: Sequence[str]) -> Shrinking | None:
+    options = plan.options
+    if options.min_nproc is None:
+        return None
+    return Shrinking(
+        Places(plan.config.nproc_per_node, options.min_nproc, options.on_shrink),
+        events,
+        forks,
+        shim,
+        patience_s=options.rejoin_timeout_s,
+        regrow_after_s=options.regrow_after_s,
+        run_dir=options.run_dir,
     )
 
 

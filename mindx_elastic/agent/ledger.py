@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAILED",
     "FINISHED",
+    "GROWN",
     "NEW_NODE",
     "STOPPED",
     "AttemptRecord",
@@ -59,8 +60,10 @@ __all__ = [
 
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
-"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes."""
-_OUTCOMES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED, "membership": NEW_NODE}
+GROWN = "restarted with more ranks"
+"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, because there
+can be more workers."""
+_OUTCOMES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED, "membership": NEW_NODE, "grown": GROWN}
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
 WIDTH = 100
@@ -109,7 +112,10 @@ class AttemptRecord:
     in_place_steps_lost: int | None = None
     """By them, in all."""
     outcome: str | None = None
-    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE` or another word; None while it runs."""
+    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `GROWN` or another word; None while it runs."""
+    full_size: int | None = None
+    """How many ranks the job is meant to have, where it has fewer."""
+    why_fewer: str | None = None
 
     @property
     def pause_s(self) -> float | None:
@@ -176,11 +182,24 @@ class Ledger:
         records = self.records
         return len(records) > 1 or bool(self.recoveries) or any(record.outcome == FAILED for record in records)
 
-    def start_attempt(self, number: int, *, world_size: int, num_workers: int, node: int, restarts: int) -> None:
-        """The workers run."""
+    def start_attempt(
+        self,
+        number: int,
+        *,
+        world_size: int,
+        num_workers: int,
+        node: int,
+        restarts: int,
+        full_size: int | None = None,
+        why_fewer: str = "",
+    ) -> None:
+        """The workers run. `full_size`, `why_fewer`: where they are fewer than the job is meant to have."""
         self._number, self._num_workers, self._resumed = number, num_workers, False
         self._events.attempt = number
-        record = self.add(AttemptRecord(attempt=number, world_size=world_size, node=node, started=time.time()))
+        record = AttemptRecord(attempt=number, world_size=world_size, node=node, started=time.time())
+        if why_fewer:
+            record.full_size, record.why_fewer = full_size, why_fewer
+        self.add(record)
         self._events.rank = node
         self._events.emit(
             "attempt_start",
@@ -190,6 +209,8 @@ class Ledger:
             restarts=restarts,
             pid=os.getpid(),
             host=socket.gethostname(),
+            full_size=record.full_size,
+            why_fewer=record.why_fewer,
         )
         if self._pause is not None:
             self.update(self._pause.attempt, restart_s=time.monotonic() - self._pause.began)
@@ -248,7 +269,7 @@ class Ledger:
             save_s=max(0.0, saved_ns / _NS - began) if saved_ns else None,
             outcome=_OUTCOMES[ending.outcome],
         )
-        again = ending.outcome in ("failed", "membership")
+        again = ending.outcome in ("failed", "membership", "grown")
         self._pause = _Pause(self._number, began, reached) if again else None
 
     def note_flushed(self, step: int | None) -> None:
@@ -431,7 +452,7 @@ def _cells(record: AttemptRecord, still_open: str) -> dict[str, str]:
     """What the columns say, by their headings; the second line of a heading is the unit."""
     return {
         "#": str(record.attempt),
-        "ranks": _number(record.world_size),
+        "ranks": _ranks(record),
         "from\nstep": "fresh" if record.resumed_step == -1 else _number(record.resumed_step),
         "to\nstep": "none" if record.step_reached == -1 else _number(record.step_reached),
         _CAUSE: _ending(record, still_open),
@@ -442,6 +463,11 @@ def _cells(record: AttemptRecord, still_open: str) -> dict[str, str]:
         "restart\ns": _seconds(record.restart_s),
         "1st step\ns": _seconds(record.first_step_s),
     }
+
+
+def _ranks(record: AttemptRecord) -> str:
+    fewer = "" if record.full_size is None else f" of {record.full_size}"
+    return _number(record.world_size) + fewer
 
 
 def _ending(record: AttemptRecord, still_open: str) -> str:

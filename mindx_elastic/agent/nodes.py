@@ -139,12 +139,12 @@ class NodesRecovery(Recovery):
         self._seen = 0  # the last generation whose plan was read, or written
 
     @property
-    def fd(self) -> int:
-        return self._watch.fd
+    def fds(self) -> tuple[int, ...]:
+        return (self._watch.fd,)
 
     def close(self) -> None:
         super().close()
-        if self.is_active:  # a stop: the others need not wait for this node
+        if self.is_active and not self.is_out:  # a stop: the others need not wait for this node
             self._call_off("a node has been stopped during the recovery")
         self._watch.stop()
         if isinstance(self._board_of, Boards):
@@ -161,7 +161,7 @@ class NodesRecovery(Recovery):
         generation = self._machine.generation + 1
         self._seen = max(self._seen, generation)
         begins = super().begin(end, cause, stuck_s=stuck_s)
-        if not begins:
+        if not begins and not self.is_out:
             with suppress(*ERRORS):  # another agent may have planned one at this very moment, and would wait
                 refusal = {"refusal": f"rank {end.rank} cannot be replaced"}
                 self._board_of(generation).write(f"{generation}/over", refusal)
@@ -180,21 +180,34 @@ class NodesRecovery(Recovery):
                 logger.info("no recovery in place: %s", printable(str(plan["refusal"]), _LONGEST))
                 return None
             rank, cause = int(plan["rank"]), printable(str(plan["cause"]), _LONGEST)
-            if not 0 <= rank < self._machine.world_size or rank in self._workers.processes:
+            if not 0 <= rank < self._machine.world_size:
                 raise ValueError(f"a plan for rank {rank}")
+            if rank in self._workers.processes:
+                self._hear_own_loss(plan)
+                return None
             reason = "the job is being stopped" if is_stopping else self.why_not([])
         except ERRORS as error:
             logger.warning("the plan of recovery %d cannot be used: %s: %s", generation, type(error).__name__, error)
             return None
         self._tell()
-        self._machine.begin([rank])
+        is_node = "node" in plan  # its ranks are noted to be dead once another node has taken its place
+        self._machine.begin([] if is_node else [rank])
         self._board = board
         now = time.time()
         self._now = Generation(now, now, cause, time.monotonic() + self._timeout_s)
+        if is_node:
+            self._hear_of_node(plan)
         if reason:
             self._call_off(reason)
             return None
         return rank
+
+    def _hear_own_loss(self, plan: Mapping[str, Any]) -> None:
+        """A plan of another agent's is for a rank of this node. Raises ValueError."""
+        raise ValueError(f"a plan for rank {plan['rank']}, which is this node's")
+
+    def _hear_of_node(self, plan: Mapping[str, Any]) -> None:
+        """A plan is for all ranks of another node."""
 
     # --- what all agents see alike ------------------------------------------------------------------------------------
 

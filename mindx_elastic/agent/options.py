@@ -30,7 +30,7 @@ from torch.distributed.run import (
 )
 
 from mindx_elastic.agreement.job_key import read_key_file
-from mindx_elastic.config import MIN_GRACE_S, KeySettings, MemorySettings, Settings, parse_snapshot_every
+from mindx_elastic.config import MIN_GRACE_S, SHRINK_MODES, KeySettings, MemorySettings, Settings, parse_snapshot_every
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
@@ -77,6 +77,12 @@ class AgentOptions:
     """Warm processes that wait to take a dead rank's place."""
     rejoin_timeout_s: float
     """Longest time for that, before the job is restarted."""
+    min_nproc: int | None
+    """Fewest workers of the node that the job goes on with; None: always all of them."""
+    on_shrink: str
+    """What becomes of the updates then; see `agent.places`."""
+    regrow_after_s: float
+    """Seconds until a place that could not be filled is tried again; 0: never."""
     arena_base: Path
     """Memory file system for the agent's folder."""
     job_key_file: Path | None
@@ -122,6 +128,7 @@ def parse(arguments: Sequence[str]) -> Launch:
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
     _check_devices(args, config)
+    _check_shrinking(args, config)
     if shutil.which(str(command)) is None:
         raise UsageError(f"{command}: no such program (or it may not be executed)")
     return Launch(options=options, config=config, command=(str(command), *map(str, command_arguments)), master=master)
@@ -240,7 +247,33 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         type=_seconds(0.1, 86400),
         default=30.0,
         metavar="SECONDS",
-        help="with --recover in-place: how long a recovery may take before the job is restarted (default: 30)",
+        help="with --recover in-place: how long a recovery may take before the job is restarted, and how long to wait "
+        "for another node in a lost one's place (default: 30)",
+    )
+    add(
+        "--min-nproc",
+        type=_count,
+        default=None,
+        metavar="M",
+        help="on one node: where the new process of a dead rank fails, too, go on with fewer ranks, M at least, and "
+        "with all of them again when it can be started; each sample of the epoch still comes once (default: the job "
+        "restarts with all ranks, or ends)",
+    )
+    add(
+        "--on-shrink",
+        choices=SHRINK_MODES,
+        default="keep",
+        help="with --min-nproc: what the updates of fewer ranks are. keep: the global batch, by accumulation over more "
+        "batches (Model.train; guard.accumulation() in a loop of your own); scale-lr: smaller batches, with the "
+        "learning rate in the same proportion; stop: none, save and end with exit code 75 (default: keep)",
+    )
+    add(
+        "--regrow-after",
+        type=_seconds(0, 1e7),
+        default=60.0,
+        metavar="SECONDS",
+        help="with --min-nproc: try so often whether a process can be started again where one has failed, more rarely "
+        "with each time that it cannot; 0: never (default: 60)",
     )
 
 
@@ -294,6 +327,9 @@ def _options(args: Namespace, settings: Settings) -> AgentOptions:
         in_place=args.recover == "in-place",
         spares=args.spares,
         rejoin_timeout_s=args.rejoin_timeout,
+        min_nproc=args.min_nproc,
+        on_shrink=args.on_shrink,
+        regrow_after_s=args.regrow_after,
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
         log_level=settings.log_level,
@@ -364,6 +400,22 @@ def _check_devices(args: Namespace, config: LaunchConfig) -> None:
         raise UsageError(
             f"--virtual-local-rank: {num_workers} workers, but CUDA_VISIBLE_DEVICES={devices}; name a device for each"
         )
+
+
+def _check_shrinking(args: Namespace, config: LaunchConfig) -> None:
+    least = args.min_nproc
+    if least is None:
+        if args.on_shrink != "keep":
+            raise UsageError(f"--on-shrink {args.on_shrink}: say with --min-nproc how few ranks the job may go on with")
+        return
+    if config.max_nodes > 1:
+        raise UsageError(
+            f"--min-nproc {least}: that is for one node; with several, --nnodes MIN:MAX goes on with fewer nodes"
+        )
+    if not 1 <= least <= config.nproc_per_node:
+        raise UsageError(f"--min-nproc {least}: give a number from 1 to {config.nproc_per_node} (--nproc-per-node)")
+    if config.max_restarts < 1:
+        raise UsageError(f"--min-nproc {least}: fewer ranks come with a restart, and --max-restarts is 0")
 
 
 def _simplify_rendezvous(args: Namespace) -> tuple[str, int] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
+from mindx_elastic.agent.lifeline import Gone
 from mindx_elastic.agent.workers import Process, WorkerExit, Workers
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import logger
@@ -20,14 +21,14 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
-from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
+from mindx_elastic.rejoin.record import FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
 __all__ = ["ERRORS", "LOOK_S", "Generation", "NewProcess", "Notes", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
-_ZYGOTE_S = 8.0  # its imports take seconds
+_FOR_ZYGOTE = 2 / 3  # of the time-out; its imports have begun before those of a fresh interpreter could
 _LONGEST = 300
 ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 """What a board, a note on it and the start of a process raise."""
@@ -64,6 +65,10 @@ class Generation:
     ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     stood_in: dict[int, StandIn] = field(default_factory=dict)
     told: bool = False
+    node: str = ""
+    """The machine and agent of the node that was lost; empty: none was."""
+    taken_by: str = ""
+    """The machine and agent that have taken its place."""
 
 
 class Recovery:
@@ -149,7 +154,7 @@ class Recovery:
             else:
                 board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
                 plan = board.write(f"{generation}/plan", self._plan(generation, end, cause))
-                reason = str(plan.get("refusal", ""))  # of the agent of another node
+                reason = str(plan.get("refusal", "")) or self._why_not_plan(plan)  # of the agent of another node
             if not reason:
                 self._machine.begin([end.rank], {end.rank: memory})
                 self._board = board
@@ -247,7 +252,9 @@ class Recovery:
         if self.is_active and time.monotonic() > self._now.deadline:
             missing = listed([f"rank {rank}" for rank in machine.missing], 5)
             what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
-            self._call_off(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout)")
+            slow = [who.rank for who in self._now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
+            more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
+            self._call_off(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}")
         if machine.phase is Phase.FALLBACK:
             self._give_up()
         return machine.phase
@@ -282,6 +289,8 @@ class Recovery:
                 donor=verdict.donor,
                 step=verdict.step,
                 steps_lost=verdict.steps_lost,
+                node=now.node,
+                taken_by=now.taken_by,
                 stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
                 duration_s=took,
             )
@@ -309,6 +318,8 @@ class Recovery:
                 reason=machine.reason,
                 ranks=tuple(sorted(machine.dead)),
                 stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
+                node=now.node,
+                taken_by=now.taken_by,
                 stages=stages,
                 duration_s=time.time() - began,
             )
@@ -328,9 +339,36 @@ class Recovery:
         return self._machine.phase
 
     @property
-    def fd(self) -> int | None:
-        """Readable when there is something for `hear_others`; None: there are no other nodes."""
-        return None
+    def fds(self) -> tuple[int, ...]:
+        """Readable when there is something for `hear_others`, or a node may be lost; none: there are no other nodes."""
+        return ()
+
+    @property
+    def is_out(self) -> bool:
+        """Whether this node was taken for lost: its processes must not go on."""
+        return False
+
+    @property
+    def lacks_node(self) -> bool:
+        """Whether a node was lost, and no other one has taken its place."""
+        return self._machine.phase is Phase.FALLBACK and self._now is not None and bool(self._now.node)
+
+    @property
+    def has_lost_node(self) -> bool:
+        """Whether a node was lost in this attempt, and what it had in memory with it."""
+        return False
+
+    def lost(self) -> list[Gone]:
+        """The nodes that give no sign of life now; see `lost_nodes`."""
+        return []
+
+    def is_whole(self) -> bool:
+        """Whether the ranks of any other node could be replaced."""
+        return False
+
+    def lose(self, gone: Gone) -> str:
+        """This node is lost. Why the job must be restarted; empty: it is taken care of."""
+        return "its processes cannot be replaced"
 
     def hear_others(self, *, is_stopping: bool) -> int | None:
         """Begin what the agent of another node has planned. Returns the dead rank that it is for, of which the workers
@@ -340,6 +378,10 @@ class Recovery:
     def _plan(self, generation: int, end: WorkerExit, cause: str) -> dict[str, Any]:
         """The note that a recovery begins."""
         return {"generation": generation}
+
+    def _why_not_plan(self, plan: Mapping[str, Any]) -> str:
+        """Why this node can take no part in a recovery that another one has planned; empty: it can."""
+        return ""
 
     def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
         """What there is in place of the report of `rank`; a death has been noted when the process was seen to end."""
@@ -380,7 +422,7 @@ class Recovery:
         return ""
 
     def _replace(self, rank: int) -> None:
-        self._missing[rank] = time.monotonic() + _ZYGOTE_S
+        self._missing[rank] = time.monotonic() + _FOR_ZYGOTE * self._timeout_s
         self._start_missing()
 
     def _start_missing(self) -> None:
@@ -435,12 +477,14 @@ def _words_of_steps(verdict: Verdict) -> str:
     return f" (all from their snapshots in memory: {steps if verdict.steps_lost else 'no step lost'})"
 
 
-def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:
+def joining_command(
+    command: Sequence[str], executable: str, module: str = "mindx_elastic.rejoin.joiner"
+) -> tuple[str, ...] | None:
     """The command of a new process in the place of a dead one, from that of the workers; None: it does not run a Python
-    program in this interpreter."""
+    program in this interpreter. `module`: runs the program."""
     if not command or command[0] != executable:
         return None
     for index, word in enumerate(command[1:], 1):
         if word == "-m" or not word.startswith("-"):
-            return (*command[:index], "-m", "mindx_elastic.rejoin.joiner", *command[index:])
+            return (*command[:index], "-m", module, *command[index:])
     return None

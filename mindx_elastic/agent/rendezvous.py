@@ -41,8 +41,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from mindx_elastic.agent.lifeline import LifelineHost
+from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.rejoin.board import board_key
 
 __all__ = [
     "CONNECTION_ERRORS",
@@ -164,14 +167,32 @@ class HostedStoreRendezvous(RendezvousHandler):
         """The workers' store of this round, where this process hosts it."""
         self.scope = ""
         """A name of this round that no other one has, the same on all nodes."""
+        self.seeker: Seeker | None = None
+        """Waits in front of the rendezvous where the job runs without this node."""
+        self.place: Vacancy | None = None
+        """Of a lost node, which this one has taken in this round."""
+        self.lifelines: LifelineHost | None = None
+        """Of this round, where this process hosts them. The caller closes them, unless another round begins."""
+        self.lifeline: tuple[str, int] = ("", 0)
+        """Where the first node's agent hears the others; port 0: it does not."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = self.inner.next_rendezvous()
+        if self.lifelines is not None:  # of a meeting that has come to nothing
+            self.lifelines.close()
+        self.lifelines = None
+        self.place, info = (None, None) if self.seeker is None else self.seeker.next_rendezvous()
+        if (place := self.place) is not None:
+            self.hosted, self.scope, self.lifeline = None, place.scope, (place.address, place.lifeline)
+            master = RendezvousStoreInfo(place.address, place.port)
+            return RendezvousInfo(round_store(self.inner), place.node, place.num_nodes, master)
+        info = info or self.inner.next_rendezvous()
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
             self.hosted = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            told = [address, self.hosted.port, secrets.token_hex(8)]
+            told: list[Any] = [address, self.hosted.port, secrets.token_hex(8)]
+            if info.world_size > 1 and self.seeker is not None:
+                told.append(self._hear_others(told[2]))
             info.store.set(_STORE_KEY, json.dumps(told))
         else:
             self.hosted = None
@@ -180,7 +201,17 @@ class HostedStoreRendezvous(RendezvousHandler):
         if not scope.isalnum():
             raise ValueError(f"{scope!r} is no name of a round")
         self.scope = scope
+        self.lifeline = (address, int(told[3]) if len(told) > 3 else 0)
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
+
+    def _hear_others(self, scope: str) -> int:
+        """The port at which this process hears the other nodes' agents; 0: it cannot."""
+        try:
+            self.lifelines = LifelineHost(scope, board_key())
+        except OSError as error:
+            logger.warning("the other nodes' agents cannot be heard (%s): the loss of a node restarts the job", error)
+            return 0
+        return self.lifelines.port
 
     @property
     def use_agent_store(self) -> bool:

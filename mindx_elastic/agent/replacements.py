@@ -21,9 +21,9 @@ from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE
 from mindx_elastic.rejoin.spare import environment_of_spare
 
-__all__ = ["Replacements"]
+__all__ = ["JOINER", "Replacements"]
 
-_JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
+JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
 
 
 class Replacements:
@@ -59,7 +59,7 @@ class Replacements:
         found: Any = None if self._spares is None else self._spares.take(own, *outputs)
         by = SPARE
         if found is None:
-            by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
+            by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=JOINER)
         if found is None:
             if can_wait and self._forks.is_starting:
                 return None

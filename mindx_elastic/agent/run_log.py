@@ -9,7 +9,6 @@ unknown.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from mindx_elastic.agent.ledger import AttemptRecord, count_recovery
 from mindx_elastic.core.events import READ_BYTES, older_generation
 from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import REJOIN, RecoveryRecord, from_event
 
 __all__ = ["AgentRun", "load_cluster_recoveries", "load_runs"]
@@ -80,7 +80,7 @@ def load_cluster_recoveries(path: Path) -> list[RecoveryRecord]:
 
 
 def _is_of_cluster(line: dict[str, Any]) -> bool:
-    return line["event"] == REJOIN and bool(_text(line.get("cluster")))
+    return line["event"] == REJOIN and bool(text(line.get("cluster")))
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     before = list(_lines(older))
     seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
     found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
-    return sorted(found, key=lambda line: _real(line.get("time")) or 0.0)  # what was carried on is older than all else
+    return sorted(found, key=lambda line: real(line.get("time")) or 0.0)  # what was carried on is older than all else
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -104,9 +104,9 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _parse(data: bytes) -> dict[str, Any] | None:
     start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
-    for text in (data, data[start:] if start > 0 else b""):
+    for part in (data, data[start:] if start > 0 else b""):
         try:
-            line = json.loads(text)
+            line = json.loads(part)
         except (ValueError, RecursionError):
             continue
         if isinstance(line, dict):
@@ -116,16 +116,16 @@ def _parse(data: bytes) -> dict[str, Any] | None:
 
 def _begin(line: dict[str, Any]) -> AgentRun:
     return AgentRun(
-        pid=_whole(line.get("pid")),
-        host=_text(line.get("host")),
-        agent_dir=_text(line.get("agent_dir")),
-        started=_real(line.get("time")),
+        pid=whole(line.get("pid")),
+        host=text(line.get("host")),
+        agent_dir=text(line.get("agent_dir")),
+        started=real(line.get("time")),
     )
 
 
 def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
     """The newest run with the pid and host of the line. Pids come again, in containers always."""
-    pid, host = _whole(line.get("pid")), _text(line.get("host"))
+    pid, host = whole(line.get("pid")), text(line.get("host"))
     for run in reversed(runs):
         if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):
             return None if line["event"] == "attempt_start" and _is_new_life(run, line) else run
@@ -140,13 +140,13 @@ def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
 
 def _add(run: AgentRun, line: dict[str, Any]) -> None:
     event = line["event"]
-    run.host = run.host or _text(line.get("host"))
+    run.host = run.host or text(line.get("host"))
     if event == "summary":
         run.summary = line
-        run.outcome = _text(line.get("outcome")) or run.outcome
+        run.outcome = text(line.get("outcome")) or run.outcome
     elif event == _END:
-        run.ended = _real(line.get("time"))
-        run.outcome = _text(line.get("outcome")) or run.outcome
+        run.ended = real(line.get("time"))
+        run.outcome = text(line.get("outcome")) or run.outcome
     elif event == REJOIN:
         _add_recovery(run, line)
     else:
@@ -169,12 +169,12 @@ def _record_of(run: AgentRun, number: int) -> AttemptRecord:
 
 
 def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
-    number = _whole(line.get("attempt"))
+    number = whole(line.get("attempt"))
     if number is None:
         return
     record = _record_of(run, number)
     if line["event"] == "attempt_start":
-        record.started = record.started or _real(line.get("time"))
+        record.started = record.started or real(line.get("time"))
     else:
         line = {**line, "cause": line.get("reason"), "step_reached": line.get("step")}
     for name, read in _READERS.items():
@@ -183,24 +183,10 @@ def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
             setattr(record, name, value)
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _real(value: Any) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
 _READERS: dict[str, Callable[[Any], int | float | str | None]] = {
-    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
-    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost", "in_place", "in_place_steps_lost"), _whole),
-    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s", "in_place_s"), _real),
-    **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
+    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached", "full_size"), whole),
+    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost", "in_place", "in_place_steps_lost"), whole),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s", "in_place_s"), real),
+    **dict.fromkeys(("cause", "resumed_path", "outcome", "why_fewer"), text),
 }
 """How each field of `AttemptRecord` but its number is read."""

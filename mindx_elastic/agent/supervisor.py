@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.forked_start import ForkedStart
+from mindx_elastic.agent.forked_start import ForkedStart, Joining
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
+from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
+from mindx_elastic.agent.lost_nodes import NodeWatch, WholeNodesRecovery
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
-from mindx_elastic.agent.recovery import Recovery
+from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     Farewell,
@@ -43,12 +46,15 @@ from mindx_elastic.agent.rendezvous import (
     Membership,
     reconnect,
 )
-from mindx_elastic.agent.replacements import Replacements
+from mindx_elastic.agent.replacements import JOINER, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
+from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
+from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
+from mindx_elastic.config import RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.status_page import Status
@@ -61,7 +67,7 @@ _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
-_MOST_RECOVERIES = 100
+_LACKING_S = 30.0  # for the end of the other nodes' agents, where one node is gone
 _MOST_ATTEMPTS = 10**9 - 1
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
@@ -81,9 +87,11 @@ class Supervisor(LocalElasticAgent):
         stop_files: StopFiles,
         num_nodes: int,
         forks: ForkedStart,
+        shrinking: Shrinking | None = None,
         **torch_arguments: Any,
     ) -> None:
-        """num_nodes: most that may take part. With one, no membership thread is started."""
+        """num_nodes: most that may take part. With one, no membership thread is started. shrinking: goes on with fewer
+        workers where one cannot be replaced; None: there are always all of them."""
         self._replacements: Replacements | None = None
         super().__init__(spec, logs_specs, **torch_arguments)
         self.ledger = Ledger(events)
@@ -95,6 +103,7 @@ class Supervisor(LocalElasticAgent):
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
         self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
+        self._shrinking = shrinking
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
@@ -102,6 +111,13 @@ class Supervisor(LocalElasticAgent):
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
+        self._nodes: NodeWatch | None = None
+        """Of a job of several nodes whose dead ranks are replaced in place."""
+        if options.in_place and num_nodes > 1 and isinstance(spec.rdzv_handler, HostedStoreRendezvous):
+            can_join = joining_command([str(each) for each in spec.args[_SHIM:]], sys.executable) is not None
+            self._nodes = NodeWatch(
+                spec.rdzv_handler, ranks=spec.local_world_size, can_join=can_join, stand_by=self._stand_by
+            )
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
         self._has_said_why = False
@@ -116,6 +132,7 @@ class Supervisor(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         attempt: Attempt | None = None
+        self._resize()
         try:
             while True:
                 self._hold_start()
@@ -124,7 +141,11 @@ class Supervisor(LocalElasticAgent):
                 if not self._goes_on(attempt):
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
+                self._resize()
             if self.ending.outcome == "finished" and self._worker_group.group_world_size != 1:
+                if attempt.lacks_node:  # it does not come to this; the others' agents may take a moment
+                    own: Any = self
+                    own._exit_barrier_timeout = min(getattr(self, "_exit_barrier_timeout", _LACKING_S), _LACKING_S)
                 with self._inbox.interrupting():
                     self._exit_barrier()  # type: ignore[no-untyped-call]
         except SignalException as stop:
@@ -176,6 +197,7 @@ class Supervisor(LocalElasticAgent):
             recovery=self._make_recovery,
             on_look=self._look,
             pauses=self._pauses,
+            **({} if self._shrinking is None else {"late": self._shrinking.late}),
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
@@ -186,13 +208,19 @@ class Supervisor(LocalElasticAgent):
             num_workers=len(ranks),
             node=node,
             restarts=self._restarts.total,
+            full_size=None if self._shrinking is None else self._shrinking.places.count,
+            why_fewer="" if self._shrinking is None else self._shrinking.reason,
         )
+        if self._shrinking is not None:
+            self._shrinking.begin_attempt(self._pcontext)
         self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
             self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
+            if self._nodes is not None:
+                self._nodes.close()
             if self._replacements is not None:
                 self._replacements.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
@@ -200,6 +228,14 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
+        if attempt.must_be_brought_to_disk:
+            for arena in sorted(map(Path, self.arenas)):
+                flushed = flush(arena)
+                self.ledger.note_flushed(flushed.step)
+                for line in flushed.lines:
+                    logger.info("from memory to disk: %s", line)
+        if self._shrinking is not None:
+            self._shrinking.end_attempt(attempt, self.ending, self.arenas)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
@@ -232,14 +268,22 @@ class Supervisor(LocalElasticAgent):
         port = int(group.master_port or 0)
         more: dict[str, Any] = {
             "timeout_s": self._options.rejoin_timeout_s,
-            "most": _MOST_RECOVERIES,
+            "most": RejoinSettings.from_env().most,
             "note": self.ledger.note_recovery,
             "world_size": world_size,
         }
         if num_nodes > 1:
             boards = Boards(lambda: connect(address, port, scope), scope, writer)
-            watch = PlanWatch(lambda: connect(address, port, scope), num_nodes).start()
-            return NodesRecovery(workers, boards, self._replacements.start, watch=watch, **more)
+            watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
+            if self._nodes is None:
+                return NodesRecovery(workers, boards, self._replacements.start, watch=watch.start(), **more)
+            place = self._nodes.place
+            more |= {"nodes": self._nodes, "place": functools.partial(self._place, address, port, scope, num_nodes)}
+            recovery = WholeNodesRecovery(workers, boards, self._replacements.start, watch=watch, **more)
+            if place is not None:
+                recovery.join(place)
+            watch.start()
+            return recovery
 
         @functools.cache
         def connection() -> Any:
@@ -250,10 +294,27 @@ class Supervisor(LocalElasticAgent):
 
         return Recovery(workers, board_alone, self._replacements.start, **more)
 
+    def _place(self, address: str, port: int, scope: str, num_nodes: int) -> Vacancy:
+        """What places of this attempt have in common."""
+        lifeline = 0 if self._nodes is None or self._nodes.host is None else self._nodes.host.port
+        return Vacancy(
+            name="none",
+            node=0,
+            num_nodes=num_nodes,
+            ranks=0,
+            first=0,
+            address=address,
+            port=port,
+            lifeline=lifeline,
+            scope=scope,
+            generation=0,
+            attempt=self._number,
+        )
+
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
         ending = self.ending
-        if ending.outcome == "membership":
+        if ending.outcome in ("membership", "grown"):
             self._events.emit("restart", reason=ending.cause)
             return True
         if ending.outcome != "failed":
@@ -261,10 +322,16 @@ class Supervisor(LocalElasticAgent):
         if attempt.abandoned:
             logger.error("no restart: ranks %s could not be ended and hold their devices", attempt.abandoned)
             return False
+        if self._shrinking is not None and self._shrinking.stops_with:
+            cause = f"{ending.cause}; {self._shrinking.stops_with}"
+            logger.error("no restart: %s", self._shrinking.stops_with)
+            self.ending = replace(ending, code=EXIT_TEMPORARY, cause=cause)
+            return False
         failure = self.ledger.failure(attempt, ending)
         self.leaves_nothing = failure.leaves_nothing
         verdict = self._crash_loop.judge(failure)
-        allowed = verdict.action != "stop" and self._restarts.take(time.monotonic())
+        is_free = self._shrinking is not None and self._shrinking.has_fallen_back
+        allowed = verdict.action != "stop" and (is_free or self._restarts.take(time.monotonic()))
         if verdict.explanation and (allowed or verdict.action == "stop"):
             logger.error("%s", verdict.explanation)
             self._events.emit("crash_loop", reason=verdict.explanation, outcome=verdict.action, path=verdict.path)
@@ -275,9 +342,15 @@ class Supervisor(LocalElasticAgent):
         if verdict.action == "set_aside":
             set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
         print_block(render(self.ledger.records, self.ledger.recoveries))
-        logger.warning("restart %s", self._restarts.count)
+        logger.warning("restart %s", "that does not count" if is_free else self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
         return True
+
+    def _resize(self) -> None:
+        """As many workers as there are places for."""
+        if self._shrinking is not None:
+            self._worker_group.spec.local_world_size = self._forks.num_workers = self._shrinking.size
+            self._shrinking.prepare()
 
     def _end_without_nodes(self, error: Exception) -> Ending:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -378,18 +451,40 @@ class Supervisor(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
         self._number = max(self._number + 1, self._least_number)
+        place = None
+        if self._nodes is not None:
+            place, ranks = self._nodes.place, [worker.global_rank for worker in worker_group.workers]
+            node, num_nodes = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 1)
+            sees = num_nodes > 1 and self._nodes.open(node=node, num_nodes=num_nodes, ranks=ranks)
+            os.environ["MINDX_REJOIN_NODES"] = self._nodes.address if sees else ""
+        if place is not None:
+            self._number = place.attempt
         os.environ["MINDX_ATTEMPT"] = str(self._number)
         os.environ["MINDX_REJOIN_SCOPE"] = self._scope
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:
-            with self._forks.start(self._number):
+            joining = None if place is None else Joining(JOINER, self._joining_command)
+            if place is not None:
+                os.environ["MINDX_REJOIN"] = str(place.generation)
+            with self._forks.start(self._number, joining=joining):
                 ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
+            os.environ.pop("MINDX_REJOIN", None)
             self._inbox.install()  # torch has just put its own handlers there
         self._runs = self._has_run = True
         self._error_files = dict(getattr(self._pcontext, "error_files", {}))
         return ids
+
+    def _joining_command(self, whole: tuple[str, ...]) -> tuple[str, ...]:
+        joining = joining_command(whole[_SHIM + 1 :], sys.executable)
+        assert joining is not None, "see NodeWatch"
+        return (*whole[: _SHIM + 1], *joining)
+
+    def _stand_by(self) -> None:
+        """The job runs without this node, which may be needed in a moment."""
+        spec = self._worker_group.spec
+        self._forks.warm_up([str(spec.entrypoint), *map(str, spec.args)])
 
     def _stop_workers(self, worker_group: WorkerGroup, *more: Any) -> None:
         self._shutdown()
@@ -407,11 +502,12 @@ class Supervisor(LocalElasticAgent):
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
-    def _look(self, statuses: Mapping[int, Status]) -> None:
+    def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
+        return "" if self._shrinking is None else self._shrinking.look(statuses)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")

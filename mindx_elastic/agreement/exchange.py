@@ -34,6 +34,10 @@ class Exchange(Protocol):
     def pauses(self) -> PauseRounds:
         """The rounds in which the ranks agree on pauses."""
 
+    gone: Callable[[], Sequence[int]]
+    """The ranks whose processes are gone. A round is not waited for if one of them has offered nothing in it. Any
+    thread; asked while a rank waits for a decision."""
+
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop.
 
@@ -107,6 +111,7 @@ class LocalExchange(Gathering):
         self._values: dict[str, str] = {}
         self._first: dict[str, Any] | None = None
         self.pauses: PauseRounds = LocalPauseRounds()
+        self.gone: Callable[[], Sequence[int]] = lambda: ()
 
     def _write(self, texts: Mapping[str, str]) -> None:
         self._values.update(texts)

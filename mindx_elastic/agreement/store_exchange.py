@@ -52,6 +52,7 @@ from mindx_elastic.agreement.stop_step import (
     parse_offer,
 )
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UntrustedMessageError
 
@@ -128,6 +129,7 @@ class StoreExchange(Gathering):
         self._offered: dict[str, Offer] = {}
         self._warned: set[str] = set()
         self._nonces: list[str] = []
+        self.gone: Callable[[], Sequence[int]] = lambda: ()
         self.pauses = StorePauseRounds(self._ask, self._store, self.seal, rank=rank, world_size=world_size)
 
     @property
@@ -231,9 +233,31 @@ class StoreExchange(Gathering):
 
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         try:
-            return self._bounded(lambda: self._decide(name, offer, timeout_s), timeout_s + _ANSWER_S)
+            return self._bounded(
+                lambda: self._decide(name, offer, timeout_s),
+                timeout_s + _ANSWER_S,
+                meanwhile=lambda: self._look_for_deaths(name),
+            )
         except Exception as error:
             return Decision(None, f"the store of the process group does not answer ({type(error).__name__})")
+
+    def _look_for_deaths(self, name: str) -> bool:
+        """While this rank waits for a decision: end the open rounds if a rank is dead that has made no offer. One that
+        has made it may have saved and left. False: that is done."""
+        dead = [rank for rank in self.gone() if not self._has_offered(name, rank)]
+        if dead:
+            self.abandon(f"{rank_list(dead)} {'is' if len(dead) == 1 else 'are'} gone")
+        return not dead
+
+    def _has_offered(self, name: str, rank: int) -> bool:
+        def ask() -> bool:
+            with self._lock:
+                return self._store.check([f"{name}/offer/{rank}"])
+
+        try:
+            return self._bounded(ask, _ANSWER_S, give_up=False)
+        except Exception:
+            return True  # it is not known, and the round has its own time-out
 
     def _decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         round_ = StopRound(self.rank, self.world_size)
@@ -501,12 +525,19 @@ class StoreExchange(Gathering):
 
         return self._bounded(alone, _ANSWER_S, give_up=False)
 
-    def _bounded(self, work: Callable[[], _T], timeout_s: float, *, give_up: bool = True) -> _T:
+    def _bounded(
+        self,
+        work: Callable[[], _T],
+        timeout_s: float,
+        *,
+        give_up: bool = True,
+        meanwhile: Callable[[], bool] = lambda: False,
+    ) -> _T:
         """Run a store call in one of our ready threads, and wait `timeout_s` seconds at most.
 
         Store calls other than `wait` have no time-out: with the store's host frozen or cut off they would hold the
-        watcher past the deadline. A store that has not answered once is not asked again. Raises TimeoutError or the
-        call's error.
+        watcher past the deadline. A store that has not answered once is not asked again. `meanwhile` is called now and
+        then while this waits, until it returns False. Raises TimeoutError or the call's error.
         """
         if self._lost:
             raise TimeoutError("the store did not answer before")
@@ -515,8 +546,11 @@ class StoreExchange(Gathering):
             if caller is None:  # both wait for a slow answer (`try_collect` does not give the store up)
                 self._callers.append(caller := ReadyThread("mindx-store"))
             job = caller.submit(work)
+        end = time.monotonic() + timeout_s
+        while not job.done.wait(_LOOK_AGAIN_S) and time.monotonic() < end and meanwhile():
+            pass
         try:
-            return job.wait(timeout_s)
+            return job.wait(end - time.monotonic())
         except TimeoutError:
             if job.done.is_set():
                 raise  # the call's own

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["status_command"]
 
-_RARE = ("paused_s", "in_place", "in_place_s", "in_place_steps_lost")
+_RARE = ("paused_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
 
 
 def status_command(

@@ -30,6 +30,8 @@ from datetime import timedelta
 from typing import Any
 
 from mindx_elastic.alarm.peers import own_space
+from mindx_elastic.cluster.fence import end_predecessor
+from mindx_elastic.cluster.records import leave_farewell
 from mindx_elastic.cluster.settings import ClusterSettings
 from mindx_elastic.cluster.voice import Voice
 from mindx_elastic.cluster.wire import MAX_REPLY_BYTES, Line, WireError, count_in, text_in
@@ -86,6 +88,10 @@ class Member:
         self.is_over = False
         """The scheduler has ended the job."""
         self._heartbeat_s = settings.heartbeat_s
+        self._env = dict(os.environ)
+        # As it is now: the program may change its working directory.
+        path = settings.recovery_path if settings.recovery else None
+        self._folder = None if path is None else path.absolute()
         self._wanted = 0
         self._error: Exception | None = None
         self._changed = threading.Condition()
@@ -178,11 +184,22 @@ class Member:
         """Tell the scheduler how this process ends, and close. Waits until the scheduler knows it, but not for long."""
         if self.job and not self._closed.is_set():
             self._sent.clear()
-            self._orders.append({"op": "bye", "how": how, "code": code & 0xFF, "why": printable(why, 400)[:500]})
+            message = {"op": "bye", "how": how, "code": code & 0xFF, "why": printable(why, 400)[:500]}
+            self._orders.append(message)
             self._wake()
-            if not self._sent.wait(timeout_s):
-                self._voice.warning("the scheduler does not answer: it does not know how this worker has ended")
+            if not self._sent.wait(timeout_s) and how != "away":  # else it comes back, and says so itself
+                self._leave_farewell(message)
         self.close()
+
+    def _leave_farewell(self, message: Mapping[str, Any]) -> None:
+        """No scheduler answers. One that is started again reads how this process has ended."""
+        path = None if self._folder is None else leave_farewell(self._folder, self.incarnation, message)
+        if path is None:
+            self._voice.warning("the scheduler does not answer: it does not know how this worker has ended")
+        else:
+            self._voice.warning(
+                "the scheduler does not answer; one that is started again reads in %s how this worker has ended", path
+            )
 
     def close(self) -> None:
         self._closed.set()
@@ -348,6 +365,13 @@ class Member:
         if isinstance(heartbeat_s, (int, float)) and 0.1 <= heartbeat_s <= 86400:
             self._heartbeat_s = float(heartbeat_s)  # the scheduler's counts, where they differ
         if first:
+            ended = end_predecessor(message.get("before"), space=own_space(), node_id=self.node_id, env=self._env)
+            if ended is not None:
+                self._voice.warning(
+                    "process %d, which had node id %s before and is silent, is killed: this process takes its place",
+                    ended,
+                    self.node_id,
+                )
             self._voice.info("registered as node id %s; waiting for the other workers", self.node_id)
         elif self._said_at is not None:
             self._voice.info("the scheduler is there again")

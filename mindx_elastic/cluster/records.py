@@ -1,8 +1,9 @@
 """The scheduler's table on disk: one small JSON file, replaced whole, in the folder that MS_RECOVERY_PATH names.
 
 ``scheduler.json`` has what `Table.to_json` gives. A scheduler holds a lock on ``scheduler.lock`` beside it while it
-runs, so that two on one disk cannot serve one job. A file of another user does not count (`core.owners`): with it that
-user could give a rank to a process of his own.
+runs, so that two on one disk cannot serve one job. A worker that ends while no scheduler answers writes how into
+``left.INCARNATION.json``: the next scheduler would hold it for dead. A file of another user does not count
+(`core.owners`): with it that user could give a rank to a process of his own.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.cluster.wire import WireError, farewell
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.posix import open_regular
-from mindx_elastic.errors import MindxError, UsageError
+from mindx_elastic.errors import MindxError, SaveError, UsageError
 from mindx_elastic.persist.storage import prepare_owned_directory, remove_stale_temps
 from mindx_elastic.platforms.small_files import write_whole
 
-__all__ = ["TABLE_FILE", "Records"]
+__all__ = ["TABLE_FILE", "Records", "leave_farewell"]
 
 TABLE_FILE = "scheduler.json"
 _LOCK_FILE = "scheduler.lock"
+_FAREWELL = "left.{}.json"
 _MAX_BYTES = 64 << 20
+_MAX_FAREWELL_BYTES = 1 << 16
 _LOCK_S = 5.0  # a predecessor that was killed a moment ago may not be quite gone
 
 
@@ -90,5 +96,31 @@ class Records:
         """Replace the table. Raises SaveError."""
         write_whole(self.path, json.dumps(content, indent=1).encode())
 
+    def farewell(self, incarnation: str) -> tuple[str, int, str] | None:
+        """How this process has ended while no scheduler heard it: how, exit code, why. None: it has not said so."""
+        try:
+            with open(open_trusted(self._farewell_of(incarnation), self._owners), "rb") as file:
+                return farewell(json.loads(file.read(_MAX_FAREWELL_BYTES)))
+        except (MindxError, OSError, ValueError, RecursionError, AttributeError, WireError):
+            return None  # it counts as dead then
+
+    def forget_farewell(self, incarnation: str) -> None:
+        """The table has it now, and is written."""
+        with suppress(OSError):
+            self._farewell_of(incarnation).unlink()
+
+    def _farewell_of(self, incarnation: str) -> Path:
+        return self.folder / _FAREWELL.format(incarnation)
+
     def close(self) -> None:
         os.close(self._lock)
+
+
+def leave_farewell(folder: Path, incarnation: str, message: Mapping[str, Any]) -> Path | None:
+    """In a worker that ends: write its farewell where the next scheduler reads it. None: this machine does not have the
+    scheduler's folder, or cannot write to it."""
+    if not (folder / TABLE_FILE).is_file():
+        return None
+    with suppress(SaveError):
+        return write_whole(folder / _FAREWELL.format(incarnation), json.dumps(dict(message)).encode())
+    return None

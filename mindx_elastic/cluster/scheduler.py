@@ -52,6 +52,7 @@ _MORE_CONNECTIONS = 64
 _RETRY_WRITE_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PIECE = 1 << 16
+_GONE = "its process is gone"
 
 
 @dataclass(eq=False)
@@ -80,6 +81,8 @@ class Scheduler:
         self._connections: set[_Connection] = set()
         self._watched: dict[str, int] = {}
         """Incarnation -> pidfd."""
+        self._heard_farewells: list[str] = []
+        """Incarnations whose files can go when the table is written."""
         self._answers: list[tuple[_Connection, dict[str, Any]]] = []
         """To registrations, not told yet."""
         self._signal = 0
@@ -162,7 +165,9 @@ class Scheduler:
                 "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
             )
             for member in [m for m in self.table.members.values() if m.state in (State.LIVING, State.AWAY)]:
-                self._watch(member)  # of a predecessor's table: one that is gone meanwhile is seen at once
+                # Of a predecessor's table: one that is gone meanwhile is seen at once.
+                if not self._hear_farewell(member, time.monotonic()):
+                    self._watch(member, "its process has ended while no scheduler was there")
             self._deliver()
             last = time.monotonic()
             while self.table.outcome is None and not self._signal:
@@ -353,14 +358,14 @@ class Scheduler:
 
     # --- deaths ---
 
-    def _watch(self, member: Member) -> None:
-        """See the death of a process on this machine at once."""
+    def _watch(self, member: Member, why: str = _GONE) -> None:
+        """See the death of a process on this machine at once. `why`: what is said where it is dead already."""
         if not member.space or member.space != own_space() or member.incarnation in self._watched:
             return
         try:
             fd = open_pidfd(member.pid, member.started)
         except ProcessLookupError:
-            self._die(member.incarnation, time.monotonic())
+            self._die(member.incarnation, time.monotonic(), why)
             return
         except OSError:
             return  # an old kernel, or a sandbox that forbids it: the heartbeat tells
@@ -390,8 +395,21 @@ class Scheduler:
         except OSError:
             return False
 
-    def _die(self, incarnation: str, now: float) -> None:
-        self.table.die(incarnation, "its process is gone", now)
+    def _die(self, incarnation: str, now: float, why: str = _GONE) -> None:
+        member = self.table.find(incarnation)
+        if member is None or not self._hear_farewell(member, now):
+            self.table.die(incarnation, why, now)
+
+    def _hear_farewell(self, member: Member, now: float) -> bool:
+        """Whether this process has left word of how it has ended, because no scheduler answered."""
+        found = None if self._records is None else self._records.farewell(member.incarnation)
+        if found is None:
+            return False
+        how, code, why = found
+        self._voice.info("%s has left without a scheduler: %s%s", member, how, f" ({why})" if why else "")
+        self.table.leave(member.incarnation, how=how, code=code, why=why, now=now)
+        self._heard_farewells.append(member.incarnation)
+        return True
 
     def _lose(self, connection: _Connection, now: float) -> None:
         self._close(connection)
@@ -486,4 +504,6 @@ class Scheduler:
             self._write_again_at = now + _RETRY_WRITE_S
             return False
         self.table.changed, self._write_again_at = False, 0.0
+        while self._heard_farewells:
+            self._records.forget_farewell(self._heard_farewells.pop())
         return True

@@ -38,6 +38,7 @@ _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
 _LONGEST_WHY = 2000
 _TEXTS = ("node_id", "incarnation", "host", "started", "space", "why")
+_IDENTITY = ("pid", "started", "space")
 EXIT_ERROR = 1
 
 
@@ -114,6 +115,8 @@ class Member:
     heard_at: float = 0.0
     lost_at: float | None = None
     """When its connection ended."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """Who the process before this one was; empty: there was none."""
 
     def is_process_of(self, who: Registration) -> bool:
         """Whether `who` is this very process, which has begun anew."""
@@ -211,6 +214,8 @@ class Table:
         member, answer = self._place_for(who, now)
         if member is None:
             return answer
+        if not member.is_process_of(who):
+            member.before = {name: getattr(member, name) for name in _IDENTITY}
         member.incarnation, member.host, member.space = who.incarnation, who.host, who.space
         member.pid, member.started = who.pid, who.started
         member.state, member.why, member.code = State.LIVING, "", 0
@@ -428,6 +433,7 @@ class Table:
             "generation": self.generation,
             "heartbeat_s": self.limits.heartbeat_s,
             "formation_s": self.limits.formation_s,
+            "before": dict(member.before),
         }
         if member.joined <= self.generation:
             self.outbox.append(Tell(member.incarnation, self._group_message(member)))
@@ -528,7 +534,7 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """All that a scheduler that is started again must know."""
-        volatile = ("heard_at", "lost_at")
+        volatile = ("heard_at", "lost_at", "before")
         members = [
             {key: value for key, value in asdict(m).items() if key not in volatile} | {"state": m.state.value}
             for m in self.members.values()

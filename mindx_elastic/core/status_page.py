@@ -17,19 +17,33 @@ from typing import Any
 
 from mindx_elastic.core.posix import open_regular, read_small
 
-__all__ = ["PAGE_BYTES", "Status", "StatusPage", "WorkerPhase", "page_path", "read_page"]
+__all__ = [
+    "NODES_REPLACED",
+    "PAGE_BYTES",
+    "RANKS_REPLACED",
+    "Status",
+    "StatusPage",
+    "WorkerPhase",
+    "page_path",
+    "read_page",
+]
 
 PAGE_BYTES = 4096
+RANKS_REPLACED, NODES_REPLACED = 1, 2
+"""Values of `Status.in_place`: a new process can take a dead rank's place; another node can take a lost one's, too, as
+every rank has the whole state."""
 _MAGIC = 0x6D696E6478303031  # "mindx001"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
     *("in_place", "generation"),
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
+    "accumulates",
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
 _TEXTS = {
+    "fixed_size": (256, 256),
     "pause_reason": (512, 512),
     "reason": (1024, 1024),
     "resumed_path": (2048, 1024),
@@ -83,7 +97,7 @@ class Status:
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
     in_place: int = 0
-    """1: the rank takes part in recoveries in place."""
+    """The rank takes part in recoveries in place: `RANKS_REPLACED`, `NODES_REPLACED`, or 0: it does not."""
     generation: int = 0
     """Of the last one that it took part in."""
     pause_heard: int = 0
@@ -96,6 +110,11 @@ class Status:
     """Since when; 0: it does not wait."""
     all_paused: int = 0
     """The order by which every rank of the job waits; 0: not every rank does."""
+    accumulates: int = 0
+    """The program accumulates over so many batches, or a multiple, when all ranks are there, and asks
+    `Guard.accumulation` how many it is with fewer; 0: it does not ask."""
+    fixed_size: str = ""
+    """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""
     """Why `pause_order` was given."""
     reason: str = ""
@@ -144,7 +163,7 @@ class StatusPage:
             self._words[_INDEX[name]] = value
 
     def set_text(self, name: str, text: str) -> None:
-        """`reason`, `pause_reason`, `resumed_path`, `run_id` or `arena`; cut off where there is no more room."""
+        """One of the texts of `Status`; cut off where there is no more room."""
         offset, room = _TEXTS[name]
         data = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
         self._map[offset : offset + room] = data

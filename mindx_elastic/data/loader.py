@@ -134,6 +134,11 @@ class ResumableLoader(DataLoader[Any]):
         """Batches of a whole epoch for one rank; same as ``len(loader)``."""
         return len(self)
 
+    @property
+    def num_shares(self) -> int:
+        """Among how many ranks its samples are shared out."""
+        return self._sampler.ranks()[1]
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is `epoch`: from the loaded position if that is in this epoch, else from the start."""
         self._engine.cursor.set_epoch(whole_number("epoch", epoch, low=0))
@@ -185,11 +190,14 @@ class ResumableLoader(DataLoader[Any]):
         check_numbers(state)
         if state["samples"] > settings["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
+        batch = state["batch"]
         if state.get("world_size") != world_size:
+            until = None if state.get("finished") else self._sampler.plan().batches_until(state["samples"])
+            batch = batch if until is None else until  # the place of the same sample, where there is one
             logger.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
                       state["samples"])  # fmt: skip
         self._engine.cursor.move_to(
-            state["epoch"], batch=state["batch"], samples=state["samples"], finished=bool(state.get("finished"))
+            state["epoch"], batch=batch, samples=state["samples"], finished=bool(state.get("finished"))
         )
         self._settings = None
 

@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.data.permutation import Permutation, mix, mix_array
 from mindx_elastic.data.position import Cursor
+from mindx_elastic.errors import UsageError
 
-__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size"]
+__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
 
 Key: TypeAlias = Any  # (seed of the sample, index) when augmentation is seeded, else the bare index
 
@@ -36,6 +38,28 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
     return 0, 1
 
 
+def shares_of(world_size: int) -> int:
+    """Among how many ranks the samples are shared out where `world_size` are there: as many, unless those are all that
+    are left of a job with more, and stand in for the others."""
+    settings = ShrinkSettings.from_env()
+    if not settings.full_size or world_size != RankInfo.from_env().world_size:
+        return world_size
+    return settings.shares(world_size)
+
+
+def window_of(batches: int, world_size: int) -> int:
+    """Over how many batches each of `world_size` ranks accumulates where it is `batches` with all ranks of the job.
+
+    Raises UsageError where they cannot be shared out evenly."""
+    shares = shares_of(world_size)
+    if batches * shares % world_size:
+        raise UsageError(
+            f"the {batches * shares} batches of an update of {shares} ranks cannot be shared out evenly among "
+            f"{world_size}; start with another number of ranks, or with --on-shrink scale-lr"
+        )
+    return batches * shares // world_size
+
+
 @dataclass(frozen=True)
 class EpochPlan:
     """The steps of an epoch from `start` on (samples already consumed), for `world_size` ranks. Pure arithmetic.
@@ -50,6 +74,10 @@ class EpochPlan:
     world_size: int = 1
     drop_last: bool = False
     start: int = 0
+    present: int = 0
+    """Of the `world_size` ranks so many are there, and take the batches of all in turn: batch k of rank r is number
+    ``k * present + r`` of them. Where the last ones do not come out even, their samples are split anew. 0: all ranks.
+    """
     fill: bool = False
     """All ranks get as many samples in the last step, some of them twice, as ``DistributedSampler(drop_last=False)``
     gives them; else the remainder is split as evenly as it goes."""
@@ -59,6 +87,14 @@ class EpochPlan:
     """Number of full steps."""
     tail: tuple[int, ...] = field(init=False)
     """Samples of each shorter step after the full ones."""
+    num_ranks: int = field(init=False)
+    """Those that are there."""
+    num_batches: int = field(init=False)
+    """That each rank takes."""
+    even: int = field(init=False)
+    """How many of them are batches of all ranks as they are."""
+    again: tuple[int, int, int] = field(init=False)
+    """Begin and end of the samples that are split anew, and into how many batches of each rank."""
 
     def __post_init__(self) -> None:
         step = self.batch_size * self.world_size
@@ -79,29 +115,67 @@ class EpochPlan:
         object.__setattr__(self, "step", step)
         object.__setattr__(self, "full", full)
         object.__setattr__(self, "tail", tail)
+        object.__setattr__(self, "num_ranks", self.present or self.world_size)
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Work out the batches of the ranks that are there."""
+        rounds, rest = divmod(self.num_steps * self.world_size, self.num_ranks)
+        even, again = rounds - (rest > 0), (0, 0, 0)
+        if rest:
+            begin, end = self._part(even * self.num_ranks)[0], self._end(self.num_steps)
+            again = begin, end, 2 if end - begin >= 2 * self.num_ranks else 1
+        object.__setattr__(self, "even", even)
+        object.__setattr__(self, "again", again)
+        object.__setattr__(self, "num_batches", even + again[2])
 
     @property
-    def num_batches(self) -> int:
+    def num_steps(self) -> int:
         return self.full + len(self.tail)
 
     @property
     def padding(self) -> int:
         """Samples handed out twice in the last step."""
-        return max(0, self._end(self.num_batches) - self.num_samples)
+        return max(0, self._end(self.num_steps) - self.num_samples)
 
     def consumed(self, batches: int) -> int:
-        """Samples of the epoch that all ranks together have consumed after `batches` steps of this plan."""
-        return min(self.num_samples, self._end(batches))
+        """Samples of the epoch that all ranks together have consumed after `batches` batches of each."""
+        if self.num_ranks == self.world_size:
+            end = self._end(batches)
+        else:
+            end = self.share(batches, 0)[0] if batches < self.num_batches else self._end(self.num_steps)
+        return min(self.num_samples, end)
 
-    def _end(self, batches: int) -> int:
-        return self.start + min(batches, self.full) * self.step + sum(self.tail[: max(0, batches - self.full)])
+    def batches_until(self, samples: int) -> int | None:
+        """How many batches of each rank consume `samples` samples; None: no number does."""
+        steps = min(max(0, samples - self.start) // self.step, self.full)
+        for batches in range(max(0, steps * self.world_size // self.num_ranks - 1), self.num_batches + 1):
+            if (consumed := self.consumed(batches)) >= samples:
+                return batches if consumed == samples else None
+        return None
+
+    def _end(self, steps: int) -> int:
+        return self.start + min(steps, self.full) * self.step + sum(self.tail[: max(0, steps - self.full)])
 
     def share(self, batch: int, rank: int) -> tuple[int, int]:
-        """Positions [begin, end) of `rank` in step `batch`; positions past the end wrap around to the epoch's start."""
-        first = self._end(batch)
-        size, more = divmod(self._end(batch + 1) - first, self.world_size)
-        begin = first + rank * size + min(rank, more)
-        return begin, begin + size + (rank < more)
+        """Positions [begin, end) of `rank` in its batch `batch`; positions past the end wrap around to the epoch's
+        start."""
+        if batch < self.even:
+            return self._part(batch * self.num_ranks + rank)
+        begin, end, rounds = self.again
+        return _piece(begin, end, (batch - self.even) * self.num_ranks + rank, rounds * self.num_ranks)
+
+    def _part(self, number: int) -> tuple[int, int]:
+        """Positions of the batch `number` of those of all `world_size` ranks."""
+        step, rank = divmod(number, self.world_size)
+        return _piece(self._end(step), self._end(step + 1), rank, self.world_size)
+
+
+def _piece(begin: int, end: int, number: int, count: int) -> tuple[int, int]:
+    """Piece `number` of [begin, end) in `count` pieces, the larger ones first."""
+    size, more = divmod(end - begin, count)
+    first = begin + number * size + min(number, more)
+    return first, first + size + (number < more)
 
 
 class ResumableBatchSampler(Sampler[list[Key]]):
@@ -145,10 +219,13 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         """The steps that are left when `start` samples of the epoch are consumed."""
         world_size = self.ranks()[1]
         size = len(self.dataset)
+        shares = shares_of(world_size)
         if self.whole_rounds:
-            size -= size % world_size
+            size -= size % shares
         start = size if finished else start
-        return EpochPlan(size, self.batch_size, world_size, self.drop_last, start, fill=self.filled_rounds)
+        return EpochPlan(
+            size, self.batch_size, shares, self.drop_last, start, present=world_size, fill=self.filled_rounds
+        )
 
     def __len__(self) -> int:
         """Batches of a whole epoch for one rank. Asked at every boundary: worked out again only when it can differ."""
@@ -170,10 +247,11 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         width = plan.batch_size
         steps_at_once = max(1, _BLOCK // width)
         own = plan.start + rank * width + np.arange(width, dtype=np.int64)
-        for first in range(0, plan.full, steps_at_once):
-            steps = np.arange(first, min(first + steps_at_once, plan.full), dtype=np.int64)
-            yield from self._keys(steps[:, None] * plan.step + own, order, prefix)
-        for batch in range(plan.full, plan.num_batches):
+        full = min(plan.even, plan.full * plan.world_size // plan.num_ranks)
+        for first in range(0, full, steps_at_once):
+            batches = np.arange(first, min(first + steps_at_once, full), dtype=np.int64)
+            yield from self._keys(batches[:, None] * (width * plan.num_ranks) + own, order, prefix)
+        for batch in range(full, plan.num_batches):
             positions = np.arange(*plan.share(batch, rank), dtype=np.int64) % plan.num_samples
             yield from self._keys(positions[None, :], order, prefix)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mindx_elastic.errors import UsageError
+from mindx_elastic.rejoin.trial import pass_trial
 
 __all__ = ["active", "check_that_it_is_not_active", "check_that_one_may_enter", "has_been_one", "require_entered"]
 
@@ -33,7 +34,9 @@ def has_been_one() -> bool:
 
 
 def check_that_it_is_not_active(guard: object) -> None:
-    """Raises UsageError: on every rank alike; the block that is open goes on."""
+    """Raises UsageError: on every rank alike; the block that is open goes on. A trial ends here, before it meets
+    other ranks (see `rejoin.trial`)."""
+    pass_trial()
     if guard in _active:
         raise UsageError("this guard is active already: write `with guard:` once around the loop")
 

@@ -110,7 +110,7 @@ class VariablesPart(Part):
 
     def __init__(self, begun: AsBegun, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
         """`kept`: what the guard keeps, which is put back. `is_new`: this process takes a dead rank's place."""
-        now = own_variables(sys._getframe(), {*map(id, kept)})
+        now = own_variables(sys._getframe(), {*map(id, kept)}, positions=True)
         self._is_new, self._rank = is_new, rank
         self._now = now
         self._said: dict[str, str] = {}
@@ -137,11 +137,16 @@ class VariablesPart(Part):
 
     def hear(self, answer: Answer) -> None:
         if answer.common and self._rank == 0:
+            names = [printable(str(name), _LONGEST) for name in answer.common]
+            has_iterator = any(name.startswith("the position of ") for name in names)
             logger.warning(
                 "%s: the ranks that live on and the new one differ in this, because the guard does not keep it. If the "
                 "training depends on it, name it in Guard(stateful={...}), or set it in the function that guard.run "
-                "calls",
-                listed([printable(str(name), _LONGEST) for name in answer.common], _MOST_NAMED),
+                "calls%s",
+                listed(names, _MOST_NAMED),
+                "; an iterator cannot be kept: make it in that function, and advance it to guard.step"
+                if has_iterator
+                else "",
             )
 
 

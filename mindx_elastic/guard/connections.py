@@ -184,6 +184,7 @@ class Connections:
                 resumed=None if resumed is None else resumed.checkpoint.info,
                 donates=self._member is not None,
                 begins_again=begins_again,
+                also_to=None if self._member is None else self._member.courier(replicated=saver.replicated),
             )
         if self.mirror is not None:
             self.mirror.endpoints.close()

@@ -28,6 +28,7 @@ from mindx_elastic.guard.active import active, check_that_it_is_not_active, chec
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.ending import Ending
+from mindx_elastic.guard.fewer_ranks import FewerRanks, SizedGuard
 from mindx_elastic.guard.final_save import check_guests_path
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.evaluations import Evaluations
@@ -48,7 +49,7 @@ _T = TypeVar("_T")
 _HEARD_S = 5.0  # the watcher is told by this process itself
 
 
-class Guard:
+class Guard(SizedGuard):
     """Context manager around a training loop.
 
     ::
@@ -161,6 +162,7 @@ class Guard:
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
+        self._fewer = FewerRanks()
         self._place: Place | None = None  # in recoveries in place
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
@@ -264,9 +266,13 @@ class Guard:
             self._checks.at_entry()
             self._loops.at_next_batch = self._checks.refreshed.at_next_batch
             stack.callback(self._checks.refreshed.leave)
+        if trains:
+            kept = self._targets, self._collector, self._loaders
+            self._fewer.enter(stack, self._unmanaged, opening.around.page, self.ranks, *kept)
         self._start_stages(stack, settings, opening)
         if trains:
             self._checks.watch(self._update_gate)
+            self._fewer.begin_updates(stack)
         self._around.enter(
             start.resumed,
             start.run_id,
@@ -392,16 +398,6 @@ class Guard:
     def _step(self) -> int:
         return self._loops.step
 
-    @property
-    def rank(self) -> int:
-        """This process's rank; known once the guard is entered."""
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks; known once the guard is entered."""
-        return self.ranks.world_size
-
     def epochs(self, num_epochs: int, start: int = 1) -> Iterator[int]:
         """Yield the epochs still to do, the first of `num_epochs` having the number `start`; the first one is the
         resumed one.
@@ -460,6 +456,9 @@ class Guard:
         if self._place is not None:
             self._place.member.at_boundary()
         loops = self._loops
+        self._fewer.end_step()
+        if self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
+            return
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
         self._finished_step = False
@@ -482,6 +481,8 @@ class Guard:
         `retake`: code has run since `boundary` that belongs to this step (callbacks that count, draw random numbers or
         keep averages), so the boundary is copied again.
         """
+        if self._fewer.has_left_out:
+            return
         if retake and self._cut:
             self._boundaries.copy(self._loops.position)
         self._finished_step = True

@@ -56,9 +56,9 @@ class Listeners:
         if link is not None:
             signals += [CONTROL_SIGNAL, signal.SIGTERM]  # an agent stops its workers with it, whatever the policies say
             if link.agent_fd >= 0:  # also where a script runs between the agent and this process
-                self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
+                self._watcher.watch(link.agent_fd, stopper.hear_orphan)
             if link.is_orphan():  # the agent has died during the start: no signal and no descriptor says so
-                post(lambda: stopper.hear(alarms.of_orphan()))
+                post(stopper.hear_orphan)
         self.handlers = SignalHandlers(signals, self._watcher)  # set before the first signal can arrive
         stack.enter_context(self.handlers)
 
@@ -124,7 +124,7 @@ class Listeners:
             elif order is not None:
                 stopper.hear(stopper.alarms.of_agent(order))
         elif link is not None and signum == signal.SIGTERM and link.is_orphan():
-            stopper.hear(stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
+            stopper.hear_orphan()  # sent by the kernel, see `agent.child`
         elif signum in self._own_signals:
             stopper.hear_signal(signum)
         else:

@@ -29,17 +29,19 @@ from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
+from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, joiner, nccl, sharded, spare
+from mindx_elastic.rejoin import groups, joiner, nccl, sharded, spare, trial
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
@@ -49,6 +51,9 @@ from mindx_elastic.rejoin.protocol import InMemory, Report
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
+_FINISHES_S = 0.2
+"""Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
+cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
 _CONNECTIONS = 4  # of an exchange, and of a member
 _members: list[Member] = []
 _told: set[str] = set()
@@ -98,7 +103,8 @@ class Place:
         stopper.update_gate.before_update = member.before_update if groups.devices.is_used else None
         loaders.at_every_ask(member.at_batch)
         member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
-        member.page.set(in_place=1, generation=member.generation)
+        part = member.part_of_node(replicated=stopper.saver.replicated)
+        member.page.set(in_place=part, generation=member.generation)
         if self.entry is not None:
             member.entered()
 
@@ -121,7 +127,8 @@ class Place:
         try:
             entry = self.member.leave()
         except RejoinFailed as problem:
-            logger.warning("no recovery in place: %s; the job is restarted", problem)
+            more = "" if stopper.alarm is not None else "; the job is restarted"
+            logger.warning("no recovery in place: %s%s", problem, more)
             stopper.stop_for_death()
             return stopper.exit()
         loaders.shutdown()
@@ -141,6 +148,7 @@ def _end_if_broken(error: BaseException | None) -> None:
 
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
+    trial.pass_trial()
     if spare.is_waiting():
         _warm_up(targets())
     member = _find_member(current_ranks(RankInfo.from_env()), targets())
@@ -214,6 +222,8 @@ def _warm_up(targets: Mapping[str, Any]) -> None:
     keep_reserve(take_reserve(len(parameters)))
     capture_rng()
     Collector(targets)
+    own_variables(None, ())  # judges a thousand modules once, whether they are the program's
+    look(None, targets)
 
 
 def _tell_once(ranks: RankInfo, text: str) -> None:
@@ -329,6 +339,8 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
         peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
         call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),
         open_gate=open_gate,
+        end=stopper.end_unsaved,
         ddp=ddp,
+        finishes_s=0.0 if saver.replicated or len(collector.layouts.same_parts()) < 2 else _FINISHES_S,
         modules=collector.sharded_modules,
     )

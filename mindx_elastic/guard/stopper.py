@@ -22,12 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision
 from mindx_elastic.alarm.alarm import REFUSAL, Alarm, Alarms, signal_name
 from mindx_elastic.alarm.deadline import reserve_s
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
@@ -85,6 +87,7 @@ class Stopper:
         self.policies = tuple(policies)
         self.alarms = Alarms(settings, ranks, exit_codes_of(policies))
         self.peers_gone = saver.gone = peers_gone
+        exchange.gone = lambda: [rank for rank in self.peers_gone() if not events.has_ended(rank)]
         self.path: Path | None = None
         """The file that the stop has written, or found to be durable already."""
         self.saved_step: int | None = None
@@ -151,6 +154,20 @@ class Stopper:
         """Watcher thread: any other alarm (flag file, the program, a fault, another rank). A second changes nothing."""
         if self.phase is StopPhase.TRAINING:
             self.stop(alarm)
+
+    def hear_orphan(self) -> None:
+        """Watcher thread: the agent of this machine is gone. Where another node may take this one's place the process
+        ends, and no other rank is asked to stop: the agents see the loss, and every other rank has the same state."""
+        member = self._member
+        if member is None or not member.ends_with_agent or self._ending or self.finished or self.is_leaving:
+            self.hear(self.alarms.of_orphan())
+        elif self.phase is StopPhase.TRAINING:
+            self.end_unsaved(self.alarms.of_orphan().reason)
+
+    def end_unsaved(self, why: str) -> NoReturn:
+        """This process does not belong to the job any more: it ends, saves nothing, asks nobody to stop. Any thread."""
+        logger.warning("%s: this process ends, and another node may take its place", why)
+        end_process(EXIT_TEMPORARY, self._relay)
 
     def hear_death(self, rank: int) -> None:
         """Watcher thread: the process of another rank on this machine is gone."""
@@ -586,7 +603,7 @@ class Stopper:
             self.step_gate.open_until(0)
 
 
-def end_process(exit_code: int, relay: LogRelay) -> None:
+def end_process(exit_code: int, relay: LogRelay) -> NoReturn:
     """Kill the children (loader workers), flush what was printed and logged, and leave. Any thread; never returns.
 
     Flushing may hang (a full pipe, a lock of a thread that hangs in it): `relay` waits for it at most a second.

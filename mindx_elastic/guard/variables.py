@@ -7,15 +7,18 @@ may be a password.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sized
-from types import FrameType
+from contextlib import suppress
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-from mindx_elastic.guard.checks.surroundings import attributes_of, kind_of, variables_of
+from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, kind_of, variables_of
+from mindx_elastic.guard.iterators import is_iterator, position_of
 from mindx_elastic.prove.digests import digest
 
 __all__ = ["own_variables"]
@@ -30,14 +33,17 @@ _LONGEST_KEY = 32
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 
 
-def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, str]:
-    """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out."""
+def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: bool = False) -> dict[str, str]:
+    """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out. `positions`: also
+    where iterators stand, and what only functions of the program hold on to."""
     found: dict[str, str] = {}
     known = set(kept)
     left: float = _MOST_BYTES_IN_ALL
     waiting: deque[tuple[str, str, Any, int]] = deque()
+    of_callers: dict[str, int] = {}
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
+            of_callers[name] = id(value)
             if isinstance(name, str) and not (name.startswith("__") and name.endswith("__")):
                 waiting.append((name, place, value, 0))
     while waiting and len(found) < _MOST:
@@ -48,6 +54,16 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
             if id(value) not in known and (nbytes := _num_bytes(value)) <= min(left, _MOST_BYTES):
                 left -= nbytes
                 found.setdefault(f'"{name}" ({place})', digest(value))
+        elif positions and is_iterator(value):
+            if id(value) not in known:
+                known.add(id(value))
+                found.setdefault(f'the position of "{name}" ({place})', position_of(value, _plain))
+        elif positions and type(value) is FunctionType:
+            if id(value) not in known and depth < _DEPTH and not is_library(str(value.__module__)):
+                known.add(id(value))
+                where = f"{value.__name__}() in {os.path.basename(value.__code__.co_filename)}"
+                children = _closure_of(value)
+                waiting.extend((n, where, child, depth + 1) for n, child in children if of_callers.get(n) != id(child))
         elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
             known.add(id(value))
             if isinstance(value, Sized) and type(value) in (list, tuple, dict, set, deque):
@@ -66,6 +82,16 @@ def _num_bytes(value: Any) -> float:
 
 def _noted(value: Any) -> str:
     return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
+
+
+def _plain(value: Any) -> str | None:
+    return _noted(value) if type(value) in _PLAIN else None
+
+
+def _closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # it is empty yet
+            yield name, cell.cell_contents
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -35,7 +35,16 @@ from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import ArenaFile, RankArena
 from mindx_elastic.persist.packed import pack_state
 
-__all__ = ["BOUNDARIES_FILE", "BoundaryLog", "BoundaryRecord", "BoundaryRing", "read_ring"]
+__all__ = [
+    "BOUNDARIES_FILE",
+    "NUM_BOUNDARIES",
+    "NUM_FORECASTS",
+    "NUM_PINNED",
+    "BoundaryLog",
+    "BoundaryRecord",
+    "BoundaryRing",
+    "read_ring",
+]
 
 
 NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
@@ -194,9 +203,16 @@ class BoundaryLog:
     """
 
     def __init__(
-        self, arena: RankArena, collector: Collector, modules: Iterable[nn.Module], next_step: Callable[[], int]
+        self,
+        arena: RankArena,
+        collector: Collector,
+        modules: Iterable[nn.Module],
+        next_step: Callable[[], int],
+        also_to: Callable[..., None] | None = None,
     ) -> None:
-        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one."""
+        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one.
+        `also_to`: is given each record, too: run id, attempt, step, pieces, and its kind by name."""
+        self._also_to = also_to
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._run_id, self._attempt = "", 0
@@ -259,6 +275,8 @@ class BoundaryLog:
             if not ring.write(self._attempt, step, pieces, **kind):
                 ring.close()
                 self._open(pieces).write(self._attempt, step, pieces, **kind)
+            if self._also_to is not None:
+                self._also_to(self._run_id, self._attempt, step, pieces, **kind)
         except Exception as error:  # any error: training must go on
             self._broken = True
             expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))

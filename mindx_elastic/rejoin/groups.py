@@ -8,6 +8,7 @@ one of gloo.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -214,7 +215,7 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
         return ""
     group = module.process_group
     # DDP's backward wants results, which a group without peers does not give.
-    module._update_process_group(_alone({parameter.device.type for parameter in module.parameters()}))
+    module._update_process_group(_alone(frozenset(parameter.device.type for parameter in module.parameters())))
     try:
         said = replay_gradient_order(module, order)
         if said is not None:
@@ -226,8 +227,10 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
     return ""
 
 
-def _alone(kinds: set[str]) -> Any:
-    """A process group of this process alone, for tensors on these types of devices."""
+@functools.cache
+def _alone(kinds: frozenset[str]) -> Any:
+    """A process group of this process alone, for tensors on these types of devices. Kept, because the end of one takes
+    gloo 10 ms."""
     from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 
     store = dist.HashStore()

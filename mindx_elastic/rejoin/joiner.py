@@ -47,8 +47,9 @@ class _SetupCollective(BaseException):
     """The program has called a collective before its guard; the process ends, and the job is restarted."""
 
 
-def prepare() -> None:
-    """Make `init_process_group` and `new_group` of this process build groups without peers. Before the program runs."""
+def prepare(refuse: Callable[[str], None] | None = None) -> None:
+    """Make `init_process_group` and `new_group` of this process build groups without peers. Before the program runs.
+    `refuse`: called with the words for a collective of the program's own; default: end the recovery."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
     from torch.distributed import distributed_c10d as c10d
 
@@ -70,10 +71,11 @@ def prepare() -> None:
 
     _patch(c10d, "_new_process_group_helper", new_group_without_peers)
     _patch(c10d, "_store_based_barrier", lambda *arguments, **named: None)
-    instead = {name: _refusing(f"torch.distributed.{name}()") for name in _COLLECTIVES}
+    tell = refuse or _tell
+    instead = {name: _refusing(f"torch.distributed.{name}()", tell) for name in _COLLECTIVES}
     _patch_all(c10d, {**instead, **dict.fromkeys(_PASSED, lambda *arguments, **named: None)})
     if _FUNCTIONAL in sys.modules:
-        told = {name: _refusing(f"a collective of DTensors ({name})") for name in _FUNCTIONAL_COLLECTIVES}
+        told = {name: _refusing(f"a collective of DTensors ({name})", tell) for name in _FUNCTIONAL_COLLECTIVES}
         _patch_all(sys.modules[_FUNCTIONAL], told)
 
 
@@ -100,13 +102,13 @@ def _until_end(original: Callable[..., Any], instead: Callable[..., Any]) -> Cal
     return in_setup
 
 
-def _refusing(what: str) -> Callable[..., Any]:
+def _refusing(what: str, tell: Callable[[str], None]) -> Callable[..., Any]:
     def refuse(*arguments: Any, **named: Any) -> Any:
         caller = sys._getframe(2)  # behind `in_setup`
         if caller.f_globals.get("__name__") == _OF_MESHES and _takes_own_part(caller, arguments, named):
             return None
         text = f"the program calls {what} before its guard, and the other ranks take no part in that"
-        _tell(text)
+        tell(text)
         raise _SetupCollective(text)
 
     return refuse

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,6 +22,7 @@ from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.status_page import RANKS_REPLACED
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
@@ -34,6 +35,7 @@ __all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
+_LOOK_S = 0.05
 _LONGEST = 1000
 
 
@@ -100,7 +102,11 @@ class Host:
     """Run a function in the watcher thread after so many seconds."""
     open_gate: Callable[[], None]
     """Let the training thread come out at its next boundary."""
+    end: Callable[[str], NoReturn]
+    """End this process, because of what the text says, without a save and without a word to the others."""
     ddp: DdpModules
+    finishes_s: float = 0.0
+    """How long collectives that need no dead rank have until they are cut as well."""
     modules: Sequence[torch.nn.Module] = ()
     """Other modules whose forward fails when a rank has died."""
 
@@ -115,6 +121,8 @@ class Member:
         self.is_joiner = settings.generation > 0
         self.has_entered = False
         """A guard of this process has been entered."""
+        self.ends_with_agent = False
+        """This rank's agent is gone, and with it its node: the rank ends, and another node may take its place."""
         self.page: Any = None
         """The status page, which stays over all recoveries."""
         self.arena: Any = None
@@ -174,8 +182,13 @@ class Member:
         return self._wants_out.is_set()
 
     def comes_out_soon(self) -> bool:
-        """Training thread, after a collective has failed and a rank is gone: the watcher hears of it in a moment."""
-        return self._wants_out.wait(_HEARD_S)
+        """Training thread, after a collective has failed and a rank is gone: the watcher hears of it in a moment,
+        unless the job is being stopped."""
+        end = time.monotonic() + _HEARD_S
+        while not self._wants_out.wait(_LOOK_S) and time.monotonic() < end:
+            if self._host is None or self._host.is_stopping():
+                break
+        return self.wants_out
 
     def hear_death(self, rank: int) -> None:
         """Watcher thread: the process of another rank is gone, or the agent has said so (-1: it does not say which)."""
@@ -189,7 +202,10 @@ class Member:
             self._times = {"heard": time.time()}
             self._wants_out.set()
         host.open_gate()
-        self._cut()
+        if host.finishes_s:
+            host.call_soon(host.finishes_s, self._cut)
+        else:
+            self._cut()
 
     def _cut(self) -> None:
         """Watcher thread, again and again: a collective may have been about to begin on another connection."""
@@ -263,7 +279,8 @@ class Member:
         if plan.get("refusal"):
             raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
         report = host.report()
-        board.write(f"{generation}/out/{self.ranks.rank}", self._note_of(report))
+        if board.write(f"{generation}/out/{self.ranks.rank}", self._note_of(report)).get("dead"):
+            host.end(f"rank {self.ranks.rank} was taken for dead")  # and a new process has its place
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
         if said := host.reset_modules():
@@ -294,6 +311,20 @@ class Member:
         )
 
     # --- what is otherwise on several nodes, see `nodes_member` -------------------------------------------------------
+
+    _verdict_s = 0.0
+    """How much longer than for anything else to wait for the reports of all ranks."""
+
+    def part_of_node(self, *, replicated: bool) -> int:
+        """The guard is open: value of the page's `in_place`. `replicated`: every rank has the whole state."""
+        return RANKS_REPLACED
+
+    def courier(self, *, replicated: bool) -> Callable[..., None] | None:
+        """Training thread, before the guard is open: what takes the rank's small records to another node, too."""
+        return None
+
+    def _comes_in(self, board: Board, generation: int) -> None:
+        """A new process, before it connects to the others. Raises RejoinFailed where it must not."""
 
     def hears_from_afar(self) -> bool:
         """Training thread, after an error: whether a rank of another node is gone."""
@@ -337,7 +368,7 @@ class Member:
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
-        notes = self._wait(board, list(keys.values()), host)
+        notes = self._wait(board, list(keys.values()), host, more_s=self._verdict_s)
         for note in notes.values():
             if note.get("refusal"):  # the coordinator has given up before this rank has written its report
                 raise RejoinFailed(str(note["refusal"])[:_LONGEST])
@@ -370,9 +401,11 @@ class Member:
             raise RejoinFailed(f"the donor's word makes no sense ({printable(str(error), 200)})") from None
         return Path(str(note["path"])), paths
 
-    def _wait(self, board: Board, keys: list[str], host: Host | None, *, unless: str = "") -> dict[str, dict[str, Any]]:
-        """`unless`: the key at which the coordinator writes that there is no recovery."""
-        end = time.monotonic() + self._timeout_s
+    def _wait(
+        self, board: Board, keys: list[str], host: Host | None, *, unless: str = "", more_s: float = 0.0
+    ) -> dict[str, dict[str, Any]]:
+        """`unless`: the key at which the coordinator writes that there is no recovery. `more_s`: beyond the usual."""
+        end = time.monotonic() + self._timeout_s + more_s
         while (left := end - time.monotonic()) > 0:
             found = board.wait(keys, min(left, 0.5))
             if found is not None:
@@ -398,6 +431,7 @@ class Member:
             if said := groups.rebuild_buckets(name, module, list(self._orders.get(name, []))):
                 raise RejoinFailed(said)
         end_setup()
+        self._comes_in(board, generation)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         found = self._get_state(board, None, generation, verdict, receive)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
-from mindx_elastic.rejoin.board import Board
+from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.status_page import NODES_REPLACED, RANKS_REPLACED
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.folders import job_folder
+from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
 from mindx_elastic.rejoin.member import Found, Host, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report, Verdict
+from mindx_elastic.rejoin.small_records import Courier, put_into_ring
 
 __all__ = ["NodesMember"]
 
+_OTHER_NODE_S = 5.0  # the agents' word that no other node has come is to be faster
 _AFAR_S = 3.0  # a death has to go through the store to another node's agent
 
 
@@ -24,8 +32,30 @@ class NodesMember(Member):
     def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
         super().__init__(settings, ranks, agent)
         self._node, self._num_nodes = settings.node, settings.num_nodes
+        self._whole_nodes = settings.whole_nodes
+        self._courier: Courier | None = None
         self._sources: dict[int, int] = {}
         """By node: the rank that copies the boundary there."""
+
+    _verdict_s = _OTHER_NODE_S
+
+    def part_of_node(self, *, replicated: bool) -> int:
+        self.ends_with_agent = bool(self._whole_nodes) and replicated and self._node > 0
+        return NODES_REPLACED if self._whole_nodes and replicated else RANKS_REPLACED
+
+    def courier(self, *, replicated: bool) -> Callable[..., None] | None:
+        host, _, port = self._whole_nodes.rpartition(":")
+        if not replicated or self._node == 0 or not port.isdigit():
+            return None
+        if self._courier is None:
+            self._courier = Courier((host, int(port)), self._attempt, board_key(), self.ranks.rank)
+        return self._courier.send
+
+    def _comes_in(self, board: Board, generation: int) -> None:
+        # Its node may have been lost, with it, and another one have taken the place: one of the two must not go on.
+        own = secrets.token_hex(8)
+        if board.write(f"{generation}/joins/{self.ranks.rank}", {"process": own}).get("process") != own:
+            raise RejoinFailed(f"another process has taken the place of rank {self.ranks.rank}")
 
     def hears_from_afar(self) -> bool:
         """Training thread, after an error: whether another rank is gone, perhaps on another node. Its connections end
@@ -80,8 +110,29 @@ class NodesMember(Member):
         self._wait_for_state(board, host, generation)
         key = f"{generation}/copy/{self._node}"
         path, source = Path(str(self._wait(board, [key], host)[key]["path"])), self._sources.get(self._node)
+        if host is None:
+            self._take_records(board, generation, path, verdict)
         source = verdict.donor if source is None else source
         return Found(path, {source: path}, source)
+
+    def _take_records(self, board: Board, generation: int, path: Path, verdict: Verdict) -> None:
+        """A new process: what the first node has kept of the rank whose node was lost, into its own ring."""
+        key, base = f"{generation}/records/{self.ranks.rank}", MemorySettings.from_env().base
+        try:
+            note = board.read([key]).get(key)
+            if note is None or base is None:
+                return
+            given = next(f"{generation}/copy/{node}" for node, rank in self._sources.items() if rank == verdict.donor)
+            directory = Path(str(board.read([given])[given]["parcel"]["directory"]))
+            if job_folder(base, directory) != path.parent.parent:
+                raise ValueError(f"{path} is not in the folder of {directory}")
+            arena = RankArena(base, directory, self.ranks.rank)
+            try:
+                put_into_ring(note, verdict.run_id, arena.folder)
+            finally:
+                arena.close()
+        except (OSError, ValueError, KeyError, TypeError) as error:  # it goes on without, and says what that means
+            logger.warning("rank %d's small records cannot be used: %s", self.ranks.rank, printable(str(error), 200))
 
     def _move_copies(
         self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive

@@ -30,6 +30,7 @@ from enum import Enum
 from typing import Any
 
 from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.rank_lists import rank_list
 
 __all__ = ["Coordinator", "Fallback", "InMemory", "Phase", "Report", "Verdict", "decide"]
 
@@ -220,8 +221,9 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
     """The most advanced boundary at which some survivor is whole."""
     clean = [report for report in alive if report.clean]
     if not clean:
-        named = ", ".join(str(report.rank) for report in alive)
-        return Verdict(refusal=f"ranks {named} were all cut off in an update: none has the state of a boundary")
+        ranks = rank_list(report.rank for report in alive)
+        were = "was" if len(alive) == 1 else "were all"
+        return Verdict(refusal=f"{ranks} {were} cut off in an update: none has the state of a boundary")
     step = max(report.step for report in clean)
     if max(report.step for report in alive) > step:
         return Verdict(refusal="the rank that was furthest was cut off in an update")

@@ -6,12 +6,12 @@ Each is one event `rejoin`, written by the agent, or in a dynamic cluster by the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.values import real, text, whole
 
 __all__ = [
     "BY_HAND",
@@ -76,6 +76,10 @@ class RecoveryRecord:
     """The boundary that all go on from."""
     steps_lost: int | None = None
     """How many steps that every rank had passed are done again."""
+    node: str = ""
+    """Machine and process of the agent whose whole node was lost; empty: single ranks were."""
+    taken_by: str = ""
+    """Machine and process of the agent that has taken its place."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """When the last rank had come so far, by `STAGES`; what is not known is not in it."""
     duration_s: float | None = None
@@ -117,18 +121,23 @@ def as_event(record: RecoveryRecord) -> dict[str, Any]:
         "behind": list(record.behind),
         "donor": record.donor,
         "steps_lost": record.steps_lost,
+        **({"node": record.node, "taken_by": record.taken_by or None} if record.node else {}),
         "stages": dict(record.stages),
     }
 
 
 def from_event(line: Mapping[str, Any]) -> RecoveryRecord | None:
     """The record in an event of any version; None: it makes no sense."""
-    attempt, generation, outcome = _whole(line.get("attempt")), _whole(line.get("generation")), line.get("outcome")
+    attempt, generation, outcome = (
+        whole(line.get("attempt")),
+        whole(line.get("generation")),
+        line.get("outcome"),
+    )
     if attempt is None or generation is None or outcome not in _OUTCOMES:
         return None
-    reason, cause = _text(line.get("reason")), _text(line.get("cause"))
+    reason, cause = text(line.get("reason")), text(line.get("cause"))
     stages = line.get("stages")
-    known = {name: _real(stages.get(name)) for name in STAGES} if isinstance(stages, dict) else {}
+    known = {name: real(stages.get(name)) for name in STAGES} if isinstance(stages, dict) else {}
     return RecoveryRecord(
         attempt=attempt,
         generation=generation,
@@ -138,12 +147,14 @@ def from_event(line: Mapping[str, Any]) -> RecoveryRecord | None:
         ranks=_ranks(line.get("ranks")),
         stood_in=_stand_ins(line.get("stood_in")),
         behind=_ranks(line.get("behind")),
-        donor=_whole(line.get("donor")),
-        step=_whole(line.get("step")),
-        steps_lost=_whole(line.get("steps_lost")),
+        donor=whole(line.get("donor")),
+        step=whole(line.get("step")),
+        steps_lost=whole(line.get("steps_lost")),
+        node=text(line.get("node")),
+        taken_by=text(line.get("taken_by")),
         stages={name: value for name, value in known.items() if value is not None},
-        duration_s=_real(line.get("duration_s")),
-        time=_real(line.get("time")),
+        duration_s=real(line.get("duration_s")),
+        time=real(line.get("time")),
     )
 
 
@@ -151,7 +162,7 @@ def _stand_ins(value: Any) -> tuple[StandIn, ...]:
     found = []
     for each in value[:_MOST_RANKS] if isinstance(value, list) else ():
         if isinstance(each, dict):
-            rank, pid, by = _whole(each.get("rank")), _whole(each.get("pid")), _text(each.get("by"))
+            rank, pid, by = whole(each.get("rank")), whole(each.get("pid")), text(each.get("by"))
             if rank is not None and pid is not None:
                 found.append(StandIn(rank=rank, pid=pid, by=by))
     return tuple(found)
@@ -159,21 +170,7 @@ def _stand_ins(value: Any) -> tuple[StandIn, ...]:
 
 def _ranks(value: Any) -> tuple[int, ...]:
     found = value[:_MOST_RANKS] if isinstance(value, list) else []
-    return tuple(rank for rank in map(_whole, found) if rank is not None)
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _real(value: Any) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+    return tuple(rank for rank in map(whole, found) if rank is not None)
 
 
 # --- for a person ---
@@ -196,6 +193,8 @@ def as_lines(records: Sequence[RecoveryRecord]) -> list[str]:
 def _what(record: RecoveryRecord) -> str:
     who = f"rank{'s' * (len(record.ranks) > 1)} {_numbers(record.ranks)}: " if record.ranks else ""
     words = [who + (_short(record.cause) or "gone")]
+    if record.taken_by:
+        words.append(f"{_short(record.taken_by)} has taken its place")
     if record.outcome != IN_PLACE:
         words.append({RESTART: "not in place", STOPPED: "stopped meanwhile"}[record.outcome])
         if record.reason:

@@ -23,6 +23,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.data.position import num_batches
+from mindx_elastic.data.sampler import window_of
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.policy import PeriodicPolicy
@@ -197,7 +198,7 @@ class TrainLoop:
             self.losses.reset()
             self._call("on_train_epoch_begin")
         batches = iter(self.loader)
-        for window in windows(batches, self.model.grad_accum if self.model.step.window else 1):
+        for window in windows(batches, self._window_size()):
             self._window(window, watch)
             if self._stop_wanted():
                 self._call("on_train_epoch_end")
@@ -327,7 +328,11 @@ class TrainLoop:
 
     def _windows_per_epoch(self) -> int:
         batches = num_batches(self.loader)
-        return -(-batches // self.model.grad_accum) if self.model.step.window else batches
+        return -(-batches // self._window_size())
+
+    def _window_size(self) -> int:
+        """Batches of a step."""
+        return self.guard.accumulation(self.model.grad_accum) if self.model.step.window else 1
 
     def _fill_params(self, epochs: int) -> None:
         model, guard = self.model, self.guard
@@ -373,6 +378,9 @@ class Unguarded:
             self._epoch, self._step_in_epoch = epoch, 0
             self.loader.set_epoch(epoch)
             yield epoch
+
+    def accumulation(self, batches: int = 1) -> int:
+        return window_of(batches, self.world_size)
 
     def boundary(self) -> None:
         self._step += 1

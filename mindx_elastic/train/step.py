@@ -20,6 +20,7 @@ from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import whole_number
+from mindx_elastic.data.sampler import window_of
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train.metrics import Metrics, MetricSet
 from mindx_elastic.train.parallel import choose_device, without_ddp
@@ -102,6 +103,12 @@ class ModelParts:
         """The last boundary: of the training under way, else of the last one."""
         position: Position = self._last_position if self._guard is None else self._guard.position
         return position
+
+    def accumulation(self, batches: int = 1) -> int:
+        """For custom steps that accumulate: over how many batches, see `Guard.accumulation`."""
+        if self._guard is not None:
+            return int(self._guard.accumulation(batches))
+        return window_of(whole_number("batches", batches, low=1), self.ranks.world_size)
 
     @property
     def bare_network(self) -> nn.Module:

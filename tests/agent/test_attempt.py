@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,9 +124,12 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             grace_s=grace_s,
             stacks=tmp_path / "stacks",
             on_look=lambda statuses: None,
+            late=more.get("late", lambda statuses: {}),
             recovery=more.get("recovery", lambda workers: None),
         )
-        return Attempt(workers, context, number=0).run()  # type: ignore[arg-type]
+        made = Attempt(workers, context, number=0)  # type: ignore[arg-type]
+        more.get("made", []).append(made)
+        return made.run()
 
     return attempt
 
@@ -147,7 +150,8 @@ def guard(rank: int, signum: int) -> int | None:
 class Replacing:
     """Stands in for `mindx_elastic.agent.recovery.Recovery`: two dead ranks get new processes, which finish."""
 
-    must_kill, reason, fd = False, "", None
+    must_kill, is_out, reason = False, False, ""
+    fds: tuple[int, ...] = ()
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.replaced = workers, list[int]()
@@ -204,6 +208,62 @@ def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_fi
     ending = run(Workers(pages, ignore), hang_timeout_s=1.0, recovery=recovery)
     assert sorted(made[0].replaced) == [0, 1]
     assert ending.outcome == "finished"
+
+
+def test_a_new_process_has_the_time_of_its_recovery_to_come_to_its_guard(run: Callable[..., Ending]) -> None:
+    class Slow(Replacing):
+        def hear_end(self, end: WorkerExit) -> None:
+            super().hear_end(end)
+            self.workers.pages[end.rank], self.until = None, time.monotonic() + 1.2
+
+        def look(self) -> Phase:
+            if time.monotonic() > self.until:
+                self.replaced.append(-1)
+            return super().look()
+
+    def late(statuses: Mapping[int, Status]) -> dict[int, str]:
+        return dict.fromkeys({0, 1} - statuses.keys(), "its new process has not come to its guard")
+
+    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
+    workers.end(1, -KILL)
+    assert run(workers, recovery=Slow, late=late).outcome == "finished"
+    assert workers.sent[1] == []
+
+
+@pytest.mark.parametrize(("second", "own"), [(-6, [1]), (-KILL, [1, 2])])
+def test_the_failures_of_replaced_processes_are_known_but_not_those_of_whom_they_took_along(
+    run: Callable[..., Ending], second: int, own: list[int]
+) -> None:
+    workers, made = Workers(dict.fromkeys(range(3), IN_TRAINING), ignore), list[Attempt]()
+
+    class TakesAlong(Replacing):
+        def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
+            self.workers.end(2, second)
+            return super().begin(end, cause, stuck_s=stuck_s)
+
+    workers.end(1, -KILL)
+    assert run(workers, recovery=TakesAlong, made=made).outcome == "finished"
+    assert [end.rank for end in made[0].own_failures] == own
+    assert [end.code for end in workers.exits] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("finds_out", ["before", "as it begins a recovery"])
+def test_a_node_that_was_given_up_makes_nothing_of_its_dead(run: Callable[..., Ending], finds_out: str) -> None:
+    """Its ranks fail when they wake up, because the others have gone on without them."""
+
+    class Out(Replacing):
+        is_out = finds_out == "before"
+
+        def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
+            assert not self.is_out
+            self.is_out = True
+            return False
+
+    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
+    workers.end(1, -11)
+    ending = run(workers, recovery=Out)
+    assert ending.outcome == "membership" and "taken for lost" in ending.cause
+    assert workers.sent == {0: [KILL], 1: []}  # no order to save
 
 
 @pytest.mark.parametrize(("states", "found"), [("SRS", [1]), ("SSD", [2]), ("SST", [2]), ("SSS", []), ("RRR", [])])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
 from mindx_elastic.agent.nodes import BoundedBoard, NodesRecovery, PlanWatch
 from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.workers import WorkerExit
@@ -46,7 +47,8 @@ class Plans:
 class Agent:
     """Of one node: workers without processes."""
 
-    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int) -> None:
+    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int, *, whole: bool = False) -> None:
+        """`whole`: whole nodes can be replaced, too, but no agent hears another one."""
         self.store, self.node, self.world = store, node, num_nodes * ranks
         self.own = range(node * ranks, (node + 1) * ranks)
         self.pages = {rank: Status(pid=100 + rank, phase=WorkerPhase.TRAINING, step=7, in_place=1) for rank in self.own}
@@ -58,7 +60,9 @@ class Agent:
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
         watch: Any = Plans(store)
-        self.recovery = NodesRecovery(
+        nodes: Any = SimpleNamespace(host=None, line=None)
+        more = {"nodes": nodes, "place": lambda: SimpleNamespace(num_nodes=num_nodes)} if whole else {}
+        self.recovery = (WholeNodesRecovery if whole else NodesRecovery)(
             workers,
             self.board,
             self.start,
@@ -67,6 +71,7 @@ class Agent:
             most=10,
             note=self.records.append,
             world_size=self.world,
+            **more,
         )
 
     def board(self, generation: int) -> Board:
@@ -182,6 +187,26 @@ def test_a_plan_that_is_none(agents: list[Agent]) -> None:
 def test_a_hang_is_not_recovered_from(agents: list[Agent]) -> None:
     assert "over several nodes" in agents[0].recovery.why_not([0])
     assert agents[0].recovery.why_not([]) == ""
+
+
+def test_a_node_that_was_given_up_calls_nothing_off_when_it_wakes_up() -> None:
+    """Its agent sees its dead rank before it hears what it is itself: the plan says that as well."""
+    store: Any = dist.HashStore()
+    first, woken = (Agent(store, node, 2, 1, whole=True) for node in range(2))
+    plan = {"generation": 1, "rank": 1, "cause": "node 1 is lost", "node": 1, "name": "m, pid 5"}
+    assert first.board(1).write("1/plan", plan) == plan
+    woken.kill(1)
+    assert woken.recovery.is_out and not woken.recovery.is_active
+    assert not first.board(1).read(["1/over", "1/out/1"])
+    assert not woken.started
+
+
+def test_a_node_that_hears_the_plan_of_its_own_loss_is_out() -> None:
+    store: Any = dist.HashStore()
+    first, woken = (Agent(store, node, 2, 1, whole=True) for node in range(2))
+    first.board(1).write("1/plan", {"generation": 1, "rank": 1, "cause": "x", "node": 1, "name": "m, pid 5"})
+    woken.hear()
+    assert woken.recovery.is_out and not first.recovery.is_out and not woken.told
 
 
 @pytest.mark.parametrize("seed", range(150))

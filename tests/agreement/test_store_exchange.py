@@ -96,6 +96,32 @@ def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> 
     assert ranks[1].decide("stop", 9, 30) == decisions[0]
 
 
+def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(ranks: list[StoreExchange]) -> None:
+    """It dies while the others wait for what it offers; one of them hears of it."""
+    began, deaths = time.monotonic(), list[int]()
+    ranks[2].gone = lambda: deaths
+    dies = threading.Timer(0.2, lambda: deaths.append(1))
+    dies.start()
+    decisions = decide(ranks, {0: 5, 2: 5}, 30)
+    dies.join()
+    assert set(decisions.values()) == {Decision(None, "rank 1 is gone")}
+    assert ranks[0].decide("salvage", 5, 30).reason == "rank 1 is gone"
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_has_made_its_offer_and_left_is_no_reason_to_act_alone(ranks: list[StoreExchange]) -> None:
+    """It has saved at the agreed step; another one is late."""
+    ranks[1].announce("salvage", 13)
+    ranks[2].gone = ranks[0].gone = lambda: [1]
+    decisions: list[Decision] = []
+    early = threading.Thread(target=lambda: decisions.append(ranks[2].decide("salvage", 12, 30)))
+    early.start()
+    time.sleep(0.3)
+    decisions.append(ranks[0].decide("salvage", 13, 30))
+    early.join(30)
+    assert [decision.step for decision in decisions] == [13, 13]
+
+
 def test_a_rank_that_has_left_is_not_waited_for(ranks: list[StoreExchange]) -> None:
     ranks[1].leave()
     assert {d.step for d in decide(ranks, {0: 5, 2: 6}, 30).values()} == {6}

@@ -203,6 +203,35 @@ def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) 
         finish(run, second, jobs)
 
 
+@pytest.mark.parametrize(
+    "victim", [pytest.param(None, marks=pytest.mark.drill), pytest.param(1, marks=pytest.mark.drill)]
+)
+def test_workers_that_have_finished_without_a_scheduler_are_not_held_for_dead(victim: int | None) -> None:
+    """The scheduler that is started again is too late to hear them: they wait 30 s for it."""
+    with cluster(2) as run:
+        first, jobs = held(run, "--hold-at=11")
+        first.process.kill()
+        first.wait()
+        run.go(11)
+        for job in jobs:
+            job.wait_for("DONE")
+        if victim is not None:
+            jobs[victim].process.kill()  # it waits for the scheduler
+            jobs[victim].wait()
+        for number, job in enumerate(jobs):
+            if number != victim:
+                job.expect(0)
+                assert job.matches("reads in .*left.* how this worker has ended")
+        second = run.scheduler()
+        second.expect(0 if victim is None else 1)
+        assert second.matches("has left without a scheduler: done")
+        if victim is not None:
+            assert second.matches(
+                r"rank 1 .* is dead: its process has ended while no scheduler was there; the other ranks have finished"
+            )
+        assert not [name for name in os.listdir("recovery") if name.startswith("left.")]
+
+
 # --- without recovery ---
 
 
@@ -257,23 +286,35 @@ def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
 
 
 def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
+    """It comes back before another process has its place."""
     with cluster(2, MINDX_HEARTBEAT_S="2") as run:
         scheduler = run.scheduler()
         jobs = run.workers("--stop=7:1")
-        again = None
         try:
             scheduler.wait_for("rank 1 .* is dead: it has sent nothing for 2 s")
             jobs[0].wait_for("begins anew in place")
-            again = run.worker(1, "--hold-at=9", "--hold-resumed", MS_NODE_ID="1")
-            again.wait_for("HOLD")  # it lives, and has the place
         finally:
             os.kill(jobs[1].process.pid, signal.SIGCONT)
         jobs[1].wait_for("holds this process for dead")
-        assert jobs[1].wait() != 0
-        assert jobs[1].matches("MS_NODE_ID=1 belongs to process")
-        assert again is not None
-        run.go(9)
-        finish(run, scheduler, [jobs[0], again])
+        finish(run, scheduler, jobs)
+        assert all(len(job.matches("READY")) == 2 for job in jobs)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
+def test_a_stopped_process_is_killed_when_another_one_takes_its_place(victim: int, tmp_path: Path) -> None:
+    """It has the lock of the directory, for which a new rank 0 would wait in vain."""
+    with cluster(2, MINDX_HEARTBEAT_S="2") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers(f"--stop=7:{victim}", "--shared")
+        scheduler.wait_for(f"rank {victim} .* is dead: it has sent nothing for 2 s")
+        again = run.worker(victim, "--shared")
+        again.wait_for(
+            f"process {jobs[victim].process.pid}, which had node id {victim} before and is silent, is killed"
+        )
+        assert jobs[victim].wait() == -signal.SIGKILL
+        assert not again.matches("is in use by")
+        finish(run, scheduler, [jobs[1 - victim], again])
+        assert hashes_of([jobs[1 - victim], again]) == uninterrupted(2, tmp_path, "--shared")
 
 
 def test_every_wrong_variable_is_named_at_once() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 
 counted = 0
+batches: Any = None
 history: list[int] = []
 untouched = 7
 
@@ -107,3 +110,87 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
 
     again = VariablesPart(new, [], 1, is_new=False)  # nothing has changed here since its beginning
     assert again.say() == {"changed": []}
+
+
+def _numbers() -> Iterator[int]:
+    while True:
+        yield from [1, 2, 3]
+
+
+class _Stream:
+    """Asks nothing of the program."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        raise AssertionError("no code of the program is run")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: itertools.cycle(range(7)),
+        lambda: iter([1, 2, 3, 4]),
+        lambda: zip(itertools.count(), iter(range(9)), strict=False),
+        lambda: map(str, [1, 2, 3]),
+        lambda: itertools.islice(itertools.chain([1, 2], [3, 4]), 3),
+        lambda: itertools.count(5),
+        lambda: itertools.repeat("x", 5),
+        lambda: (number for number in range(5)),
+        _numbers,
+    ],
+    ids=["cycle", "list", "zip", "map", "islice", "count", "repeat", "expression", "generator"],
+)
+def test_an_iterator_that_goes_on_in_survivors_is_named(
+    make: Callable[[], Iterator[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    global batches
+    name = 'the position of "batches" (test_as_begun.py)'
+    try:
+        batches = make()
+        survivor, new = AsBegun({}), AsBegun({})
+        VariablesPart(survivor, [], 0, is_new=False)  # the first entry
+        assert VariablesPart(survivor, [], 0, is_new=False).say() == {"changed": []}, "to look does not advance it"
+        next(batches), next(batches)
+        old = VariablesPart(survivor, [], 0, is_new=False)
+        unused, batches = batches, make()
+        fresh = VariablesPart(new, [], 1, is_new=True)
+    finally:
+        batches = None
+    assert old.merge([old.say(), fresh.say()]).common == [name]
+    with caplog.at_level(logging.WARNING):
+        old.hear(Answer([name], None, list))
+    assert "make it in that function, and advance it to guard.step" in caplog.text
+    assert next(unused) != next(make()) or isinstance(unused, itertools.repeat)
+
+
+def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
+    global batches
+    try:
+        batches = iter(_Stream())
+        begun = AsBegun({})
+        VariablesPart(begun, [], 0, is_new=False)
+        next(batches)
+        assert VariablesPart(begun, [], 0, is_new=False).say() == {"changed": []}
+    finally:
+        batches = None
+
+
+def test_what_only_a_function_holds_on_to_is_compared() -> None:
+    def make() -> Callable[[], None]:
+        number, turns = 0, itertools.cycle(range(3))
+
+        def train() -> None:
+            nonlocal number
+            number += next(turns) + 1
+
+        return train
+
+    train = make()
+    begun = AsBegun({})
+    VariablesPart(begun, [], 0, is_new=False)
+    train()
+    (changed,) = VariablesPart(begun, [], 0, is_new=False).say().values()
+    names = sorted(name for name, _ in changed)
+    assert names == ['"number" (train() in test_as_begun.py)', 'the position of "turns" (train() in test_as_begun.py)']

@@ -1,8 +1,10 @@
 """A training under ``mindx-elastic run --recover in-place``, with faults at given places.
 
-``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT (``kill``, ``stop``, ``sleep``,
-``spin``, ``raise``, ``term``) when it has come to WHERE in the step: start, forward, mid, backward, share, update,
-after, eval, save. Each fires once in a job, however often the step is done; ``FAULT rank step where`` says so.
+``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT when it has come to WHERE in the
+step: start, worker (the start of a loader worker, which kills its rank), forward, mid, backward, share, update, after,
+eval, save. WHAT is ``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``, or it kills its agent (``agent``), and
+then itself (``node``), or itself first (``node-last``). Each fires once in a job, however often the step is done;
+``FAULT rank step where`` says so.
 
 Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
 again), and ``DONE rank sha256 step``.
@@ -33,7 +35,7 @@ from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard import start as start_module
 from tests.jobs.loop import Pictures
 
-PLACES = ("start", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
+PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
 
 
 class Sharing(torch.optim.AdamW):
@@ -95,10 +97,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
     parser.add_argument("--megabytes", type=int, default=0)
+    parser.add_argument("--flag-file", action="store_true", help="watch graceful_exit.json in the folder")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--hold-at", type=int, default=-1, help="after this step, until there is a file go")
     parser.add_argument("--late-rank", action="store_true", help="ask for the rank only when the model is built")
-    parser.add_argument("--resources", action="store_true", help="RESOURCES rank generation threads fds kB")
+    parser.add_argument("--resources", action="store_true", help="RESOURCES rank step threads fds kB files")
     return parser.parse_args()
 
 
@@ -120,7 +123,10 @@ class Faults:
         if what is None or not self._claim(f"{self._rank}-{step}-{where}"):
             return
         say(f"FAULT {self._rank} {step} {where}")
-        self.do(what)
+        if where == "worker":
+            os.kill(os.getppid(), signal.SIGKILL)
+        else:
+            self.do(what)
 
     def _claim(self, name: str) -> bool:
         try:
@@ -133,6 +139,19 @@ class Faults:
     def do(what: str) -> None:
         if what in ("kill", "stop", "term"):
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[what])
+        elif what in ("agent", "node"):
+            os.kill(int(os.environ["MINDX_AGENT_PID"]), signal.SIGKILL)
+            if what == "node":
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "node-last":
+            rank, agent = os.getpid(), int(os.environ["MINDX_AGENT_PID"])
+            if os.fork() == 0:
+                os.setsid()  # else the agent ends it with its parent
+                os.kill(rank, signal.SIGKILL)
+                time.sleep(0.01)
+                os.kill(agent, signal.SIGKILL)
+                os._exit(0)
+            time.sleep(60)
         elif what == "raise":
             raise ValueError("injected")
         elif what == "spin":
@@ -175,7 +194,12 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
         self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
-            Pictures(args.size), batch_size=4, shuffle=True, seed=3, num_workers=args.num_workers
+            Pictures(args.size),
+            batch_size=4,
+            shuffle=True,
+            seed=3,
+            num_workers=args.num_workers,
+            worker_init_fn=self.start_worker if args.num_workers else None,
         )
         self.rank = dist.get_rank()
         self.faults = Faults(args.fault, self.rank, args.directory)
@@ -190,6 +214,7 @@ class Trainer:
             loader=self.loader,
             directory=args.directory / "ckpt",
             prefix="job",
+            flag_file=args.directory / "graceful_exit.json" if args.flag_file else None,
             periodic=[Every(args.directory / "ckpt", args.save_every)] if args.save_every else [],
         )
         self.generations: set[int] = set()
@@ -270,6 +295,10 @@ class Trainer:
                 time.sleep(0.01)
                 self.guard.poll()
 
+    def start_worker(self, number: int) -> None:
+        """In a loader worker, which ends its rank."""
+        self.faults.at(self.step, "worker")
+
     def shrink(self) -> None:
         with torch.no_grad():
             for parameter in self.network.parameters():
@@ -295,7 +324,8 @@ class Trainer:
     def tell_resources(self) -> None:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         fds = len(os.listdir("/proc/self/fd"))
-        words = status["Threads"].strip(), fds, status["VmRSS"].split()[0]
+        files = sum(path.is_file() for path in Path(os.environ["MINDX_ARENA_DIR"]).rglob("*"))
+        words = status["Threads"].strip(), fds, status["VmRSS"].split()[0], files
         say(f"RESOURCES {self.rank} {self.guard.step} {' '.join(map(str, words))}")
 
     def digest(self) -> str:

@@ -28,6 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--hold-at", default="", help="steps of the first attempt, separated by commas")
+    parser.add_argument("--hold-resumed", action="store_true", help="also in the attempts that follow")
     parser.add_argument("--hold-rank", type=int, default=-1, help="only this rank holds")
     parser.add_argument("--wait-for", default="", help="STEP:RANK:FILE: that rank stays in that step until the file is")
     parser.add_argument("--start-after", default="", help="a file that must be there before the guard is entered")
@@ -78,7 +79,7 @@ def main() -> None:
                 if number % args.accumulate == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-                if fresh and step in holds and args.hold_rank in (-1, rank):
+                if (fresh or args.hold_resumed) and step in holds and args.hold_rank in (-1, rank):
                     say(f"HOLD {rank} {step}")
                     guard.stopper.step_gate.wait_for_limit(300)
                 where, _, rest = args.wait_for.partition(":")

@@ -61,6 +61,7 @@ def build(layout: str, network: Network, world_size: int) -> nn.Module:
     shape, names = {
         "fsdp": ((world_size,), ("shard",)),
         "hsdp": ((2, world_size // 2), ("replicate", "shard")),
+        "hsdp_replicas": ((world_size, 1), ("replicate", "shard")),
         "tp": ((world_size,), ("tp",)),
         "fsdp_tp": ((world_size // 2, 2), ("shard", "tp")),
     }[layout]
@@ -69,7 +70,7 @@ def build(layout: str, network: Network, world_size: int) -> nn.Module:
         for block in network.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if layout != "tp":
-        data_mesh = mesh if layout == "hsdp" else mesh["shard"]
+        data_mesh = mesh if layout.startswith("hsdp") else mesh["shard"]
         for block in network.blocks:
             fully_shard(block, mesh=data_mesh)
         fully_shard(network, mesh=data_mesh)
@@ -81,6 +82,7 @@ class Trainer:
         self.args = args
         dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.pair = dist.new_group([1, 2]) if args.pair else None
         torch.manual_seed(0)
         self.network = Network()
         self.module = build(args.layout, self.network, self.world_size)
@@ -141,6 +143,8 @@ class Trainer:
                 self.faults.at(step, "forward")
                 (loss / self.args.accumulate).backward()
                 self.faults.at(step, "backward")
+                if self.pair is not None:
+                    self.wait_for_rank_2()
                 if number % self.args.accumulate == 0:
                     if self.args.clip:
                         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -155,6 +159,12 @@ class Trainer:
         """In the middle of the update, all ranks."""
         self.faults.at(self.step, "share")
         dist.all_reduce(torch.zeros(1))
+
+    def wait_for_rank_2(self) -> None:
+        """Rank 1 does, while the others go on."""
+        self.faults.at(self.step, "share")
+        if self.rank in (1, 2):
+            dist.broadcast(torch.zeros(1), 2, group=self.pair)
 
     def digest(self) -> str:
         """Of this rank's parts of the weights and the optimizer, the schedule and the random streams."""
@@ -194,6 +204,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", action="store_true", help="clip gradients: a collective of DTensors")
     parser.add_argument("--share", action="store_true", help="a collective in the update, which may tear a survivor")
+    parser.add_argument("--pair", action="store_true", help="rank 1 waits for rank 2 in front of each update")
     parser.add_argument("--fault", action="append", default=[])
     return parser.parse_args()
 

@@ -111,8 +111,17 @@ def test_without_it_workers_are_fresh() -> None:
     assert not forked(job) and attempts() == [("failed", 0), ("finished", None)]
 
 
-def test_the_first_workers_are_forked_where_that_is_asked_for() -> None:
-    with agent("ckpt", ranks=2, options=["--max-restarts", "0"], env={"MINDX_ZYGOTE": "first"}) as job:
+@pytest.mark.parametrize(
+    ("options", "env"),
+    [
+        (["--recover", "in-place"], {}),
+        pytest.param(["--max-restarts", "0"], {"MINDX_ZYGOTE": "first"}, marks=pytest.mark.drill),
+    ],
+)
+def test_the_first_workers_are_forked_in_place_and_where_that_is_asked_for(
+    options: list[str], env: dict[str, str]
+) -> None:
+    with agent("ckpt", ranks=2, options=options, env=env) as job:
         job.expect(0)
     assert forked(job) == ["2"] and attempts() == [("finished", None)]
 

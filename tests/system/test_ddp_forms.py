@@ -26,6 +26,7 @@ def test_a_resumed_run_adds_gradients_in_the_same_order(form: str, stop_at: int,
     stopped = tmp_path / "stopped"
     run_job("loop.py", stopped, *options, "--ask-stop-at", stop_at, ranks=3, env=env)
     again = run_job("loop.py", stopped, *options, ranks=3, env=env)
-    assert again.matches(rf"READY \d+ \d+ {stop_at}\b"), again.report()
+    # A request leads to a stop at one of the next boundaries: its own step's, or that of one which a rank has begun.
+    assert again.matches(rf"READY \d+ \d+ ({stop_at}|{stop_at + 1})\b"), again.report()
     assert again.hashes() == whole.hashes(), again.report()
     assert not again.matches("could not be restored|no DDP"), again.report()

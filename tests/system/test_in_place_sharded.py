@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, events
-from tests.system.test_in_place import WHY, Runs, check_in_place, faults, victims
+from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faults, victims
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -57,7 +57,7 @@ def test_fsdp_is_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
         (3, "fsdp", ("--clip",)),
         (4, "fsdp", ("--num-workers", 1)),
         (4, "hsdp", ()),
-        (2, "tp", ("--clip",)),
+        (2, "tp", ()),
         (4, "tp", ()),
         (4, "fsdp_tp", ()),
         (2, "zero", ()),
@@ -77,6 +77,28 @@ def test_a_rank_takes_its_part_from_its_replica(runs: Runs) -> None:
     told = rejoins(folder)
     assert [event["behind"] for event in told] == [[], []]
     assert all("donated" in event["stages"] for event in told)  # type: ignore[operator]
+
+
+@drill
+def test_a_survivor_that_is_behind_takes_its_part_from_its_replica(runs: Runs) -> None:
+    """Rank 1 waits for rank 2, which is killed, while ranks 0 and 3 pass the boundary: they have both parts."""
+    orders = ("2:5:share", "2:9:share", "1:11:mid")
+    folder = check(runs, 4, orders, "--layout", "hsdp", "--pair", "--epochs", 3, options=EVERY_STEP[2:])
+    assert [event["behind"] for event in rejoins(folder)] == [[1], [1], []]
+
+
+@drill
+def test_three_replicas(runs: Runs) -> None:
+    orders = ("1:3:start", "0:5:mid", "2:7:update", "1:9:backward")
+    check(runs, 3, orders, "--layout", "hsdp_replicas", "--epochs", 3, options=EVERY_STEP[2:])
+
+
+@drill
+def test_snapshots_as_often_as_they_pay(runs: Runs) -> None:
+    orders = ("1:7:mid", "0:15:start")
+    options = ("--snapshot-every", "auto", *EVERY_STEP[2:])
+    job, _ = runs.run(2, "--layout", "fsdp", "--epochs", 3, *faults(*orders), options=options)
+    assert job.matches(IN_PLACE), job.report()
 
 
 @drill

@@ -77,7 +77,7 @@ def undisturbed(ranks: int, *args: object) -> dict[int, str]:
     "ranks", [pytest.param(1, marks=pytest.mark.drill), 2, pytest.param(3, marks=pytest.mark.drill)]
 )
 def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
-    options = ["--num-workers", 2] if ranks == 2 else []
+    options = {1: [], 2: ["--num-workers", 2], 3: ["--size", 90]}[ranks]
     whole = undisturbed(ranks, *options)
     with agent("--hold-at", "3,4,11", *options, ranks=ranks, options=["--hang-timeout", "5"]) as job:
         for count, step in enumerate((3, 4, 11), start=1):
@@ -102,7 +102,7 @@ def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
 
 @pytest.mark.drill
 def test_given_twice_and_without_a_pause() -> None:
-    with agent("--hold-at", "4", ranks=1) as job:
+    with agent("--hold-at", "4,8", ranks=1) as job:
         job.wait_for("^HOLD")
         assert "not paused; nothing to do" in give("resume", RUN)
         assert paused_at(give("pause", RUN)) == 4
@@ -111,7 +111,10 @@ def test_given_twice_and_without_a_pause() -> None:
         assert re.search(r"^paused at step 4 since .*: every rank of this machine$", shown, re.MULTILINE), shown
         assert re.search(r"^ *0 +\d+ +paused +4 ", shown, re.MULTILINE), shown
         assert "training goes on from step 4" in give("resume", RUN)
+        job.wait_for("^HOLD", 2)
         assert "not paused; nothing to do" in give("resume", RUN)
+        assert paused_at(give("pause", RUN)) == 8
+        give("resume", RUN)
         job.expect(0)
     assert "s paused by command" in give("status", RUN)
     assert "has ended: finished, exit code 0" in give("pause", RUN, code=3)
@@ -328,7 +331,7 @@ def test_a_pause_is_no_hang_and_neither_is_what_follows() -> None:
 @pytest.mark.drill
 def test_a_second_pause_in_the_next_attempt() -> None:
     """Given while no worker runs: the agent carries it out in the attempt that follows."""
-    with agent("--hold-at", "4", ranks=2) as job:
+    with agent("--hold-at", "4,8", "--hold-resumed", ranks=2) as job:
         pause_at_4(job, 2)
         job.signal_rank(0, signal.SIGKILL)
         job.wait_for("has ended with attempt 0")

@@ -49,6 +49,8 @@ class FollowedLoader:
         self._iteration, self._num_batches = 0, 0
         self._askers: Askers | None = None
         self._told_doubt = False
+        self.has_told = False
+        """How its order arises has been said."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -340,7 +342,8 @@ class Loaders:
                     "Make it inside of the block, after `with guard:`",
                 )
             followed.follow()
-            if followed.adoption is not None:
+            if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
+                followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
 
     def _in_use(self) -> list[tuple[str, Any]]:
@@ -357,6 +360,24 @@ class Loaders:
         if followed is None or followed.track is None or not followed.engine.cursor.live:
             return None
         return None if followed.look_ahead.ahead else followed.track.newest
+
+    def by_name(self) -> list[tuple[str, Any]]:
+        """All loaders, the resumable one in place of an adopted one, and their names."""
+        followed = [(each.name, each.loader) for each in self._followed]
+        known = {id(loader) for _, loader in followed}
+        return followed + [("loader", loader) for loader in self.named if id(loader) not in known]
+
+    @property
+    def first_track(self) -> Track | None:
+        """What is handed out by the first loader of ours."""
+        return self._followed[0].track if self._followed else None
+
+    def is_first_at_end(self) -> bool:
+        """Whether that has no batch left in its epoch, as far as it knows."""
+        if not self._followed:
+            return False
+        followed = self._followed[0]
+        return followed.engine.cursor.is_at_end or (followed.track is not None and followed.track.fetches.exhausted)
 
     @contextmanager
     def outside(self) -> Iterator[None]:

@@ -1,0 +1,267 @@
+"""What keeps the updates right while the job trains with fewer ranks than it is meant to have.
+
+``--on-shrink keep``: each rank stands in for several, one after the other, and accumulates over as many more batches
+(`Guard.accumulation`). The loader hands out the batches that all ranks together would get, so an update is the mean
+over the same samples. A step is an update's share of the whole job's: `step_end` inside of a longer window counts only
+as often as it would with all ranks.
+
+``--on-shrink scale-lr``: each optimizer finds its learning rates scaled while it steps. In between they are the
+program's own, so schedulers, checkpoints and a later run with all ranks know nothing of it. They are scaled behind the
+update gate and put back before it sees the end of the step: no snapshot has them, and what the gate raises leaves none
+behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo, ShrinkSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.status_page import StatusPage
+from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
+from mindx_elastic.data.position import whole_number
+from mindx_elastic.data.sampler import shares_of, window_of
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["FewerRanks", "SizedGuard", "why_fixed"]
+
+_ASK = (
+    "Accumulate over `n = guard.accumulation()` batches for each update (`guard.accumulation(4)` where it is 4 with "
+    "all ranks) and divide each loss by n, or start with --on-shrink scale-lr"
+)
+
+
+class FewerRanks:
+    """One per guard. Training thread."""
+
+    def __init__(self) -> None:
+        self._least_asked = self._divisor = 0  # of the windows with all ranks, as the program has asked; 0: it has not
+        self._page: StatusPage | None = None
+        self._loaders: Loaders | None = None
+        self._handed: dict[int, int] = {}  # batches handed out up to the last step, by optimizer
+        self._calls = 0  # of `step_end` in the window
+        self.has_left_out = False
+        """`leaves_out` has said so last."""
+        self._scaled: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
+        self._scales: Callable[..., None] | None = None
+        self._world_size = 1
+        self._shares = 1  # ranks of the whole job that those that are there stand for
+        self._full = 1  # ranks of the whole job
+
+    def accumulation(self, batches: int) -> int:
+        """Over how many batches this rank accumulates where it is `batches` with all ranks."""
+        if batches != self._divisor:
+            self._least_asked = min(self._least_asked or batches, batches)
+            self._divisor = math.gcd(self._divisor, batches)
+            if self._page is not None:
+                self._page.set(accumulates=self._divisor)
+        return window_of(batches, RankInfo.from_env().world_size)
+
+    def enter(
+        self,
+        stack: ExitStack,
+        unmanaged: Unmanaged,
+        page: StatusPage | None,
+        ranks: RankInfo,
+        targets: Mapping[str, Any],
+        collector: Collector,
+        loaders: Loaders,
+    ) -> None:
+        """The state is back, and no update gate is open yet. `targets`: what the guard keeps, by name."""
+        optimizers, world_size, rank = collector.optimizers(), ranks.world_size, ranks.rank
+        settings = ShrinkSettings.from_env()
+        self._page, self._unmanaged, self._loaders = page, unmanaged, loaders
+        self._world_size, self._shares, self._calls = world_size, shares_of(world_size), 0
+        self._handed.clear()
+        self._scales = None
+        if page is not None and settings.full_size:
+            page.set(accumulates=self._divisor)
+            page.set_text("fixed_size", why_fixed(settings, world_size, loaders.by_name(), optimizers))
+        if not settings.is_shrunk(world_size):
+            return
+        full = self._full = settings.full_size
+        _check_schedulers(targets.values(), unmanaged, settings.mode, world_size, full)
+        named = {id(optimizer) for optimizer in optimizers}
+        if settings.mode == "keep":
+            handle = register_optimizer_step_pre_hook(_only(named, self._check_window))
+            told = f"they stand in for all {full}, and accumulate over more batches: the global batch stays"
+        else:
+            handle = register_optimizer_step_post_hook(_only(named, self._put_back))
+            self._scales = _only(named, self._scale)
+            told = f"each update takes the learning rate times {world_size}/{full}"
+        stack.callback(handle.remove)
+        if rank == 0:
+            logger.warning("%d of %d ranks train: %s", world_size, full, told)
+
+    def begin_updates(self, stack: ExitStack) -> None:
+        """The update gate is open."""
+        if self._scales is not None:
+            stack.callback(self.end_step)
+            stack.callback(register_optimizer_step_pre_hook(self._scales).remove)
+
+    # --- keep ---
+
+    def leaves_out(self, is_inside: Callable[[], bool]) -> bool:
+        """Whether the step that has ended is none with all ranks: a part of a window that is longer now. `is_inside`:
+        of an accumulation window."""
+        shares, world_size = self._shares, self._world_size
+        self.has_left_out = False
+        if shares == world_size:
+            return False
+        self._calls += 1
+        if not is_inside():
+            self._calls = 0
+        else:
+            self.has_left_out = self._calls * world_size // shares == (self._calls - 1) * world_size // shares
+        return self.has_left_out
+
+    def _check_window(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._least_asked:
+            self._unmanaged.certain(
+                f"{self._world_size} ranks train in the place of {self._shares}, and the loop does "
+                "not accumulate over more batches for it: its global batch would shrink",
+                _ASK,
+            )
+            return
+        track = None if self._loaders is None else self._loaders.first_track
+        if self._loaders is None or track is None:
+            return
+        handed = track.fetches.handed
+        taken = handed - self._handed.get(id(optimizer), 0)
+        wanted = self._least_asked * self._shares // self._world_size
+        self._handed[id(optimizer)] = handed
+        if taken < wanted and not self._loaders.is_first_at_end():
+            self._unmanaged.certain(
+                f"an update has used {taken} batches, and with {self._world_size} ranks in the place of "
+                f"{self._shares} it takes {wanted}: its global batch would shrink",
+                _ASK,
+            )
+
+    # --- scale-lr ---
+
+    def end_step(self) -> None:
+        """At a step's end, and the guard's: put back what an ``optimizer.step()`` that was cut off has left scaled."""
+        for key in list(self._scaled):
+            self._put_back_of(key)
+
+    def _scale(self, optimizer: torch.optim.Optimizer) -> None:
+        self._put_back(optimizer)
+        scaled = []
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                own = group["lr"]
+                group["lr"] = own * self._world_size / self._full
+                scaled.append((group, own, group["lr"]))
+        self._scaled[id(optimizer)] = scaled
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        self._put_back_of(id(optimizer))
+
+    def _put_back_of(self, key: int) -> None:
+        for group, own, scaled in self._scaled.pop(key, ()):
+            if group["lr"] is scaled:
+                group["lr"] = own
+            else:
+                self._unmanaged.risk(
+                    "a learning rate that was scaled for fewer ranks was changed in an optimizer.step(), or after one "
+                    "that had failed: made from the scaled one, it is too small from here on",
+                    "Step schedulers outside of optimizer.step(), and not where it has raised",
+                )
+
+
+class SizedGuard:
+    """What a guard says of the size of its job."""
+
+    ranks: RankInfo
+    _fewer: FewerRanks
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; known once the guard is entered."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; known once the guard is entered."""
+        return self.ranks.world_size
+
+    def accumulation(self, batches: int = 1) -> int:
+        """Over how many batches this rank accumulates gradients for one update, where it is `batches` with all ranks.
+
+        ::
+
+            n = guard.accumulation()
+            for i, (x, y) in guard.enumerate(loader, start=1):
+                (loss_of(model(x), y) / n).backward()
+                if i % n == 0:
+                    opt.step()
+                    opt.zero_grad()
+                    guard.step_end()
+
+        It is `batches`, except in a job that goes on with fewer ranks (``mindx-elastic run --min-nproc``): with half
+        of them, twice as many. Such a job must ask.
+        """
+        return self._fewer.accumulation(whole_number("batches", batches, low=1))
+
+
+def _only(named: set[int], hook: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
+    def run(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if id(optimizer) in named:
+            hook(optimizer)
+
+    return run
+
+
+def why_fixed(
+    settings: ShrinkSettings,
+    world_size: int,
+    loaders: Sequence[tuple[str, Any]],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> str:
+    """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
+    for name, loader in loaders:
+        if isinstance(loader, ReplayLoader):
+            return f"{name} keeps an order of its own, which resumes with as many ranks only (use a ResumableLoader)"
+        if isinstance(loader, FunctionLoader):
+            if settings.mode == "keep":
+                return f"{name} makes the batches of each rank from its number"
+        elif not isinstance(loader, ResumableLoader):
+            return f"{name} keeps its own position, one for each rank (use a ResumableLoader)"
+        elif settings.mode == "keep" and loader.num_shares != world_size:
+            return f"{name} is not shared out over all ranks (it has no DistributedSampler)"
+    if settings.mode == "scale-lr":
+        for optimizer in optimizers:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
+                return f"a {type(optimizer).__name__} has no learning rate that can be scaled"
+    return ""
+
+
+def _check_schedulers(schedulers: Iterable[Any], unmanaged: Unmanaged, mode: str, world_size: int, full: int) -> None:
+    """The functions of a `LambdaLR` are in no checkpoint: one that was made from the number of ranks, or from the
+    length of the loader, gives other rates now."""
+    for scheduler in schedulers:
+        _check_schedulers(getattr(scheduler, "_schedulers", ()), unmanaged, mode, world_size, full)
+        if not isinstance(scheduler, LambdaLR) or scheduler.last_epoch < 1:
+            continue
+        functions = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        rates, before = (
+            [float(r * f(scheduler.last_epoch)) for r, f in functions],
+            list(map(float, scheduler.get_last_lr())),
+        )
+        if rates != before:
+            tell = unmanaged.certain if mode == "keep" else unmanaged.risk
+            tell(
+                f"a LambdaLR gives {rates} with {world_size} ranks, and has given {before}: its function depends on "
+                "the number of ranks or on len(loader)",
+                f"Make it from the length of the data set, and from {full} as the number of ranks",
+            )

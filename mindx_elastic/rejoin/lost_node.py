@@ -1,0 +1,56 @@
+"""What the first node's agent does when it has lost another node. Pure.
+
+All ranks of the node are gone with its agent, and only another node can start new processes for them: there is a
+*place* to take. The survivors wait for that with their guards open, as long as none of the dead ranks counts in a
+verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+
+from mindx_elastic.rejoin.protocol import Coordinator, Phase, Report, decide
+
+__all__ = ["Answer", "answer", "why_in_vain"]
+
+
+class Answer(Enum):
+    """To the loss of a node."""
+
+    NOTHING = "nothing"
+    """The job is being restarted already."""
+    BEGIN = "begin"
+    """A recovery begins, and its place is open."""
+    OPEN = "open"
+    """Its place is open in the recovery that is under way."""
+    CALL_OFF = "call off"
+    """The recovery under way cannot do without this node: the job is restarted."""
+
+
+def answer(machine: Coordinator, ranks: Collection[int], *, has_joined: bool, is_open: bool) -> Answer:
+    """`ranks`: of the lost node. has_joined: a new process for one of them has begun to connect to the others.
+    is_open: another node's place is open already."""
+    if machine.phase is Phase.FALLBACK:
+        return Answer.NOTHING
+    if machine.phase is Phase.RUN:
+        return Answer.BEGIN
+    if is_open or has_joined or machine.has_state:
+        return Answer.CALL_OFF
+    if machine.phase is Phase.CUT:  # a rank that has reported counts as a survivor in every rank's verdict
+        has_reported = any(machine.reports.get(rank) is not None for rank in ranks)
+        return Answer.CALL_OFF if has_reported else Answer.OPEN
+    assert machine.verdict is not None
+    return Answer.OPEN if set(ranks) <= set(machine.verdict.dead) else Answer.CALL_OFF
+
+
+def why_in_vain(machine: Coordinator, ranks: Collection[int]) -> str:
+    """Once all but `ranks` have reported: why new processes for them would not help; empty: they would, or it is not
+    known yet."""
+    if machine.phase is not Phase.CUT or set(machine.missing) - set(ranks):
+        return ""
+    reports: dict[int, Report | None] = {**machine.reports, **dict.fromkeys(ranks)}
+    if any(report is not None and report.peers is not None for report in reports.values()):
+        return "ranks on several nodes hold different parts of the state"
+    verdict = decide(reports, world_size=machine.world_size, dead_memory=machine.dead_memory)
+    return verdict.refusal

@@ -1,0 +1,185 @@
+"""A rank's small records on the first node as well, so that they outlive the rank's own node.
+
+What replicas do not share (random streams, buffers, counters) is in the rank's boundary ring, in its node's memory.
+Each record of the ring goes to the first node's agent in the same moment (`Courier`), which keeps the newest of each
+kind (`Kept`). They are a few kilobytes. Nothing waits for it: what does not fit into the connection's buffer is left
+out. If the node is lost, the new processes of its ranks find their records on the board, and put them into rings of
+their own (`put_into_ring`): then they go on bit for bit, as where only a process has died.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.core.events import logger
+from mindx_elastic.memory.boundaries import (
+    BOUNDARIES_FILE,
+    NUM_BOUNDARIES,
+    NUM_FORECASTS,
+    NUM_PINNED,
+    BoundaryRecord,
+    BoundaryRing,
+    read_ring,
+)
+
+__all__ = ["MOST_BYTES", "Courier", "Kept", "put_into_ring"]
+
+_HEAD = struct.Struct("<4sqqQQ16s")  # magic, attempt, step, length, flags, digest
+_MAGIC = b"mxsr"
+_FORECAST, _TRUSTED, _PINNED = 1, 2, 4
+MOST_BYTES = 1 << 18
+"""A larger record is not sent."""
+_BUFFER_BYTES = 4 << 20
+_CONNECT_S = 2.0
+_MOST_NOTE_BYTES = 700_000  # less than a board takes, in base64
+_SPARE = 2
+
+
+class Courier:
+    """A rank's side. Training thread."""
+
+    def __init__(self, address: tuple[str, int], scope: str, key: bytes | None, rank: int) -> None:
+        """`address`: of the first node's `agent.lifeline`. `scope`: of the attempt. Never raises OSError."""
+        self._left = b""
+        self._socket: socket.socket | None = None
+        hello = Seal(key, f"lifeline/{scope}", rank).close("hello", json.dumps({"rank": rank}))
+        try:
+            self._socket = socket.create_connection(address, _CONNECT_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            self._socket.sendall(hello.encode() + b"\n")
+            self._socket.setblocking(False)
+        except OSError as error:
+            self._give_up(error)
+
+    def send(
+        self,
+        run_id: str,
+        attempt: int,
+        step: int,
+        pieces: Sequence[memoryview],
+        *,
+        forecast: bool,
+        trusted: bool,
+        pinned: bool,
+    ) -> None:
+        """What the ring has just got. Never raises OSError, never waits."""
+        if self._socket is None:
+            return
+        try:
+            self._flush()
+            if self._left:
+                return  # the other side does not read fast enough: it has what was sent before
+            name = run_id.encode()[:64]
+            content = b"".join((name.ljust(64, b"\0"), *pieces))
+            if len(content) > MOST_BYTES:
+                return
+            flags = _FORECAST * forecast | _TRUSTED * trusted | _PINNED * pinned
+            digest = xxhash.xxh3_128_digest(content)
+            self._left = _HEAD.pack(_MAGIC, attempt, step, len(content), flags, digest) + content
+            self._flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _flush(self) -> None:
+        while self._left and self._socket is not None:
+            try:
+                sent = self._socket.send(self._left)
+            except BlockingIOError:
+                return
+            self._left = self._left[sent:]
+
+    def _give_up(self, error: OSError) -> None:
+        logger.debug("this rank's small records are not kept on the first node: %s", error)
+        self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Kept:
+    """The first node's side, of one rank: its newest records. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[bool, bool], deque[BoundaryRecord]] = {
+            (False, False): deque(maxlen=NUM_BOUNDARIES),
+            (True, False): deque(maxlen=NUM_FORECASTS),
+            (False, True): deque(maxlen=NUM_PINNED),
+        }
+
+    def take(self, content: bytes) -> tuple[bytes, bool]:
+        """What has come over a connection: keep whole records. Returns the rest, and whether it makes sense."""
+        while len(content) >= _HEAD.size:
+            magic, attempt, step, length, flags, digest = _HEAD.unpack_from(content)
+            if magic != _MAGIC or not 64 <= length <= MOST_BYTES:
+                return b"", False
+            if len(content) < _HEAD.size + length:
+                break
+            body = content[_HEAD.size : _HEAD.size + length]
+            content = content[_HEAD.size + length :]
+            if xxhash.xxh3_128_digest(body) != digest:
+                return b"", False
+            forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _PINNED))
+            run_id = body[:64].rstrip(b"\0").decode("utf-8", "replace")
+            record = BoundaryRecord(run_id, attempt, step, body[64:], forecast, trusted, pinned)
+            self._kinds[forecast, pinned and not forecast].append(record)
+        return content, True
+
+    def to_json(self) -> dict[str, Any]:
+        """For the board: the oldest first. What would be too long for it is left out, the oldest first."""
+        records = [record for kind in self._kinds.values() for record in kind]
+        records.sort(key=lambda record: (record.attempt, record.step, record.forecast))
+        while records and sum(len(record.content) for record in records) > _MOST_NOTE_BYTES:
+            del records[0]
+        return {
+            "records": [
+                [
+                    record.run_id,
+                    record.attempt,
+                    record.step,
+                    [record.forecast, record.trusted, record.pinned],
+                    base64.b64encode(record.content).decode(),
+                ]
+                for record in records
+            ]
+        }
+
+
+def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
+    """Put a rank's records of `run_id` into the ring in its `folder` in shared memory, unless that has newer ones: the
+    rank had been on this very machine. Returns how many. Raises ValueError, KeyError, TypeError for anything else than
+    records, and ArenaError, OSError."""
+    records = []
+    for name, attempt, step, (forecast, trusted, pinned), text in content["records"]:
+        if name == run_id:
+            body = base64.b64decode(text, validate=True)
+            records.append(
+                BoundaryRecord(name, int(attempt), int(step), body, bool(forecast), bool(trusted), bool(pinned))
+            )
+    there: list[BoundaryRecord] = []
+    with suppress(FileNotFoundError):
+        there = [record for record in read_ring(folder / BOUNDARIES_FILE) if record.run_id == run_id]
+    newest = max(((record.attempt, record.step) for record in there), default=(-1, -1))
+    if not records or newest >= max((record.attempt, record.step) for record in records):
+        return 0
+    ring = BoundaryRing(folder / BOUNDARIES_FILE, run_id, _SPARE * max(len(record.content) for record in records))
+    try:
+        for record in records:
+            kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
+            ring.write(record.attempt, record.step, [memoryview(record.content)], **kind)
+    finally:
+        ring.close()
+    return len(records)

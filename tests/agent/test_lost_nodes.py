@@ -1,0 +1,75 @@
+"""An agent's connections to the other nodes' agents over meetings that come to nothing."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+from mindx_elastic.agent import lifeline, lost_nodes
+from mindx_elastic.agent.lifeline import LifelineHost
+from mindx_elastic.agent.lost_nodes import NodeWatch
+from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
+from mindx_elastic.agent.vacancies import Vacancy
+from tests.harness import wait_until
+
+
+def meeting(node: int = 0, store: Any = None) -> HostedStoreRendezvous:
+    """Of two nodes, of which the other one does nothing."""
+
+    def meet() -> RendezvousInfo:
+        return RendezvousInfo(dist.HashStore(), node, 2, RendezvousStoreInfo("127.0.0.1", 0))
+
+    inner: Any = SimpleNamespace(next_rendezvous=meet, get_run_id=lambda: "job", _store=store or dist.HashStore())
+    return HostedStoreRendezvous(inner)
+
+
+def watch_of(handler: HostedStoreRendezvous) -> NodeWatch:
+    return NodeWatch(handler, ranks=1, can_join=True, stand_by=lambda: None)
+
+
+def test_a_meeting_that_is_tried_again_leaves_no_host_behind() -> None:
+    handler = meeting()
+    watch = watch_of(handler)
+    handler.next_rendezvous()
+    first = handler.lifelines
+    handler.next_rendezvous()
+    assert first is not None and handler.lifelines is not None and handler.lifelines is not first
+    assert not first._thread.is_alive() and first._server.fileno() == -1
+    watch.open(node=0, num_nodes=2, ranks=[0])
+    watch.close()
+    assert handler.lifelines is None
+
+
+def test_a_store_that_does_not_answer_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_nodes, "_ANSWER_S", 0.2)
+    answers = threading.Event()
+    store: Any = SimpleNamespace(set=lambda key, text: answers.wait())
+    handler = meeting(store=store)
+    watch = watch_of(handler)
+    handler.next_rendezvous()
+    assert watch.open(node=0, num_nodes=2, ranks=[0]), "else it waits for ever"
+    answers.set()
+    watch.close()
+
+
+def test_a_node_that_has_a_place_and_cannot_start_there_is_heard_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "_BACK_S", 0.1)
+    host = LifelineHost("s1", None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts: dict[str, Any] = {"num_nodes": 2, "ranks": 1, "first": 1, "address": "127.0.0.1", "attempt": 0}
+    place = Vacancy(name="n", node=1, port=store.port, lifeline=host.port, scope="s1", generation=1, **facts)
+    handler = meeting()
+    watch = watch_of(handler)
+    assert watch._claim(place)
+    wait_until(lambda: bool(host._current), "the hello")
+    watch.open(node=0, num_nodes=2, ranks=[0])
+    wait_until(lambda: bool(host.gone()), "its end, without a goodbye", 20.0)
+    (gone,) = host.gone()
+    assert (gone.node, gone.is_silent, watch.line) == (1, False, None)
+    host.close()
+    watch.close()

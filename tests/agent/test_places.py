@@ -1,0 +1,121 @@
+"""Which places have a worker: after any failures the job goes on with as many as it may, and with all in the end."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.agent.places import PlaceEnd, Places, visible_devices
+
+
+def failed(place: int, *, passed: bool = False) -> PlaceEnd:
+    return PlaceEnd(place, failed=True, passed=passed, cause="exit code 3")
+
+
+def test_a_place_is_lost_when_its_new_process_fails_too() -> None:
+    places = Places(4, 1)
+    assert not places.note_ends([failed(3, passed=True)])  # a rank has died
+    assert places.note_ends([failed(3)]) == [3]  # and so has the one in its place
+    assert places.choose().active == (0, 1)
+
+
+def test_a_rank_that_dies_again_and_again_and_gets_on_in_between_is_replaced() -> None:
+    places = Places(2, 1)
+    for _ in range(5):
+        assert not places.note_ends([failed(1, passed=True), PlaceEnd(0, failed=False, passed=True)])
+    assert places.choose().active == (0, 1)
+
+
+def test_a_process_that_another_one_took_along_says_nothing() -> None:
+    places = Places(3, 1)
+    places.note_ends([failed(2, passed=True)])
+    assert not places.note_ends([failed(0), PlaceEnd(2, failed=False, passed=False)])
+    assert places.note_ends([failed(2)]) == [2]
+
+
+def test_a_place_that_has_failed_again_after_a_trial_is_lost_at_once() -> None:
+    places = Places(2, 1)
+    places.note_ends([failed(1)])
+    places.note_ends([failed(1)])
+    places.active = places.choose().active
+    places.note_works(1)
+    assert places.choose().active == (0, 1)
+    assert places.note_ends([failed(1)]) == [1]
+
+
+def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() -> None:
+    """Two were replaced in place, the second one before it passed a boundary, and the third one has trained."""
+    places = Places(2, 1)
+    assert not places.note_ends([failed(1, passed=True), failed(1), PlaceEnd(1, failed=False, passed=True)])
+    assert not places.suspects
+    assert not places.note_ends([failed(1), PlaceEnd(0, failed=False, passed=True)])
+    assert places.note_ends([failed(1)]) == [1]
+
+
+def test_how_many_go_on() -> None:
+    def after(count: int, *lost: int, least: int = 1, mode: str = "keep", window: int = 1) -> tuple[int, ...]:
+        places = Places(count, least, mode, dict.fromkeys(lost, "gone"))
+        return places.choose(window=window).active
+
+    assert after(4, 3) == (0, 1)
+    assert after(4, 3, window=3) == (0, 1, 2)
+    assert after(4, 0, mode="scale-lr") == (1, 2, 3)
+    assert after(8, 2, 5) == (0, 1, 3, 4)
+    assert after(3, 1) == (0,)
+    assert after(3, 1, window=2) == (0, 2)
+    assert after(3, 1, least=2) == ()
+    assert after(2, 0, 1) == ()
+    assert after(4, 3, mode="stop") == ()
+    assert after(4, 3, window=0) == ()
+    assert after(4, 3, window=0, mode="scale-lr") == (0, 1, 2)
+
+
+@given(
+    count=st.integers(1, 16),
+    least=st.integers(1, 16),
+    lost=st.sets(st.integers(0, 15)),
+    window=st.integers(0, 6),
+    mode=st.sampled_from(["keep", "scale-lr", "stop"]),
+    refusal=st.sampled_from(["", "the loader has its own order"]),
+)
+def test_a_choice_is_right_or_says_why_not(
+    count: int, least: int, lost: set[int], window: int, mode: str, refusal: str
+) -> None:
+    least, lost = min(least, count), {place for place in lost if place < count}
+    places = Places(count, least, mode, dict.fromkeys(lost, "gone"))
+    choice = places.choose(refusal=refusal, window=window)
+    assert bool(choice.active) != bool(choice.why_not)
+    assert not set(choice.active) & lost
+    if not lost:
+        assert choice.active == tuple(range(count))
+    elif choice.active:
+        assert mode != "stop"
+        assert not refusal
+        size = len(choice.active)
+        assert least <= size <= count - len(lost)
+        assert choice.active == tuple(sorted(choice.active))
+        if mode == "keep":
+            assert window
+            assert count * window % size == 0
+            assert not any(count * window % more == 0 for more in range(size + 1, count - len(lost) + 1))
+        else:
+            assert size == count - len(lost)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=30))
+def test_only_a_place_that_failed_twice_in_a_row_is_lost(ends: list[tuple[int, bool, bool]]) -> None:
+    places = Places(4, 1)
+    before: dict[int, bool] = {}
+    for place, has_failed, passed in ends:
+        found = places.note_ends([PlaceEnd(place, has_failed, passed)])
+        assert (place in found) == (has_failed and not passed and before.get(place, False))
+        if has_failed or passed:
+            before[place] = has_failed
+
+
+def test_the_devices_of_the_places_that_work() -> None:
+    assert visible_devices((0, 1), 4, None, 4) is None  # local ranks 0 and 1 have devices 0 and 1 as they are
+    assert visible_devices((0, 1, 3), 4, None, 4) == "0,1,3"
+    assert visible_devices((1,), 2, "GPU-a, GPU-b", 0) == "GPU-b"
+    assert visible_devices((1, 2), 3, None, 0) is None  # no GPU
+    assert visible_devices((1, 2), 3, "0", 0) is None  # all ranks share one

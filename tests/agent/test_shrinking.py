@@ -1,0 +1,146 @@
+"""What a job with ``--min-nproc`` makes of the ends of its processes, with an attempt that only pretends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mindx_elastic.agent.endings import StopKind, conclude
+from mindx_elastic.agent.places import Places
+from mindx_elastic.agent.shrinking import Shrinking
+from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import Status, WorkerPhase
+
+Make = Callable[..., Shrinking]
+
+
+def page(boundaries: int = 5, **more: Any) -> Status:
+    content = {"pid": 1, "phase": WorkerPhase.TRAINING, "accumulates": 1, "entered_ns": time.monotonic_ns(), **more}
+    return Status(boundaries=boundaries, **content)
+
+
+def attempt_of(*exits: WorkerExit, own_failures: Sequence[WorkerExit] = ()) -> Any:
+    """`own_failures`: beside the `exits`, those of processes that were replaced in place."""
+    pages = {end.rank: end.status for end in exits if end.status is not None}
+    workers = SimpleNamespace(exits=list(exits), last_statuses=lambda: pages)
+    return SimpleNamespace(workers=workers, own_failures=list(own_failures))
+
+
+def end_attempt(shrinking: Shrinking, attempt: Any) -> None:
+    shrinking.end_attempt(attempt, conclude(attempt.workers.exits, StopKind.FAILURE), [])
+
+
+def end_of(rank: int, code: int = 3, status: Status | None = None, **more: Any) -> WorkerExit:
+    return WorkerExit(**{"rank": rank, "pid": 1, "code": code, "status": status, **more})
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setenv("MINDX_PLACES", "")
+
+    def make(count: int = 4, *, devices: str | None = None, patience_s: float = 30.0) -> Shrinking:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices or "")
+        if devices is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        forks: Any = None
+        events = EventLog(tmp_path / "events.jsonl")
+        return Shrinking(
+            Places(count, 1), events, forks, (), patience_s=patience_s, regrow_after_s=0.0, run_dir=tmp_path
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("devices", "first", "second"), [(None, "0,2,3", "0,3"), ("4,5,6,7", "4,6,7", "4,7"), ("0", "0", "0")]
+)
+def test_a_lost_place_keeps_its_device_at_every_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch, devices: str | None, first: str, second: str
+) -> None:
+    """Torch counts the devices that the variable leaves, and so those of the agent's own choice."""
+
+    def count() -> int:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return 4 if visible is None else len(visible.split(","))
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    shrinking = make(devices=devices)
+    shrinking.places.active = (0, 2, 3)
+    for _ in range(2):
+        shrinking.prepare()
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["MINDX_PLACES"]) == (first, "0,2,3")
+    shrinking.places.active = (0, 3)
+    shrinking.prepare()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == second
+    shrinking.places.active = (0, 1, 2, 3)
+    shrinking.prepare()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == devices
+
+
+def test_a_new_process_is_awaited_until_it_has_passed_a_boundary(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that, one that takes its place hours later has the time of its recovery."""
+    shrinking = make(2)
+    shrinking.begin_attempt(None)
+    assert not shrinking.look({0: page(), 1: page()})
+    end_attempt(shrinking, attempt_of(end_of(1, status=page()), end_of(0, 75, page())))
+    shrinking.begin_attempt(None)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
+    assert list(shrinking.late({0: page()})) == [1]
+    assert list(shrinking.late({0: page(), 1: page(0)})) == []
+    shrinking.look({0: page(), 1: page(1)})
+    assert shrinking.late({0: page()}) == {}
+
+
+def test_a_recovery_in_place_is_no_long_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks enter their guards again in it, long after the attempt has begun."""
+    shrinking = make(2)
+    shrinking.begin_attempt(None)
+    later = page(entered_ns=time.monotonic_ns() + 3600 * 10**9, generation=1)
+    assert not shrinking.look({0: page(), 1: page()})
+    assert not shrinking.look({0: later, 1: later})
+    end_attempt(shrinking, attempt_of(end_of(1, status=later), end_of(0, 75, later)))
+    shrinking.begin_attempt(None)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
+    assert list(shrinking.late({0: page()})) == [1]
+
+
+def test_a_process_that_is_to_replace_one_in_place_and_fails_is_the_second_in_a_row(make: Make) -> None:
+    shrinking = make(2)
+    shrinking.begin_attempt(None)
+    first, others = end_of(1, status=page()), end_of(0, 75, page())
+    end_attempt(shrinking, attempt_of(end_of(1, pid=2), others, own_failures=[first]))
+    assert list(shrinking.places.lost) == [1]
+    assert shrinking.places.active == (0,)
+
+
+def test_after_a_process_that_hangs_in_the_place_of_another_the_next_one_is_awaited(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrinking = make(2)
+    shrinking.begin_attempt(None)
+    first, others = end_of(1, status=page()), end_of(0, 75, page())
+    assert not shrinking.look({0: page(), 1: page()})
+    end_attempt(shrinking, attempt_of(end_of(1, -15, sent=frozenset({15})), others, own_failures=[first]))
+    assert not shrinking.places.lost
+    shrinking.begin_attempt(None)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
+    assert list(shrinking.late({0: page()})) == [1]
+
+
+def test_one_failure_that_nobody_was_to_follow_counts_once(make: Make) -> None:
+    shrinking = make(2)
+    shrinking.begin_attempt(None)
+    failure = end_of(1)
+    end_attempt(shrinking, attempt_of(failure, end_of(0, 75, page()), own_failures=[failure]))
+    assert not shrinking.places.lost

@@ -1,0 +1,81 @@
+"""What one rank does in a recovery, with a board of its own and without connections to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.rejoin.board import Board
+from mindx_elastic.rejoin.member import Host, Member, RejoinFailed
+from mindx_elastic.rejoin.protocol import Report
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def member(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Member:
+    made = Member(
+        RejoinSettings(timeout_s=20.0),
+        RankInfo(rank=1, world_size=2, local_rank=1),
+        AgentInfo(folder=tmp_path, attempt=0),
+    )
+    monkeypatch.setattr(made, "_connection", lambda: store)
+    made._host = host()
+    return made
+
+
+def host() -> Host:
+    def end(why: str) -> Any:
+        raise Ended(why)
+
+    report = Report(rank=1, run_id="run", attempt=0, step=7, clean=True, groups="g")
+    nothing: Any = None
+    return Host(
+        report=lambda: report,
+        live=nothing,
+        donate=nothing,
+        receive=nothing,
+        memory_folder=nothing,
+        reset_modules=lambda: "the modules are not ready",
+        is_stopping=lambda: False,
+        peers_gone_soon=lambda: True,
+        call_soon=lambda seconds, work: None,
+        open_gate=lambda: None,
+        end=end,
+        ddp=(),
+    )
+
+
+def notes_of(store: Any) -> Board:
+    return Board(store, key=None, scope="0/1", writer=2)
+
+
+def test_a_rank_that_was_taken_for_dead_ends_and_calls_nothing_off(store: Any, member: Member) -> None:
+    """It had been stopped for a while: a new process has its place."""
+    board = notes_of(store)
+    board.write("1/plan", {"generation": 1})
+    board.write("1/out/1", {"dead": True})
+    board.write("1/out/0", Report(rank=0, run_id="run", attempt=0, step=7, clean=True, groups="g").to_json())
+    with pytest.raises(Ended, match="rank 1 was taken for dead"):
+        member.leave()
+    assert not board.read(["1/refusal"])
+
+
+def test_a_living_rank_says_why_it_cannot_go_on(store: Any, member: Member) -> None:
+    board = notes_of(store)
+    board.write("1/plan", {"generation": 1})
+    board.write("1/out/0", {"dead": True})
+    with pytest.raises(RejoinFailed, match="the modules are not ready"):
+        member.leave()
+    assert board.read(["1/refusal"]) == {"1/refusal": {"rank": 1, "refusal": "the modules are not ready"}}

@@ -1,0 +1,189 @@
+"""A dead rank cannot be replaced: the job goes on with fewer, each sample of the epoch still comes once, and it grows
+again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import Job, events, job_status, start_agent
+
+pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
+
+
+def run(folder: Path, ranks: int, *args: object, options: Sequence[str] = (), code: int = 0) -> Job:
+    (folder / "shm").mkdir(parents=True, exist_ok=True)
+    env = {"MINDX_ARENA_DIR": str(folder / "shm")}
+    with start_agent("fewer.py", folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run") as job:
+        job.expect(code)
+    return job
+
+
+def seen(job: Job) -> dict[int, list[int]]:
+    """The samples of each epoch, those of a step that was done again once: as the last world has seen them."""
+    steps: dict[int, dict[tuple[int, str], int]] = {}
+    worlds: dict[int, int] = {}
+    for match in job.matches(r"SEEN (\d+) ([\d,]+) (\d+) (\d+) (\d+)"):
+        epoch, samples, rank, step, world = int(match[1]), match[2], int(match[3]), int(match[4]), int(match[5])
+        if worlds.setdefault(step, world) != world:
+            worlds[step], steps[step] = world, {}
+        steps.setdefault(step, {})[rank, samples] = epoch
+    found: dict[int, list[int]] = {}
+    for batches in steps.values():
+        for (_, samples), epoch in batches.items():
+            found.setdefault(epoch, []).extend(map(int, samples.split(",")))
+    return {epoch: sorted(samples) for epoch, samples in found.items()}
+
+
+def end(job: Job) -> tuple[str, int, float, str]:
+    """Hash of the weights, last step, their sum, learning rate: the same on all ranks."""
+    found = {match.groups() for match in job.matches(r"DONE \d+ (\w+) (\d+) ([\d.]+) (.*)")}
+    assert len(found) == 1, job.report()
+    digest, step, total, rate = found.pop()
+    return digest, int(step), float(total), rate
+
+
+def assert_near(job: Job, plain: Job) -> None:
+    """The same updates of the same samples, but for the order of sums."""
+    assert seen(job) == seen(plain), job.report()
+    (_, step, total, rate), (_, same_step, same_total, same_rate) = end(job), end(plain)
+    assert (step, rate) == (same_step, same_rate), job.report()
+    assert total == pytest.approx(same_total, abs=1e-5), job.report()
+
+
+def test_two_ranks_become_one_and_two_again(tmp_path: Path) -> None:
+    """A sum of two is the same in any order, so the end is that of the undisturbed run to the bit."""
+    plain = run(tmp_path / "plain", 2, "--size", 54)
+    options = ["--min-nproc", "1", "--regrow-after", "0.2"]
+    faults = ["--break", "1:3", "--mend-at", 6, "--step-s", 0.15]
+    job = run(tmp_path / "job", 2, "--size", 54, *faults, options=options)
+    assert job.matches("^FAULT 1 3"), job.report()
+    assert [match[1] for match in job.matches(r"READY 0 (\d)")] == ["2", "1", "2"], job.report()
+    assert (end(job), seen(job)) == (end(plain), seen(plain)), job.report()
+    run_dir = tmp_path / "job" / "run"
+    shrink, grow = events(run_dir, "shrink"), events(run_dir, "grow")
+    assert [event["world_size"] for event in (*shrink, *grow)] == [1, 2]
+    assert "place 1: exit code 3" in shrink[0]["reason"]
+    records = job_status(run_dir)["attempts"]
+    assert [(r["world_size"], r.get("full_size")) for r in records] == [(2, None), (2, None), (1, 2), (2, None)]
+    assert "restarted with more ranks" in records[2]["outcome"]
+    assert not list((tmp_path / "job" / "shm").glob("*/agent-*"))
+
+
+@drill
+@pytest.mark.parametrize(
+    ("ranks", "there", "args"),
+    [
+        (4, 2, ["--break", "3:4"]),
+        (4, 2, ["--break", "0:6", "--kind", "block"]),
+        (4, 2, ["--break", "1:4,2:4"]),
+        (4, 2, ["--break", "1:4", "--kind", "model", "--accumulate", "2"]),
+        (4, 2, ["--break", "1:4", "--stock"]),
+        (4, 2, ["--break", "1:4", "--stock", "--drop-last"]),
+        (4, 3, ["--break", "1:5", "--accumulate", "3", "--each-batch"]),
+        (3, 2, ["--break", "0:3", "--accumulate", "2", "--kind", "model"]),
+        (3, 1, ["--break", "0:3", "--size", "31"]),
+        (4, 2, ["--break", "3:4", "--kind", "fsdp"]),
+    ],
+)
+def test_the_global_batch_stays(tmp_path: Path, ranks: int, there: int, args: list[str]) -> None:
+    at = args.index("--break")
+    plain = run(tmp_path / "plain", ranks, *args[:at], *args[at + 2 :])
+    options = ["--min-nproc", "1", "--regrow-after", "0", "--snapshot-every", "1", "--max-restarts", "5"]
+    job = run(tmp_path / "job", ranks, *args, options=options)
+    assert len(job.matches("^FAULT ")) == args[at + 1].count(":"), job.report()
+    assert [match[1] for match in job.matches(r"READY 0 (\d)")] == [str(ranks), str(there)], job.report()
+    assert_near(job, plain)
+
+
+@drill
+@pytest.mark.parametrize(
+    ("there", "mode", "by_hand"), [(2, "keep", ["--accumulate", 2]), (3, "scale-lr", ["--scale", 0.75])]
+)
+def test_it_is_bit_for_bit_what_a_start_by_hand_does(
+    tmp_path: Path, there: int, mode: str, by_hand: list[object]
+) -> None:
+    args = ["--size", 96]
+    run(tmp_path / "hand", 4, *args, "--stop-at", 2, code=75)
+    hand = run(tmp_path / "hand", there, *args, *by_hand)
+    options = ["--min-nproc", "2", "--regrow-after", "0", "--on-shrink", mode]
+    job = run(tmp_path / "job", 4, *args, "--break", "3:4", options=options)
+    assert end(job) == end(hand), job.report()
+    assert all(samples == list(range(96)) for samples in seen(job).values()), job.report()
+
+
+@drill
+@pytest.mark.parametrize("kind", ["loop", "model"])
+def test_in_place_a_place_that_cannot_be_filled_is_left_out_too(tmp_path: Path, kind: str) -> None:
+    plain = run(tmp_path / "plain", 4, "--kind", kind)
+    options = ["--recover", "in-place", "--min-nproc", "2", "--regrow-after", "0"]
+    job = run(tmp_path / "job", 4, "--kind", kind, "--break", "2:5", options=options)
+    assert_near(job, plain)
+    assert job.matches("no recovery in place: the new process of rank 2 has died"), job.report()
+
+
+@drill
+def test_a_scaled_rate_is_the_programs_own_again_when_the_job_has_grown(tmp_path: Path) -> None:
+    options = ["--min-nproc", "2", "--regrow-after", "0.2", "--on-shrink", "scale-lr"]
+    args = ["--break", "2:3", "--mend-at", 6, "--step-s", 0.15, "--size", 54]
+    job = run(tmp_path, 3, *args, options=options)
+    assert [match[1] for match in job.matches(r"READY 0 (\d)")] == ["3", "2", "3"], job.report()
+    _, step, _, rate = end(job)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    for _ in range(step):
+        optimizer.step()
+        scheduler.step()
+    assert float(rate) == optimizer.param_groups[0]["lr"]
+    assert all(samples == list(range(54)) for samples in seen(job).values()), job.report()
+
+
+@drill
+def test_a_place_that_only_seems_to_work_costs_no_restart(tmp_path: Path) -> None:
+    """It passes its trials and fails when the job has grown: more rarely each time, and the job comes to its end."""
+    plain = run(tmp_path / "plain", 2)
+    options = ["--min-nproc", "1", "--regrow-after", "0.3", "--max-restarts", "2"]
+    args = ["--break", "1:3", "--late", "--step-s", 0.4]
+    job = run(tmp_path / "job", 2, *args, options=options)
+    assert len(job.matches("^BROKEN 1")) > 2, job.report()
+    assert job.matches("restart that does not count"), job.report()
+    assert (end(job), seen(job)) == (end(plain), seen(plain)), job.report()
+
+
+@drill
+def test_a_loop_that_does_not_ask_is_not_shrunk(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, "--deaf", "--break", "1:3", options=["--min-nproc", "1"], code=3)
+    assert job.matches("its loop does not ask guard.accumulation"), job.report()
+    assert len(job.matches(r"READY 0")) == 1, job.report()
+
+
+@drill
+def test_a_loop_that_does_not_ask_makes_no_update_with_fewer_ranks_from_the_start(tmp_path: Path) -> None:
+    tmp_path.joinpath("broken_1").touch()
+    job = run(tmp_path, 2, "--deaf", options=["--min-nproc", "1", "--regrow-after", "0"], code=1)
+    assert job.matches("UnmanagedStateError: 1 ranks train in the place of 2"), job.report()
+
+
+@drill
+def test_a_place_that_is_broken_from_the_start(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", 2)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "broken_0").touch()
+    job = run(tmp_path / "job", 2, options=["--min-nproc", "1", "--regrow-after", "0"])
+    assert (end(job), seen(job)) == (end(plain), seen(plain)), job.report()
+
+
+@drill
+def test_stop_saves_and_ends(tmp_path: Path) -> None:
+    options = ["--min-nproc", "1", "--on-shrink", "stop"]
+    job = run(tmp_path, 2, "--break", "1:3", options=options, code=75)
+    assert job.matches(r"no restart: place 1 cannot be filled \(--on-shrink stop\)"), job.report()
+    (tmp_path / "broken_1").unlink()
+    job = run(tmp_path, 2)
+    assert job.matches(r"READY 0 2 2"), job.report()
+    assert re.search("DONE", job.report())
