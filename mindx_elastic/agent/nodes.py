@@ -84,6 +84,11 @@ class Boards:
         key, scope = board_key(), f"{self._scope}/{generation}"
         return BoundedBoard(self._thread, lambda: Board(self._store(), key=key, scope=scope, writer=self._writer))
 
+    def open(self) -> None:
+        """Connect now, without waiting for it. A connection that fails is opened again when it is needed."""
+        with suppress(RuntimeError):  # no more threads
+            self._thread.submit(self._store)
+
     def close(self) -> None:
         """End the thread; left behind where it waits for a store that does not answer."""
         self._thread.close(0.1)
@@ -141,6 +146,11 @@ class NodesRecovery(Recovery):
     @property
     def fds(self) -> tuple[int, ...]:
         return (self._watch.fd,)
+
+    def prepare(self) -> None:
+        if not self._is_prepared and isinstance(self._board_of, Boards):
+            self._is_prepared = True
+            self._board_of.open()
 
     def close(self) -> None:
         super().close()

@@ -43,6 +43,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from mindx_elastic.agent.lifeline import LifelineHost
 from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
+from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.rejoin.board import board_key
@@ -79,7 +80,7 @@ class OneNodeRendezvous(RendezvousHandler):
         if self._hosts:
             address = self._local_addr or socket.getfqdn()
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
-            self.hosted = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            self.hosted = host_store(address)
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, self.hosted.port))
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._local_addr))
 
@@ -189,7 +190,7 @@ class HostedStoreRendezvous(RendezvousHandler):
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
-            self.hosted = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            self.hosted = host_store(address)
             told: list[Any] = [address, self.hosted.port, secrets.token_hex(8)]
             if info.world_size > 1 and self.seeker is not None:
                 told.append(self._hear_others(told[2]))

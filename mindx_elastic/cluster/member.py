@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.peers import own_space
 from mindx_elastic.cluster.fence import end_predecessor
 from mindx_elastic.cluster.records import leave_farewell
@@ -449,12 +450,8 @@ class Member:
 
     def _open_store(self, generation: int, address: str) -> int:
         """The port of the store of that generation, which this process hosts."""
-        import torch.distributed as dist
-
         if generation not in self._stores:
-            self._stores[generation] = dist.TCPStore(
-                address, 0, is_master=True, wait_for_workers=False, timeout=_COLLECTIVE_TIMEOUT
-            )
+            self._stores[generation] = host_store(address, timeout=_COLLECTIVE_TIMEOUT)
         return int(self._stores[generation].port)
 
     def _hear_death(self, message: Mapping[str, Any]) -> None:

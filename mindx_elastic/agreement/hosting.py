@@ -1,0 +1,38 @@
+"""Hosts the store of a process group.
+
+torch's server looks up the name of each process that connects to it, and answers nobody meanwhile (2.13:
+`getnameinfo` in its only thread). Its own socket takes IPv6 and IPv4, so that an IPv4 peer has an address like
+``::ffff:127.0.0.1``, which no /etc/hosts knows: each connection asks the name server, and one lost packet holds up all
+ranks for 5 s. A socket for IPv4 alone has addresses that /etc/hosts knows, this machine's own at least.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["host_store"]
+
+
+def host_store(address: str, **more: Any) -> Any:
+    """A `torch.distributed.TCPStore` at any free port, of which this process is the host. `address`: the name or number
+    under which the others reach this machine. `more`: for torch. Raises what torch raises."""
+    import torch.distributed as dist
+
+    port = 0
+    if _is_ipv4(address):
+        with suppress(OSError):  # then torch says what is wrong
+            listener = socket.create_server(("0.0.0.0", 0))
+            port = int(listener.getsockname()[1])
+            more["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, **more)
+
+
+def _is_ipv4(address: str) -> bool:
+    """Whether `address` is known as one of IPv4 alone."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return {family for family, *_ in found} == {socket.AF_INET}

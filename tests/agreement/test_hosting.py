@@ -1,0 +1,52 @@
+"""The store that this package hosts: reachable as it should be, and by which kind of address."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from torch.distributed import TCPStore
+
+from mindx_elastic.agreement.hosting import host_store
+
+
+def takes(family: socket.AddressFamily, address: str, port: int) -> bool:
+    with socket.socket(family) as own:
+        return own.connect_ex((address, port)) == 0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_a_machine_with_an_ipv4_address_is_reached_by_that_alone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a socket for both the server would look up ``::ffff:127.0.0.1``, which only a name server could know."""
+    known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_named: known)
+    store = host_store(address)
+    other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    other.set("a", "1")
+    assert store.get("a") == b"1"
+    assert takes(socket.AF_INET, "127.0.0.1", store.port)
+    if socket.has_dualstack_ipv6():
+        assert not takes(socket.AF_INET6, "::1", store.port)
+
+
+def test_two_stores_of_one_process_are_apart() -> None:
+    one, two = host_store("127.0.0.1"), host_store("127.0.0.1")
+    one.set("a", "1")
+    assert one.port != two.port and not two.check(["a"])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("known", [["::1"], ["::1", "127.0.0.1"], []])
+def test_a_machine_with_another_address_is_reached_by_both(known: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose name this machine itself does not know; torch says then what is wrong, if anything is."""
+
+    def getaddrinfo(*_args: object, **_named: object) -> list[tuple[object, ...]]:
+        if not known:
+            raise socket.gaierror("unknown")
+        families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in known]
+        return [(family, socket.SOCK_STREAM, 6, "", ("", 0)) for family in families]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    store = host_store("localhost")
+    assert takes(socket.AF_INET, "127.0.0.1", store.port)
+    assert takes(socket.AF_INET6, "::1", store.port)
