@@ -32,6 +32,7 @@ from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRend
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
+from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
@@ -157,6 +158,7 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
 def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     """What the workers inherit: the same for all of them."""
     options = plan.options
+    ask_again_soon()
     os.environ["MINDX_AGENT_PID"] = str(os.getpid())
     os.environ["MINDX_AGENT_DIR"] = str(folder.path)
     os.environ["MINDX_RUN_DIR"] = str(options.run_dir)

@@ -1,18 +1,26 @@
-"""Hosts the store of a process group.
+"""Hosts the store of a process group, and keeps name servers out of its way.
 
 torch's server looks up the name of each process that connects to it, and answers nobody meanwhile (2.13:
 `getnameinfo` in its only thread). Its own socket takes IPv6 and IPv4, so that an IPv4 peer has an address like
 ``::ffff:127.0.0.1``, which no /etc/hosts knows: each connection asks the name server, and one lost packet holds up all
-ranks for 5 s. A socket for IPv4 alone has addresses that /etc/hosts knows, this machine's own at least.
+ranks for 5 s. A socket for IPv4 alone has addresses that /etc/hosts knows, this machine's own at least. The client does
+the same look-up, always as IPv6, but holds up nobody else.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["host_store"]
+__all__ = ["ask_again_soon", "host_store"]
+
+
+def ask_again_soon() -> None:
+    """This process and those that it starts ask a name server that does not answer again after 1 s, five times, where
+    glibc waits 5 s, and asks twice. For resolvers that have not begun yet; what the user has set stays."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 def host_store(address: str, **more: Any) -> Any:
@@ -20,6 +28,7 @@ def host_store(address: str, **more: Any) -> Any:
     under which the others reach this machine. `more`: for torch. Raises what torch raises."""
     import torch.distributed as dist
 
+    ask_again_soon()
     port = 0
     if _is_ipv4(address):
         with suppress(OSError):  # then torch says what is wrong

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster.table import MAX_WORKERS
 from mindx_elastic.core.printable import printable
@@ -189,6 +190,7 @@ class _Job:
 
     def start(self) -> None:
         """Raises OSError."""
+        ask_again_soon()
         for each in self._plan.processes:
             each.log.parent.mkdir(parents=True, exist_ok=True)
             with open(each.log, "ab" if self._recovers else "wb") as log:

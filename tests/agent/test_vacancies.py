@@ -100,7 +100,7 @@ def test_a_node_takes_the_place_of_a_lost_one_in_torchs_rendezvous(meeting: Meet
     late = meeting.seeker(stand_by=waits.set)
     first, lost = meeting.seeker(), meeting.seeker()
     met = meeting.all_meet([first, lost])
-    ranks = {found[1].rank: seeker for (found, seeker) in zip(met.values(), [first, lost], strict=True)}
+    ranks = {met[number][1].rank: seeker for number, seeker in enumerate([first, lost])}
     assert sorted(ranks) == [0, 1] and all(found[0] is None for found in met.values())
     thread, found = in_thread(late.next_rendezvous)
     assert waits.wait(30) and not found
