@@ -129,6 +129,7 @@ def _workers(agent_dir: Path) -> list[dict[str, Any]]:
             "boundaries": status.boundaries,
             "resumed_step": status.resumed_step,
             "saved_step": status.saved_step,
+            "save_every_s": status.save_every_s or None,
             "paused_step": status.paused_step if _waits(status) else None,
             "paused_s": round((time.monotonic_ns() - status.paused_ns) / 1e9, 3) if _waits(status) else None,
             "reason": status.reason or None,
@@ -172,6 +173,8 @@ def _print(console: Console, report: dict[str, Any], runs: list[AgentRun], recov
         if report["pause"] is not None:
             console.print(_pause_line(report["pause"], report["workers"]), soft_wrap=True)
         console.print(_worker_table(report["workers"]))
+        if save_every_s := next(filter(None, (worker["save_every_s"] for worker in report["workers"])), None):
+            console.print(f"a periodic checkpoint every {human_age(save_every_s)}, by what it costs (auto)")
     console.print()
     console.print(totals_line(add_up(run.records)), soft_wrap=True)
     older = report["older_runs"]

@@ -38,7 +38,7 @@ _FIELDS = (
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
     *("in_place", "generation"),
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
-    "accumulates",
+    *("accumulates", "save_every_s"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -113,6 +113,9 @@ class Status:
     accumulates: int = 0
     """The program accumulates over so many batches, or a multiple, when all ranks are there, and asks
     `Guard.accumulation` how many it is with fewer; 0: it does not ask."""
+    save_every_s: int = 0
+    """Seconds between two periodic saves, where that is measured (``save_checkpoint_steps="auto"``); 0: it is not, or
+    not yet. Rank 0's page."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""

@@ -28,7 +28,7 @@ from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
-from mindx_elastic.guard.policy import job_names
+from mindx_elastic.guard.policy import AdaptivePolicy, JobSoFar, job_names
 from mindx_elastic.guard.rank_directories import RankDirectories
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
@@ -97,6 +97,7 @@ class Opening:
             member=None if place is None else place.member,
         )
         self.start = self._restore()
+        self._tell_schedules()
         """What the ranks have agreed on, and loaded."""
 
     def shared_modules(self) -> list[nn.Module]:
@@ -157,6 +158,19 @@ class Opening:
             names=job_names(options.prefix, [*self.policies, *self.periodic]),
             unmanaged=self._unmanaged,
         )
+
+    def _tell_schedules(self) -> None:
+        """Periodic policies may depend on how the job has fared."""
+        page = self.around.page
+
+        def tell(seconds: int) -> None:
+            if page is not None and self._ranks.rank == 0:
+                page.set(save_every_s=seconds)
+
+        job = JobSoFar.of(self.start.run_id, self.start.attempt, tell)
+        for policy in self.periodic:
+            if isinstance(policy, AdaptivePolicy):
+                policy.hear(job)
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))

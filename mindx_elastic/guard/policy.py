@@ -7,7 +7,9 @@ and there is one save path.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +20,9 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 
 __all__ = [
+    "AdaptivePolicy",
     "ExitPolicy",
+    "JobSoFar",
     "PeriodicPolicy",
     "breakpoint_name",
     "breakpoint_policy",
@@ -190,6 +194,34 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
         return False
     chosen = set(recorded) - _DEFAULT_NAMES, set(own) - _DEFAULT_NAMES
     return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
+
+
+@dataclass(frozen=True)
+class JobSoFar:
+    """What a schedule may depend on."""
+
+    deaths: int
+    """How often the job has been started again."""
+    lived_s: float
+    """Since its first start."""
+    tell: Callable[[int], None]
+    """Shows the seconds between two saves to `mindx-elastic status`. Any thread."""
+
+    @classmethod
+    def of(cls, run_id: str, attempt: int, tell: Callable[[int], None]) -> JobSoFar:
+        """A run's id begins with the time of its first start."""
+        lived_s = 0.0
+        with suppress(ValueError, OverflowError):
+            lived_s = time.time() - time.mktime(time.strptime(run_id.partition("-")[0], "%Y%m%dT%H%M%S"))
+        return cls(attempt, max(0.0, lived_s), tell)
+
+
+class AdaptivePolicy:
+    """Base of periodic policies that want to know how the job has fared."""
+
+    def hear(self, job: JobSoFar) -> None:
+        """The guard has been entered; before the first step. Main thread."""
+        raise NotImplementedError
 
 
 class PeriodicPolicy(Protocol):

@@ -22,9 +22,10 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import DEFAULT_SIGNALS
-from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
+from mindx_elastic.guard.policy import AdaptivePolicy, ExitPolicy, JobSoFar, PeriodicPolicy, breakpoint_name, final_name
 from mindx_elastic.train.callbacks import Callback, RunContext
-from mindx_elastic.train.clock import SaveClock
+from mindx_elastic.train.clock import SaveClock, open_clock
+from mindx_elastic.train.save_interval import SaveInterval
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,6 +40,7 @@ __all__ = [
     "directory_path",
 ]
 
+AUTO = "auto"
 _ENC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _APPEND_NAMES = ("epoch_num", "step_num")
 
@@ -51,8 +53,9 @@ class CheckpointConfig:
     `keep_checkpoint_per_n_minutes`. One difference: seconds count when they are given and the steps are left at 1.
     """
 
-    save_checkpoint_steps: int | None = 1
-    """Save every so many optimizer updates; 0 or None: not by steps."""
+    save_checkpoint_steps: int | str | None = 1
+    """Save every so many optimizer updates; 0 or None: not by steps. ``"auto"``: so often that the least time is lost,
+    by what a save costs and how often the job has died (`train.save_interval`), and for 1 % of the time at most."""
     save_checkpoint_seconds: float | None = 0
     """Save when so many seconds have passed since the last save; the ranks follow rank 0's clock."""
     keep_checkpoint_max: int | None = 5
@@ -95,7 +98,11 @@ class CheckpointConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("save_checkpoint_steps", "keep_checkpoint_max"):
+        if isinstance(self.save_checkpoint_steps, str) and self.save_checkpoint_steps != AUTO:
+            raise UsageError(
+                f'save_checkpoint_steps={self.save_checkpoint_steps!r}; give a number of steps or "{AUTO}"'
+            )
+        for name in ("keep_checkpoint_max",) if self.adapts else ("save_checkpoint_steps", "keep_checkpoint_max"):
             _check_number(name, getattr(self, name), whole=True)
         for name in ("save_checkpoint_seconds", "keep_checkpoint_per_n_minutes"):
             _check_number(name, getattr(self, name), whole=False)
@@ -112,27 +119,35 @@ class CheckpointConfig:
         if self.saved_network is not None and not isinstance(self.saved_network, nn.Module):
             raise UsageError(f"saved_network is a {type(self.saved_network).__name__}; give the network or None")
         _check_append_info(self.append_info)
-        if not (self.steps or self.seconds or self.keep_checkpoint_max or self.keep_checkpoint_per_n_minutes):
+        saves = self.steps or self.seconds or self.adapts
+        if not (saves or self.keep_checkpoint_max or self.keep_checkpoint_per_n_minutes):
             raise UsageError(
                 "save_checkpoint_steps, save_checkpoint_seconds, keep_checkpoint_max and "
                 "keep_checkpoint_per_n_minutes cannot all be 0 or None; give at least one"
             )
-        if self.save_checkpoint_seconds and (self.save_checkpoint_steps or 0) > 1:
+        if self.save_checkpoint_seconds and not self.seconds:
             logger.warning(
-                "save_checkpoint_seconds=%s is not used, because save_checkpoint_steps=%s is given too",
+                "save_checkpoint_seconds=%s is not used, because save_checkpoint_steps=%r is given too",
                 self.save_checkpoint_seconds,
                 self.save_checkpoint_steps,
             )
 
     @property
+    def adapts(self) -> bool:
+        """Whether the interval is measured."""
+        return self.save_checkpoint_steps == AUTO
+
+    @property
     def steps(self) -> int:
         """Updates between two periodic saves; 0: not by steps."""
-        return 0 if self.seconds else self.save_checkpoint_steps or 0
+        steps = self.save_checkpoint_steps or 0
+        return 0 if self.seconds or isinstance(steps, str) else steps
 
     @property
     def seconds(self) -> float:
-        """Seconds between two periodic saves; 0: not by time."""
-        return float(self.save_checkpoint_seconds or 0) if (self.save_checkpoint_steps or 0) <= 1 else 0.0
+        """Seconds between two periodic saves; 0: not by a time that is given."""
+        steps = self.save_checkpoint_steps or 0
+        return 0.0 if isinstance(steps, str) or steps > 1 else float(self.save_checkpoint_seconds or 0)
 
     @property
     def keep_max(self) -> int | None:
@@ -257,8 +272,8 @@ class ModelCheckpoint(_CheckpointCallback):
         return [self.policy]
 
 
-class PeriodicSave:
-    """The periodic policy of a `ModelCheckpoint`: by steps a function of the position, by seconds see `clock`."""
+class PeriodicSave(AdaptivePolicy):
+    """The periodic policy of a `ModelCheckpoint`: by steps a function of the position, else see `clock`."""
 
     def __init__(self, prefix: str, directory: Path, config: CheckpointConfig) -> None:
         self.prefix, self.directory, self.config = prefix, directory, config
@@ -269,13 +284,29 @@ class PeriodicSave:
         self.newest: Position | None = None
         """The boundary that was found due last."""
         self._clock: SaveClock | None = None
+        self._job: JobSoFar | None = None
 
-    def begin(self, clock: SaveClock | None) -> None:
-        """Start of a training; `clock` decides when the config counts seconds."""
-        self.newest, self._clock = None, clock
+    def hear(self, job: JobSoFar) -> None:
+        self._job = job
+
+    def begin(self, rank: int, world_size: int, name: str) -> None:
+        """Start of a training: open the clock, if one decides. All ranks together; `name`: see `open_clock`."""
+        seconds: float | SaveInterval = self.config.seconds
+        if self.config.adapts:
+            job = self._job
+            seconds = SaveInterval() if job is None else SaveInterval(deaths=job.deaths, lived_s=job.lived_s)
+        self.newest, self._clock = None, open_clock(seconds, rank, world_size, name, on_change=self._tell)
+
+    def _tell(self, interval: SaveInterval) -> None:
+        logger.info(
+            "a checkpoint every %.0f s: one costs %.2f s, and the job dies every %.1f h or less often",
+            *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
+        )
+        if self._job is not None:
+            self._job.tell(round(interval.seconds))
 
     def due(self, position: Position) -> bool:
-        if self.config.seconds:
+        if self.config.seconds or self.config.adapts:
             due = self._clock is not None and self._clock.due(position.step)
         else:
             due = bool(self.config.steps) and position.step % self.config.steps == 0

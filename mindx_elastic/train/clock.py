@@ -23,11 +23,13 @@ from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.train.save_interval import SaveInterval
 
 __all__ = ["SaveClock", "next_check", "open_clock"]
 
 _TIMEOUT = timedelta(minutes=10)
 _KEEP = 1000
+_CHANGE = 0.2
 _MOST_STEPS = 100_000  # between two looks at the clock
 _clocks = itertools.count()
 
@@ -40,24 +42,29 @@ def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
 
 
 class SaveClock:
-    """Says every `seconds` that a save is due. `due` belongs to the training thread; the same calls on all ranks.
+    """Says every `seconds` that a save is due, or as often as the interval says that rank 0 measures. `due` belongs to
+    the training thread; the same calls on all ranks.
 
     `store`: None in a job of one rank. A store that fails ends the saving by time with one warning.
     """
 
     def __init__(
         self,
-        seconds: float,
+        seconds: float | SaveInterval,
         *,
         rank: int = 0,
         store: Any = None,
         now: Callable[[], float] = time.monotonic,
         seal: Seal | None = None,
         name: str = "clock",
+        on_change: Callable[[SaveInterval], None] = lambda interval: None,
     ) -> None:
-        """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
+        """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart. `on_change`
+        is told of a measured interval when it is another than before."""
         self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
-        self.seconds, self._rank, self._now = seconds, rank, now
+        self._rank, self._now, self._on_change = rank, now, on_change
+        self._measured = seconds if isinstance(seconds, SaveInterval) else None
+        self._seconds = self._told = seconds.seconds if isinstance(seconds, SaveInterval) else float(seconds)
         self._store = store
         self._last_save = self._last_check = now()
         self._last_step: int | None = None
@@ -67,6 +74,8 @@ class SaveClock:
 
     def due(self, step: int) -> bool:
         """Whether boundary `step` is to be saved."""
+        if self._rank == 0 and self._measured is not None and not self._broken:
+            self._measure(self._measured)
         if step < self._check_at or self._broken:
             return False
         if self._rank == 0:
@@ -75,15 +84,26 @@ class SaveClock:
             return due
         return self._read(step)
 
+    def _measure(self, interval: SaveInterval) -> None:
+        interval.passed(self._now())
+        self._seconds = interval.seconds
+        if abs(self._seconds - self._told) > _CHANGE * self._told:
+            self._told = self._seconds
+            self._on_change(interval)
+
     def _decide(self, step: int) -> tuple[bool, int]:
         now = self._now()
         steps = 0 if self._last_step is None else step - self._last_step
         step_s = (now - self._last_check) / steps if steps else 0.0
         self._last_check, self._last_step = now, step
-        due = now - self._last_save >= self.seconds
+        due = now - self._last_save >= self._seconds
+        if self._measured is not None:
+            due = due and self._measured.is_ready
+            if due:
+                self._measured.saves()
         if due:
             self._last_save = now
-        remaining_s = self.seconds - (now - self._last_save)
+        remaining_s = self._seconds - (now - self._last_save)
         if self._store is None:
             return due, step + 1  # alone, a look at the clock costs nothing
         return due, next_check(step, remaining_s=remaining_s, step_s=step_s)
@@ -123,13 +143,21 @@ class SaveClock:
         logger.warning("rank %d no longer saves by the clock: %s", self._rank, error)
 
 
-def open_clock(seconds: float, rank: int, world_size: int, name: str = "") -> SaveClock | None:
+def open_clock(
+    seconds: float | SaveInterval,
+    rank: int,
+    world_size: int,
+    name: str = "",
+    *,
+    on_change: Callable[[SaveInterval], None] = lambda interval: None,
+) -> SaveClock | None:
     """A clock for this job; None when `seconds` is 0. With several ranks all of them open the same clocks in order.
-    `name`: instead of its number in that order, where processes of different ages meet."""
+    `name`: instead of its number in that order, where processes of different ages meet. `on_change`: see `SaveClock`.
+    """
     if not seconds:
         return None
     if world_size == 1:
-        return SaveClock(seconds)
+        return SaveClock(seconds, on_change=on_change)
     name = f"clock/{name or next(_clocks)}"
     store = connect_store(RankInfo.from_env(), name)
-    return SaveClock(seconds, rank=rank, store=store, seal=current_seal(), name=name)
+    return SaveClock(seconds, rank=rank, store=store, seal=current_seal(), name=name, on_change=on_change)

@@ -31,7 +31,6 @@ from mindx_elastic.train.callbacks import (
     read_at_epoch_end,
 )
 from mindx_elastic.train.checkpoint import PeriodicSave
-from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
@@ -182,7 +181,7 @@ class Model(ModelParts):
                 for number, policy in enumerate(loop.periodic):
                     if isinstance(policy, PeriodicSave):
                         name = f"{entry}/{number}" if entry else ""
-                        policy.begin(open_clock(policy.config.seconds, guard.rank, guard.world_size, name))
+                        policy.begin(guard.rank, guard.world_size, name)
                 loop.run(epochs)
         except BaseException:
             loader.shutdown()

@@ -176,6 +176,17 @@ def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path,
     ]
 
 
+def test_a_measured_interval_between_saves(
+    run: Callable[..., Any], run_dir: Path, tmp_path: Path, sleeper: int
+) -> None:
+    start_agent(run_dir, sleeper, agent_dir=str(tmp_path))
+    page = StatusPage(page_path(tmp_path, 0))
+    page.set(phase=WorkerPhase.TRAINING, step=7, save_every_s=412)
+    assert json.loads(run("status", "--json", str(run_dir)).stdout)["workers"][0]["save_every_s"] == 412
+    assert "a periodic checkpoint every 7 min, by what it costs (auto)" in run("status", str(run_dir)).stdout
+    page.close()
+
+
 def test_a_killed_agent(run: Callable[..., Any], run_dir: Path, dead_pid: int) -> None:
     start_agent(run_dir, dead_pid).emit("attempt_start", attempt=0, pid=dead_pid)
     lines = run("status", run_dir).stdout.splitlines()
