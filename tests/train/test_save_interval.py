@@ -90,11 +90,11 @@ def fixed(interval_s: float) -> Callable[[int, HandClock], SaveClock]:
     return lambda number, hand: SaveClock(interval_s, now=hand)
 
 
-@pytest.mark.parametrize("mtbf_h", [1, 6, 48])
+@pytest.mark.parametrize("mtbf_h", [1, 48])
 @pytest.mark.parametrize("cost_s", [0.5, 5.0])
 def test_a_job_takes_as_long_as_with_the_best_fixed_interval(cost_s: float, mtbf_h: float) -> None:
     """Among those that cost one percent at most."""
-    mtbf_s, step_s = mtbf_h * HOUR, 2.0
+    mtbf_s, step_s = mtbf_h * HOUR, 4.0
     work_s = 40 * HOUR
     right = best_interval(cost_s, mtbf_s)
     choices = [each for k in range(-6, 7) if (each := right * 1.4**k) >= 99 * cost_s] or [99 * cost_s]
