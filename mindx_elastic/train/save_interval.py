@@ -19,7 +19,7 @@ FIRST_S = 30.0
 _MOST_SHARE = 0.01
 _UNKNOWN_MTBF_S = 6 * 3600.0
 """Counts as one such time without a death, until the job itself has lived for longer."""
-_PLAIN_STEPS, _FEWEST = 64, 8
+_PLAIN_STEPS, _FEWEST, _ENOUGH_S = 64, 8, 10.0
 _FOLLOWING = 8
 _COSTS = 5
 
@@ -59,8 +59,8 @@ class SaveInterval:
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough plain steps have been seen to tell what a save costs."""
-        return len(self._plain) >= _FEWEST and not self._following
+        """Whether enough plain steps have been seen to tell what a save costs: some, or one that is long."""
+        return not self._following and (len(self._plain) >= _FEWEST or sum(self._plain) >= _ENOUGH_S)
 
     def passed(self, now: float) -> None:
         """A step is over, and the save that may have followed the one before it."""

@@ -141,6 +141,17 @@ def test_a_long_evaluation_between_two_steps_is_not_taken_for_the_cost_of_a_save
     assert interval.cost_s == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_job_of_long_steps_saves_although_it_has_seen_few() -> None:
+    hand = HandClock()
+    clock, saved = SaveClock(SaveInterval(), now=hand), []
+    for step in range(1, 40):
+        hand.now += 600
+        if clock.due(step):
+            saved.append(step)
+            hand.now += 3
+    assert saved[0] == 2 and len(saved) >= 3
+
+
 def test_a_job_that_dies_often_saves_more_often() -> None:
     def seconds(deaths: int) -> float:
         interval = SaveInterval(deaths=deaths, lived_s=10 * HOUR)
