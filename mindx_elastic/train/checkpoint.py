@@ -299,7 +299,7 @@ class PeriodicSave(AdaptivePolicy):
 
     def _tell(self, interval: SaveInterval) -> None:
         logger.info(
-            "a checkpoint every %.0f s: one costs %.2f s, and the job dies every %.1f h or less often",
+            "a checkpoint every %.0f s: one costs %.2f s, and the job is taken to die every %.1f h",
             *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
         )
         if self._job is not None:
