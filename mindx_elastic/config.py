@@ -218,8 +218,8 @@ class RejoinSettings:
     num_nodes: int = 1
     """``GROUP_WORLD_SIZE``."""
     whole_nodes: str = ""
-    """``MINDX_REJOIN_NODES``: where the first node's agent hears the others (``HOST:PORT``; ``1`` on the first node),
-    so that another node can take the place of a lost one; empty: it does not."""
+    """``MINDX_REJOIN_NODES``: the first node, and where the agents of nodes hear others' ranks (``0 0=HOST:PORT
+    1=HOST:PORT``), so that another node can take the place of a lost one; empty: it does not."""
     nccl: bool = False
     """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too, which has never been run on a GPU."""
 

@@ -108,7 +108,9 @@ class Attempt:
         self._hurried: set[int] = set()  # ranks past their guards that are being ended
         self._work_due, self._pause_timer = 0.0, False
         self._recovery = context.recovery(workers)
-        self._looks_at_recovery = self._is_out = False
+        self._looks_at_recovery = False
+        self.is_out = False
+        """This node was taken for lost, and its workers were ended."""
         self._stuck: dict[int, tuple[str, float]] = {}
         """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""
 
@@ -132,7 +134,7 @@ class Attempt:
             rank=self._cause_rank,
             cut_off=self._cut_off,
         )
-        if self._is_out and ending.outcome in ("failed", "membership"):
+        if self.is_out and ending.outcome in ("failed", "membership"):
             return Ending(outcome="membership", code=EXIT_TEMPORARY, cause=_OUT)
         if ending.cut_off:
             return replace(ending, cause="; ".join(self._cut_off.values()))
@@ -360,9 +362,9 @@ class Attempt:
 
     def _leave_job(self) -> None:
         """This node was taken for lost: the others go on without it, or with another one in its place."""
-        if self._is_out:
+        if self.is_out:
             return
-        self._is_out = True
+        self.is_out = True
         logger.error("%s", _OUT)
         self._context.events.emit("membership", reason=_OUT)
         self.stop = self.stop or StopKind.MEMBERSHIP

@@ -1,14 +1,16 @@
 """Which nodes' agents are alive, as the first node's agent sees it.
 
-Each other agent holds one connection to it (`Lifeline`) and says a word a second. A connection that ends without a
-goodbye, and is not there again within a second, is a lost node; silence may be one (`Gone.is_silent`): the caller knows
-whether the job trains on. Time in which this process itself stood still counts against nobody. A node that was given up
-is told so, at once or when it comes back (`Lifeline.is_out`): its place may be taken.
+Each other agent holds one connection to it (`Lifeline`) and says a word a second, which is answered. A connection that
+ends without a goodbye, and is not there again within a second, is a lost node; silence may be one (`Gone.is_silent`):
+the caller knows whether the job trains on. Time in which this process itself stood still counts against nobody. A node
+that was given up is told so, at once or when it comes back (`Lifeline.is_out`): its place may be taken. The other
+agents see in the same way that the first node is lost (`Lifeline.gone`).
 
-The ranks of the other nodes connect to it, too, and send their small records, which outlive their node here
-(`LifelineHost.records_of`, `rejoin.small_records`).
+Ranks of other nodes connect to it, too, and send their small records, which outlive their node here
+(`LifelineHost.records_of`, `rejoin.small_records`). So each agent has a `LifelineHost`; agents connect to the first
+node's only.
 
-The first node's agent alone decides, because it hosts the store of the workers: without it there is no job to go on.
+The first node's agent decides which other nodes are lost; `rejoin.succession` says who does when it is lost itself.
 The words are sealed with the job's key, if it has one (`agreement.sealed`).
 """
 
@@ -40,7 +42,7 @@ _BEAT_S = 1.0
 _BACK_S = 1.0  # a firewall that is reloaded ends connections, too
 _EXPECTED_S = 5.0
 _POLL_S, _STANDSTILL_S = 0.2, 2.0
-_CONNECT_S, _AGAIN_S, _LATER_S = 5.0, 0.2, 1.0
+_CONNECT_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 0.2, 1.0, 0.05
 _MANY_TRIES = 150
 _MOST_BYTES, _PIECE_BYTES = 8192, 1 << 18
 _BEAT, _BYE, _OUT = b".\n", b"bye\n", b"out\n"
@@ -89,7 +91,7 @@ class _Talk:
 
 
 class LifelineHost:
-    """The first node's side. Main thread, where nothing else is said."""
+    """The first node's side, and every other one's for small records. Main thread, where nothing else is said."""
 
     def __init__(self, scope: str, key: bytes | None) -> None:
         """`scope`: names the attempt. Raises OSError."""
@@ -115,6 +117,7 @@ class LifelineHost:
         """When the thread last saw what has come."""
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
+        self._says_bye = True
         self._thread = threading.Thread(target=self._run, name="mindx-lifelines", daemon=True)
         self._thread.start()
 
@@ -162,8 +165,9 @@ class LifelineHost:
             kept = self._kept.get(rank)
             return None if kept is None else kept.to_json()
 
-    def close(self) -> None:
-        """At the end of the attempt."""
+    def close(self, *, says_bye: bool = True) -> None:
+        """At the end of the attempt: this node leaves by itself."""
+        self._says_bye = says_bye
         self._stopping.set()
         self._thread.join(2.0)
         self._server.close()
@@ -195,7 +199,10 @@ class LifelineHost:
                 if self.gone():
                     with suppress(OSError):  # full: the main thread will wake up anyway
                         os.write(self._writer, b"!")
-            for connection in talks:
+            for connection, talk in talks.items():
+                with suppress(OSError):
+                    if self._says_bye and talk.peer is not None:
+                        connection.send(_BYE)
                 connection.close()
 
     def _accept(self) -> socket.socket | None:
@@ -250,6 +257,9 @@ class LifelineHost:
             for line in lines:
                 talk.peer.heard = time.monotonic()
                 talk.peer.has_left = talk.peer.has_left or line + b"\n" == _BYE
+            if lines:
+                with suppress(OSError):  # full: it does not read, and the answer is one of many
+                    connection.send(_BEAT)
         return True
 
     def _greet(self, connection: socket.socket, talk: _Talk, line: bytes) -> bool:
@@ -269,7 +279,7 @@ class LifelineHost:
                 talk.kept = self._kept.setdefault(content["rank"], Kept()) if len(self._kept) < _MOST_RANKS else Kept()
                 return True
             node, token, first, count = (content[name] for name in ("node", "token", "first", "count"))
-            if not (type(node) is type(first) is type(count) is int and node > 0 and first > 0 and 0 < count < 1 << 16):
+            if not (type(node) is type(first) is type(count) is int and node >= 0 <= first and 0 < count < 1 << 16):
                 raise ValueError(f"node {node}, {count} ranks from {first}")
             name, token = printable(str(content["name"]), 200), str(token)[:64]
         except (NotOursError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -331,12 +341,23 @@ class Lifeline:
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._says_bye = True
         self._is_connected, self._stopping = threading.Event(), threading.Event()
+        self._heard = self._looked = time.monotonic()
+        """The last word of the first node's agent; when the thread last looked."""
+        self._ended: float | None = None
+        self._gone: tuple[bool, float] | None = None
+        """Silent or without a connection, and since when."""
+        self._host_has_left = False
         self._thread = threading.Thread(target=self._run, name="mindx-lifeline", daemon=True)
 
     def start(self) -> bool:
         """Whether the first node's agent can be reached."""
         self._thread.start()
         return self._is_connected.wait(_CONNECT_S)
+
+    def gone(self) -> tuple[bool, float] | None:
+        """Where the first node's agent gives no sign of life: whether it is only silent, and for how many seconds."""
+        found = self._gone
+        return None if found is None or self.is_out else (found[0], time.monotonic() - found[1])
 
     def drain(self) -> None:
         """`fd` was readable."""
@@ -347,12 +368,15 @@ class Lifeline:
         """At the end of the attempt: this node leaves by itself."""
         self._says_bye = says_bye
         self._stopping.set()
-        with suppress(OSError):
-            os.write(self._writer, b"!")
+        self._wake()
         self._thread.join(_BEAT_S)
         if not self._thread.is_alive():
             os.close(self.fd)
             os.close(self._writer)
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            os.write(self._writer, b"!")
 
     def _run(self) -> None:
         tries = 0  # since a connection that has lasted; who was cut off for hours must still hear that it is out
@@ -361,17 +385,37 @@ class Lifeline:
             began = math.inf
             try:
                 with socket.create_connection(self._address, _CONNECT_S) as connection:
+                    self._looked = time.monotonic()
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.sendall(self._hello)
                     self._is_connected.set()
-                    began = time.monotonic()
+                    self._heard = began = time.monotonic()
+                    self._ended = None
                     self._talk(connection)
             except OSError as error:
                 logger.debug("%s:%d cannot be reached: %s", *self._address, error)
+                self._looked = time.monotonic()  # a machine that is gone does not answer for some seconds
             if time.monotonic() - began > _BEAT_S:
                 tries = 0
+            if self._ended is None:
+                self._ended = time.monotonic()
+            self._look()
             if tries > 1:
                 self._stopping.wait(_AGAIN_S if tries < _MANY_TRIES else _LATER_S)
+
+    def _look(self) -> None:
+        """Is the other side gone? Time in which this thread stood still does not count."""
+        now = time.monotonic()
+        if now - self._looked > _STANDSTILL_S:
+            self._heard = now
+            self._ended = None if self._ended is None else now
+        self._looked = now
+        was, is_silent = self._gone, self._ended is None
+        since = self._heard if self._ended is None else self._ended
+        is_late = now - since >= (SILENCE_S if is_silent else _BACK_S)
+        self._gone = (is_silent, since) if is_late and not self._host_has_left else None
+        if was is None and self._gone is not None:
+            self._wake()
 
     def _talk(self, connection: socket.socket) -> None:
         """Until the connection ends. Raises OSError."""
@@ -385,16 +429,18 @@ class Lifeline:
                     connection.sendall(_BEAT)
                     beat = time.monotonic() + _BEAT_S
                 ready = [event.fileobj for event, _ in selector.select(max(0.0, beat - time.monotonic()))]
+                self._look()
                 if connection not in ready:
+                    self._stopping.wait(_PAUSE_S if ready else 0.0)  # `fd` stays readable until it is drained
                     continue
                 piece = connection.recv(_MOST_BYTES)
                 content = (content + piece)[-_MOST_BYTES:]
                 if _OUT in content:
                     self.is_out = True
-                    with suppress(OSError):
-                        os.write(self._writer, b"!")
+                    self._wake()
                     return
                 if not piece:
                     return
+                self._heard, self._host_has_left = time.monotonic(), _BYE in content
             if self._says_bye:
                 connection.sendall(_BYE)

@@ -1,23 +1,32 @@
-"""Recoveries in place where a whole node is lost: its agent, and all of its ranks with it.
+"""Recoveries in place where whole nodes are lost: their agents, and all of their ranks with them.
 
-The first node's agent decides that it is (`lifeline`), once, on the board: the plan names the node. It offers the place
-(`vacancies`) and holds the recovery in its first phase, with all guards open, until an agent has claimed it: then it
-notes the lost ranks to be dead, and everything goes on as where single ranks have died. The agent that has the place
-starts all of its workers as new processes of the recovery that is under way (`NodeWatch.place`). Nobody comes within
---rejoin-timeout: the job is restarted, as without recovery in place.
+The first node's agent decides that a node is lost (`lifeline`), once, on the board: the plan names the node. It offers
+the place (`vacancies`) and holds the recovery in its first phase, with all guards open, until an agent has claimed it:
+then it notes the lost ranks to be dead, and everything goes on as where single ranks have died. The agent that has the
+place starts all of its workers as new processes of the recovery that is under way (`NodeWatch.place`). Nobody comes
+within --rejoin-timeout: the job is restarted, as without recovery in place.
+
+The first node itself is lost: the others begin the recovery without a board. Their workers come out of the training and
+wait. One of the agents hosts a new store, with the board of this recovery and of later ones (`rejoin.succession` says
+which); the others come to it, all tell their workers where it is (`rejoin.board.BOARD_FILE`), and from there on it is
+the first node. Who has not come within 10 s is lost, too.
 
 Keys of the board, beside those of `rejoin.board` and `nodes`:
 
-======================  ================================================================================================
-``{g}/open``            a place is offered in this recovery, which therefore lasts longer
-``{g}/taken/{node}``    the agent that has the node's place now
-``{g}/records/{rank}``  what of a lost rank's ring has come to the first node (`rejoin.small_records`)
-``{g}/joins/{rank}``    the one new process of the rank that connects to the others
-======================  ================================================================================================
+==========================  ============================================================================================
+``{g}/here/{node}``         an agent has come to the new first node's
+``{g}/open``                a place is offered in this recovery, which therefore lasts longer
+``{g}/taken/{node}``        the agent that has the node's place now
+``{g}/first``               which node the first one is
+``{g}/keeper/{node}``       where that node's agent hears ranks of others
+``{g}/records/{rank}/{n}``  what of a lost rank's ring has come to node n (`rejoin.small_records`)
+``{g}/joins/{rank}``        the one new process of the rank that connects to the others
+==========================  ============================================================================================
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -25,149 +34,78 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.lifeline import Gone, Lifeline, LifelineHost
-from mindx_elastic.agent.nodes import NodesRecovery, connect
-from mindx_elastic.agent.recovery import ERRORS, Generation
-from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
-from mindx_elastic.agent.vacancies import Seeker, Vacancy, offer, root_store, tell_nodes
+from mindx_elastic.agent.lifeline import SILENCE_S, Gone
+from mindx_elastic.agent.node_watch import NodeWatch
+from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch
+from mindx_elastic.agent.recovery import ERRORS, Generation, Notes
+from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import NODES_REPLACED
-from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.board import BOARD_FILE
 from mindx_elastic.rejoin.lost_node import Answer, answer, why_in_vain
 from mindx_elastic.rejoin.protocol import Phase
+from mindx_elastic.rejoin.succession import Claim, Meaning, Standing, assemble, meaning
 
-__all__ = ["NodeWatch", "WholeNodesRecovery"]
+__all__ = ["Surroundings", "WholeNodesRecovery"]
 
-_ANSWER_S = 5.0
 _LOOK_S = 0.05
 _LATER_S = 2.0
 _LONGEST = 300
 
 
-class NodeWatch:
-    """This agent's connection to the other nodes' agents, over all attempts. Main thread."""
+@dataclass(frozen=True)
+class Surroundings:
+    """What a recovery needs of the workers' store, which may be another one later."""
 
-    def __init__(
-        self, handler: HostedStoreRendezvous, *, ranks: int, can_join: bool, stand_by: Callable[[], None]
-    ) -> None:
-        """`ranks`: processes of this node. can_join: they can be started as new processes of a running job. `stand_by`
-        is called when this node begins to wait for a place."""
-        self._handler, self._ranks, self._can_join = handler, ranks, can_join
-        self._thread = ReadyThread("mindx-vacancies")
-        self.host: LifelineHost | None = None
-        self.line: Lifeline | None = None
-        handler.seeker = Seeker(handler.inner, self._claim, self._why_not, stand_by)
-
-    @property
-    def place(self) -> Vacancy | None:
-        """Of a lost node, which this one has in this attempt."""
-        return self._handler.place
-
-    @property
-    def address(self) -> str:
-        """For the workers: where the first node's agent hears others; ``1``: it is this one."""
-        return "1" if self.host is not None else f"{self._handler.lifeline[0]}:{self._handler.lifeline[1]}"
-
-    def open(self, *, node: int, num_nodes: int, ranks: Sequence[int]) -> bool:
-        """The nodes have met. Whether the loss of a node other than the first will be seen."""
-        handler = self._handler
-        self.host = handler.lifelines
-        if self.place is not None:
-            return True
-        self._hold(None)  # it had a place, and could not start there
-        if node == 0:
-            with suppress(Exception):  # any of torch's: then a late node goes into the rendezvous, as ever
-                self._ask(lambda store, run_id: tell_nodes(store, run_id, num_nodes))
-                self.offer(None)
-            return self.host is not None
-        if handler.lifeline[1] == 0:
-            return False
-        token = secrets.token_hex(8)
-        self.line = Lifeline(handler.lifeline, handler.scope, board_key(), node=node, token=token, ranks=ranks)
-        if self.line.start():
-            return True
-        logger.warning("the first node's agent cannot be reached: the loss of this node restarts the job")
-        self.close()
-        return False
-
-    def offer(self, place: Vacancy | None) -> None:
-        """Raises what torch raises, and TimeoutError."""
-        self._ask(lambda store, run_id: offer(store, run_id, place))
-
-    def _ask(self, work: Callable[[Any, str], object]) -> None:
-        """Do `work` with the store of the rendezvous and the name of the job; the store may never answer."""
-        store, run_id = root_store(self._handler.inner), self._handler.get_run_id()
-        self._thread.call(lambda: work(store, run_id), _ANSWER_S)
-
-    def close(self) -> None:
-        """The attempt has ended."""
-        if self.line is not None:
-            self.line.close()
-        if self.host is not None:
-            self.host.close()
-        self.line = self.host = self._handler.lifelines = None
-
-    def _hold(self, line: Lifeline | None) -> None:
-        """The one before ends without a goodbye: nobody is to wait for the node that it spoke for."""
-        if self.line is not None:
-            self.line.close(says_bye=False)
-        self.line = line
-
-    def _why_not(self, place: Vacancy) -> str:
-        if not self._can_join:
-            return "its program is not run by this Python interpreter"
-        if place.ranks != self._ranks:
-            return f"it needs {place.ranks} processes on the node, and this one has {self._ranks} (--nproc-per-node)"
-        return ""
-
-    def _claim(self, place: Vacancy) -> bool:
-        token, ranks = secrets.token_hex(8), range(place.first, place.first + place.ranks)
-        name = f"{socket.gethostname()}, pid {os.getpid()}"
-        address = (place.address, place.lifeline)
-        line = Lifeline(address, place.scope, board_key(), node=place.node, token=token, ranks=ranks)
-        has_it = False
-        try:
-            if not line.start():
-                raise OSError(f"the first node's agent does not answer at {place.address}:{place.lifeline}")
-            store: Any = connect(place.address, place.port, place.scope)
-            scope, number = f"{place.scope}/{place.generation}", place.generation
-            board = Board(store, key=board_key(), scope=scope, writer=place.first)
-            if not board.read([f"{number}/over"]):
-                note = board.write(f"{number}/taken/{place.node}", {"token": token, "name": name})
-                has_it = note.get("token") == token
-        finally:
-            if has_it:
-                self._hold(line)
-            else:
-                line.close(says_bye=False)
-        return has_it
+    boards: Boards
+    watch: PlanWatch
+    place: Callable[[], Vacancy]
+    """Of node 0 in recovery 0 of this attempt, from which the others are made."""
 
 
 @dataclass
 class _Open:
-    """A place that is offered, or was taken."""
+    """A place that is offered, will be, or was taken."""
 
     place: Vacancy
     gone: Gone
-    due: float
-    """`time.monotonic` at which to look next."""
     taken_by: str = ""
+
+
+@dataclass
+class _Succession:
+    """The first node is lost, and the agents meet at the next one's."""
+
+    claim: Claim
+    gone: Gone
+    late: float
+    """`time.monotonic` at which the others need not be waited for any longer."""
 
 
 class WholeNodesRecovery(NodesRecovery):
     """One per attempt of several nodes whose agents hear each other. Main thread."""
 
-    def __init__(self, *arguments: Any, nodes: NodeWatch, place: Callable[[], Vacancy], **named: Any) -> None:
-        """`place`: of node 0 in recovery 0 of this attempt, from which the others are made."""
+    def __init__(
+        self,
+        *arguments: Any,
+        nodes: NodeWatch,
+        place: Callable[[], Vacancy],
+        connect_to: Callable[[str, int], Surroundings],
+        folder: Path,
+        **named: Any,
+    ) -> None:
+        """`place`: see `Surroundings`. `connect_to`: to another workers' store from now on. `folder`: the agent's."""
         super().__init__(*arguments, **named)
-        self._nodes, self._place = nodes, place
-        self._open: _Open | None = None
+        self._nodes, self._place, self._connect_to, self._folder = nodes, place, connect_to, folder
+        self._opens: list[_Open] = []
+        self._succession: _Succession | None = None
         self._has_lost = self._is_named = False
+        self._look_due = 0.0
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -187,15 +125,28 @@ class WholeNodesRecovery(NodesRecovery):
         return self._is_named or (line is not None and line.is_out)
 
     def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
+        generation = self._machine.generation + 1
         if not self.is_out:  # a node that has just woken up finds its dead before it hears what it is itself
-            key = f"{self._machine.generation + 1}/plan"
+            key = f"{generation}/plan"
             with suppress(*ERRORS):
-                self._names_this_node(self._board_of(self._machine.generation + 1).read([key]).get(key, {}))
+                board = self._board_of(generation)
+                if not self._names_this_node(board.read([key]).get(key, {})):
+                    self._tell_of_nodes(board, generation)
         return not self.is_out and super().begin(end, cause, stuck_s=stuck_s)
+
+    def hear_end(self, end: WorkerExit) -> None:
+        if self._succession is not None:
+            self._call_off(f"rank {end.rank} has died while the nodes met anew")
+            return
+        super().hear_end(end)
 
     def _names_this_node(self, plan: Mapping[str, Any]) -> bool:
         """Whether a plan says that this node is lost; then it is out."""
-        self._is_named = self._is_named or ("node" in plan and plan.get("rank") in self._workers.processes)
+        nodes = plan.get("nodes", [])
+        is_named = plan.get("rank") in self._workers.processes or (
+            isinstance(nodes, list) and self._nodes.node in nodes
+        )
+        self._is_named = self._is_named or ("node" in plan and is_named)
         return self._is_named
 
     def join(self, place: Vacancy) -> None:
@@ -207,18 +158,23 @@ class WholeNodesRecovery(NodesRecovery):
         self._board, now = self._board_of(generation), time.time()
         self._now = Generation(now, now, "", time.monotonic() + self._timeout_s)
         with suppress(*ERRORS):
+            self._tell_of_nodes(self._board, generation)
             plan = self._board.read([f"{generation}/plan"]).get(f"{generation}/plan", {})
             self._now.cause = printable(str(plan.get("cause", "")), _LONGEST)
             self._now.node = printable(str(plan.get("name", "")), _LONGEST)
             self._now.taken_by = f"{socket.gethostname()}, pid {os.getpid()}"
-        self._longer = generation
 
     def look(self) -> Phase:
         if self.is_active and not self.is_out:
             try:
-                self._look_at_place()
+                if self._succession is not None:
+                    self._look_at_succession(self._succession)
+                else:
+                    self._look_at_place()
             except ERRORS as error:
                 self._machine.note_refusal(f"{type(error).__name__}: {error}")
+        if self._board is None and self.is_active:
+            return self._machine.phase
         return super().look()
 
     def close(self) -> None:
@@ -228,14 +184,14 @@ class WholeNodesRecovery(NodesRecovery):
     def _look_at_place(self) -> None:
         now, board, generation = self._now, self._board, self._machine.generation
         assert now is not None and board is not None
-        if self._open is not None and self._open.place.generation == generation:
-            self._look_at_own_place(self._open)
+        if self._opens and self._opens[-1].place.generation == generation:
+            self._look_at_own_places(now, board)
         elif self._longer != generation and time.monotonic() > now.deadline:
             note = board.read([f"{generation}/open"]).get(f"{generation}/open")
             if note is not None:
                 self._longer = generation
                 now.deadline = time.monotonic() + self._timeout_s + _LATER_S
-                now.node = printable(str(note.get("name", "")), _LONGEST)
+                now.node = now.node or printable(str(note.get("name", "")), _LONGEST)
 
     def _hear_own_loss(self, plan: Mapping[str, Any]) -> None:
         if not self._names_this_node(plan):
@@ -243,6 +199,13 @@ class WholeNodesRecovery(NodesRecovery):
 
     def _why_not_plan(self, plan: Mapping[str, Any]) -> str:
         return "this node was taken for lost" if self._names_this_node(plan) else super()._why_not_plan(plan)
+
+    def hear_others(self, *, is_stopping: bool) -> int | None:
+        rank = super().hear_others(is_stopping=is_stopping)
+        if rank is not None and self._board is not None:
+            with suppress(*ERRORS):  # before this node's workers report
+                self._tell_of_nodes(self._board, self._machine.generation)
+        return rank
 
     def _hear_of_node(self, plan: Mapping[str, Any]) -> None:
         assert self._now is not None
@@ -256,15 +219,40 @@ class WholeNodesRecovery(NodesRecovery):
     def _hear_taker(self, now: Generation) -> None:
         with suppress(*ERRORS):
             assert self._board is not None
-            keys = [f"{self._machine.generation}/taken/{node}" for node in range(1, self._num_nodes)]
-            for note in self._board.read(keys).values():
-                now.taken_by = printable(str(note["name"]), _LONGEST)
+            keys = [f"{self._machine.generation}/taken/{node}" for node in range(self._nodes.num_nodes)]
+            names = [str(note["name"]) for note in self._board.read(keys).values()]
+            now.taken_by = printable("; ".join(names), _LONGEST)
 
-    @property
-    def _num_nodes(self) -> int:
-        return self._place().num_nodes
+    def _tell_of_nodes(self, board: Notes, generation: int) -> None:
+        """What the workers need to know of the nodes in the recovery `generation`."""
+        board.write(f"{generation}/first", {"node": self._nodes.first})
+        if (keeper := self._nodes.keeper()) is not None:
+            board.write(f"{generation}/keeper/{self._nodes.node}", keeper)
 
-    # --- the first node's agent ---------------------------------------------------------------------------------------
+    def _tell_records(self, board: Notes, generation: int, ranks: Sequence[int]) -> None:
+        """What has come to this node of the small records of lost ranks."""
+        host = self._nodes.host
+        for rank in ranks:
+            if host is not None and (kept := host.records_of(rank)) is not None:
+                board.write(f"{generation}/records/{rank}/{self._nodes.node}", kept)
+
+    def _call_off(self, reason: str) -> None:
+        if self._board is None:
+            self._machine.note_refusal(reason)
+        else:
+            super()._call_off(reason)
+
+    def _give_up(self) -> None:
+        if self._board is None:
+            self._has_given_up = True
+            logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
+            self._tell_of_failure("restart")
+        else:
+            super()._give_up()
+        self._succession = None
+        self._withdraw()
+
+    # --- a node is lost -----------------------------------------------------------------------------------------------
 
     @property
     def has_lost_node(self) -> bool:
@@ -272,11 +260,7 @@ class WholeNodesRecovery(NodesRecovery):
 
     def lost(self) -> list[Gone]:
         """The nodes that give no sign of life now."""
-        host = self._nodes.host
-        if host is None:
-            return []
-        host.drain()
-        return host.gone()
+        return self._nodes.gone()
 
     def is_whole(self) -> bool:
         """Whether the job could do without any node's ranks, once new processes are there."""
@@ -286,120 +270,260 @@ class WholeNodesRecovery(NodesRecovery):
     def lose(self, gone: Gone) -> str:
         """This node is lost. Why the job must be restarted; empty: a place is open, or a recovery has been called
         off."""
-        host = self._nodes.host
-        assert host is not None
         self._has_lost = True
-        host.put_out(gone)
-        self._look_at_place_of(gone)
+        is_first = gone.node == self._nodes.first
+        if is_first:
+            self._nodes.note_first_gone()
+        else:
+            assert self._nodes.host is not None
+            self._nodes.host.put_out(gone)
+            self._look_at_place_of(gone)
         what = f"node {gone.node} ({gone.name}) is lost: its agent {'is silent' if gone.is_silent else 'is gone'}"
         logger.error("%s, and with it rank%s %s", what, "s" * (len(gone.ranks) > 1), _numbers(gone.ranks))
         try:
-            return self._lose(gone, what)
+            return self._succeed(gone, what) if is_first else self._lose(gone, what)
         except ERRORS as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             if self.is_active:
                 self._call_off(reason)
                 return ""
             return reason
 
+    # --- the first node is lost ---------------------------------------------------------------------------------------
+
+    def _succeed(self, gone: Gone, what: str) -> str:
+        """Begin the recovery without a board. Returns why the job must be restarted."""
+        machine, is_active = self._machine, self.is_active
+        if machine.phase is Phase.FALLBACK:
+            return ""
+        generation = machine.generation + (not is_active)
+        reason = f"{what}, during a recovery" if is_active else self.why_not(())
+        try:
+            claim = self._nodes.claim(generation, refusal=reason)
+            found = meaning(claim, node=self._nodes.node, first=gone.node)
+            if found is Meaning.OUT:
+                self._is_named = True
+                return ""
+            if found is Meaning.RESTART:
+                reason = reason or claim.refusal or f"{what}, while the loss of another node is recovered"
+        except ERRORS as error:
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = reason or f"the store of the rendezvous cannot be asked who succeeds it ({printable(text, 200)})"
+        if reason and is_active:
+            machine.note_refusal(reason)
+            return ""
+        if reason:
+            self.refuse(gone.ranks, what, reason, stuck_s=gone.for_s)
+            return f"{what}; no recovery in place: {reason}"
+        self._tell()
+        machine.begin([])
+        self._board, self._seen, moment = None, generation, time.monotonic()
+        noticed = time.time()
+        patience = SILENCE_S + self._timeout_s
+        self._now = Generation(noticed - gone.for_s, noticed, what, moment + patience, node=gone.name)
+        self._succession = _Succession(claim, gone, moment + SILENCE_S)
+        self._tell_workers({"generation": generation})
+        return ""
+
+    def _look_at_succession(self, now: _Succession) -> None:
+        """Come to the new first node, and begin the recovery there. Raises ERRORS."""
+        generation, node = self._machine.generation, self._nodes.node
+        if self._board is None:
+            self._move(now.claim, generation)
+            return
+        if time.monotonic() < self._look_due:
+            return
+        self._look_due = time.monotonic() + _LOOK_S
+        board, key = self._board, f"{generation}/plan"
+        if now.claim.node == node and not self._assembles(now, board, generation):
+            return
+        plan = board.read([key]).get(key)
+        if plan is None or self._names_this_node(plan):
+            return
+        self._tell_records(board, generation, [int(rank) for rank in plan["ranks"]])
+        self._succession = None
+        assert self._now is not None
+        self._now.node = printable(str(plan.get("name", "")), _LONGEST)
+        self._tell_workers({"generation": generation, "address": now.claim.address, "port": now.claim.port})
+        logger.warning(
+            "node %d hosts the workers' store now%s", now.claim.node, " (this one)" if now.claim.node == node else ""
+        )
+
+    def _move(self, claim: Claim, generation: int) -> None:
+        """The board, the plans and the agents' connections are at the new first node's."""
+        self._watch.stop()
+        if isinstance(self._board_of, Boards):
+            self._board_of.close()
+        found = self._connect_to(claim.address, claim.port)
+        self._board_of, self._watch, self._place = found.boards, found.watch, found.place
+        self._watch.newest = generation
+        self._watch.start()
+        board = self._board_of(generation)
+        self._nodes.follow(claim, sorted(self._workers.processes))
+        board.write(f"{generation}/here/{self._nodes.node}", {"generation": generation})
+        self._tell_of_nodes(board, generation)
+        self._board = board
+
+    def _assembles(self, now: _Succession, board: Notes, generation: int) -> bool:
+        """The new first node's agent: whether it is known who is lost, and the recovery has its plan."""
+        nodes, others = self._nodes, {}
+        keys = {f"{generation}/here/{node}": node for node in range(nodes.num_nodes) if node != nodes.node}
+        for key, note in board.read(list(keys)).items():
+            others[keys[key]] = Standing.from_json(note)
+        is_late = time.monotonic() > now.late
+        found = assemble(nodes.num_nodes, generation, others, first=now.gone.node, node=nodes.node, is_late=is_late)
+        if found.refusal:
+            self._call_off(found.refusal)
+        if found.refusal or not found.is_complete:
+            return False
+        lost = [now.gone if node == now.gone.node else self._never_came(node) for node in found.lost]
+        claim = nodes.settle_loss(generation, found.lost)
+        if claim.node != nodes.node or claim.refusal:
+            raise RuntimeError(claim.refusal or f"node {claim.node} hosts the workers' store")
+        ranks = [rank for gone in lost for rank in gone.ranks]
+        assert self._now is not None
+        name = "; ".join(gone.name for gone in lost)
+        plan = {"generation": generation, "rank": ranks[0], "cause": self._now.cause, "node": lost[0].node}
+        plan |= {"name": name, "nodes": list(found.lost), "ranks": ranks}
+        board.write(f"{generation}/plan", plan)
+        for gone in lost:
+            if gone is not now.gone:
+                logger.error("node %d (%s) has not come either: it is lost, too", gone.node, gone.name)
+            self._open_place(gone)
+        return True
+
+    def _never_came(self, node: int) -> Gone:
+        agent = self._nodes.agent_of(node)
+        if agent is None:
+            raise ValueError(f"it is not known which ranks node {node} has")
+        return Gone(node, agent.name, "", tuple(agent.ranks), is_silent=False)
+
+    def _tell_workers(self, content: Mapping[str, Any]) -> None:
+        """Where the board is. Raises OSError."""
+        temp = self._folder / f".{BOARD_FILE}"
+        temp.write_text(json.dumps(content))
+        os.replace(temp, self._folder / BOARD_FILE)
+
+    # --- the first node's agent ---------------------------------------------------------------------------------------
+
     def _look_at_place_of(self, gone: Gone) -> None:
         """The agent that had taken the place of a lost node is lost, too."""
-        if self._open is not None and self._open.taken_by and self._open.place.node == gone.node and self.is_active:
+        if any(each.taken_by and each.place.node == gone.node for each in self._opens) and self.is_active:
             self._call_off(f"the agent that has taken the place of node {gone.node} is gone, too")
 
     def _lose(self, gone: Gone, what: str) -> str:
         machine = self._machine
+        if self._succession is not None:
+            self._call_off(f"{what}, while the nodes met anew")
+            return ""
         has_joined = False
         if self.is_active:
             assert self._board is not None
             keys = [f"{machine.generation}/joins/{rank}" for rank in gone.ranks]
             has_joined = bool(self._board.read(keys))
-        is_open = self._open is not None and self._open.place.generation == machine.generation
-        now = answer(machine, gone.ranks, has_joined=has_joined, is_open=is_open)
+        opens = [each for each in self._opens if each.place.generation == machine.generation]
+        if self.is_active and any(each.place.node == gone.node and not each.taken_by for each in opens):
+            return ""
+        now = answer(machine, gone.ranks, has_joined=has_joined, is_open=bool(opens))
         if now is Answer.NOTHING:
             return ""
         if now is Answer.CALL_OFF:
             self._call_off(f"{what}, during the recovery")
             return ""
+        generation = machine.generation + (now is Answer.BEGIN)
+        lost = [gone.node, *(each.place.node for each in opens if now is Answer.OPEN)]
+        claim = self._nodes.settle_loss(generation, lost)
+        if claim.node != self._nodes.node and not claim.refusal:  # it has lost this one, and was faster
+            self._is_named = True
+            return ""
         if now is Answer.BEGIN:
-            generation = machine.generation + 1
-            reason = self.why_not(())
+            reason = claim.refusal or self.why_not(())
             self._seen = max(self._seen, generation)
             self._tell()
             board = self._board_of(generation)
             plan = {"generation": generation, "rank": gone.ranks[0], "cause": what, "node": gone.node}
-            plan = {"refusal": reason} if reason else {**plan, "name": gone.name}
+            plan = {"refusal": reason} if reason else {**plan, "name": gone.name, "nodes": [gone.node]}
             reason = str(board.write(f"{generation}/plan", plan).get("refusal", ""))  # of another agent, perhaps
             if reason:
                 self.refuse(gone.ranks, what, reason, stuck_s=gone.for_s)
                 return f"{what}; no recovery in place: {reason}"
             machine.begin([])
+            self._tell_of_nodes(board, generation)
             self._board, noticed = board, time.time()
             self._now = Generation(noticed - gone.for_s, noticed, what, 0.0)
+        self._open_place(gone)
+        return ""
+
+    def _open_place(self, gone: Gone) -> None:
+        """Its place can be taken, behind those that are open already. Raises ERRORS."""
         assert self._now is not None and self._board is not None
+        generation = self._machine.generation
         place = replace(
             self._place(),
             name=secrets.token_hex(8),
             node=gone.node,
             ranks=len(gone.ranks),
             first=gone.ranks[0],
-            generation=machine.generation,
+            generation=generation,
         )
-        self._now.node = gone.name
-        self._board.write(f"{machine.generation}/open", {"node": gone.node, "name": gone.name})
-        self._nodes.offer(place)
-        self._now.deadline = time.monotonic() + self._timeout_s
-        self._open = _Open(place, gone, 0.0)
+        self._opens = [each for each in self._opens if each.place.generation == generation]
+        is_next = all(each.taken_by for each in self._opens)
+        if not self._opens:
+            self._now.node, self._now.deadline = "", time.monotonic() + self._timeout_s
+        self._now.node = "; ".join(filter(None, (self._now.node, gone.name)))
+        self._opens.append(_Open(place, gone))
+        self._board.write(f"{generation}/open", {"node": gone.node, "name": gone.name})
+        if is_next:
+            self._nodes.offer(place)
         logger.warning(
             "the other nodes' ranks wait up to %g s for another node in the place of node %d (--rejoin-timeout): start "
             "the same command there",
-            self._timeout_s,
+            max(0.0, self._now.deadline - time.monotonic()),
             gone.node,
         )
-        return ""
 
-    def _look_at_own_place(self, mine: _Open) -> None:
-        """Has an agent taken it?"""
-        assert self._board is not None and self._now is not None and self._nodes.host is not None
-        moment = time.monotonic()
-        is_late = moment > self._now.deadline
-        if mine.taken_by or (moment < mine.due and not is_late):
+    def _look_at_own_places(self, now: Generation, board: Notes) -> None:
+        """Has an agent taken one?"""
+        free = [each for each in self._opens if not each.taken_by]
+        moment, machine = time.monotonic(), self._machine
+        is_late = moment > now.deadline
+        if not free or (moment < self._look_due and not is_late):
             return
-        mine.due = moment + _LOOK_S
-        place, board, machine = mine.place, self._board, self._machine
+        self._look_due = moment + _LOOK_S
+        mine, place = free[0], free[0].place
         key = f"{place.generation}/taken/{place.node}"
         note = board.read([key]).get(key)
         if note is None:
-            if reason := why_in_vain(machine, mine.gone.ranks):
+            if reason := why_in_vain(machine, [rank for each in free for rank in each.gone.ranks]):
                 self._call_off(reason)
             elif is_late:
                 patience = f"{self._timeout_s:g} s (--rejoin-timeout)"
                 self._call_off(f"no other node has taken the place of node {place.node} within {patience}")
             return
-        mine.taken_by = self._now.taken_by = printable(str(note["name"]), _LONGEST)
+        assert self._nodes.host is not None
+        mine.taken_by = printable(str(note["name"]), _LONGEST)
+        now.taken_by = "; ".join(filter(None, (now.taken_by, mine.taken_by)))
         self._nodes.host.expect(place.node, str(note["token"])[:64])
         logger.warning("%s has taken the place of node %d (%s)", mine.taken_by, place.node, mine.gone.name)
+        self._tell_records(board, place.generation, mine.gone.ranks)
         for rank in mine.gone.ranks:
-            if (kept := self._nodes.host.records_of(rank)) is not None:
-                board.write(f"{place.generation}/records/{rank}", kept)
             found = board.write(f"{place.generation}/out/{rank}", {"dead": True})
             if not found.get("dead"):
                 self._call_off(f"rank {rank} has died during the recovery")
-        self._now.deadline = moment + self._timeout_s
+        if len(free) > 1:
+            self._nodes.offer(free[1].place)
+            return
+        now.deadline = moment + self._timeout_s
         self._withdraw(keeps=True)
 
     def _withdraw(self, *, keeps: bool = False) -> None:
         """There is no place to take any more."""
-        if self._open is None:
+        if not self._opens:
             return
         with suppress(Exception):  # any of torch's; who takes it then finds the recovery over, or its store gone
             self._nodes.offer(None)
         if not keeps:
-            self._open = None
-
-    def _give_up(self) -> None:
-        super()._give_up()
-        self._withdraw()
+            self._opens = []
 
 
 def _numbers(ranks: Sequence[int]) -> str:

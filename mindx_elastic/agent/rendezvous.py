@@ -160,7 +160,7 @@ _MOST_STORE_CHARS = 1000
 
 class HostedStoreRendezvous(RendezvousHandler):
     """Wraps a dynamic handler: in each round the agent of the first node hosts the workers' store, so that the death of
-    a worker ends no connection of the others. The death of that agent still ends the round."""
+    a worker ends no connection of the others. When that agent dies, another one hosts another store (`host`)."""
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner
@@ -173,7 +173,7 @@ class HostedStoreRendezvous(RendezvousHandler):
         self.place: Vacancy | None = None
         """Of a lost node, which this one has taken in this round."""
         self.lifelines: LifelineHost | None = None
-        """Of this round, where this process hosts them. The caller closes them, unless another round begins."""
+        """Of this round, where there are other nodes. The caller closes them, unless another round begins."""
         self.lifeline: tuple[str, int] = ("", 0)
         """Where the first node's agent hears the others; port 0: it does not."""
 
@@ -184,6 +184,7 @@ class HostedStoreRendezvous(RendezvousHandler):
         self.place, info = (None, None) if self.seeker is None else self.seeker.next_rendezvous()
         if (place := self.place) is not None:
             self.hosted, self.scope, self.lifeline = None, place.scope, (place.address, place.lifeline)
+            self._hear_others(place.scope)
             master = RendezvousStoreInfo(place.address, place.port)
             return RendezvousInfo(round_store(self.inner), place.node, place.num_nodes, master)
         info = info or self.inner.next_rendezvous()
@@ -192,8 +193,7 @@ class HostedStoreRendezvous(RendezvousHandler):
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
             self.hosted = host_store(address)
             told: list[Any] = [address, self.hosted.port, secrets.token_hex(8)]
-            if info.world_size > 1 and self.seeker is not None:
-                told.append(self._hear_others(told[2]))
+            told += [self._hear_others(told[2])] if self._has_others(info) else []
             info.store.set(_STORE_KEY, json.dumps(told))
         else:
             self.hosted = None
@@ -203,10 +203,26 @@ class HostedStoreRendezvous(RendezvousHandler):
             raise ValueError(f"{scope!r} is no name of a round")
         self.scope = scope
         self.lifeline = (address, int(told[3]) if len(told) > 3 else 0)
+        if info.rank > 0 and self._has_others(info):
+            self._hear_others(scope)
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
 
+    @property
+    def own_address(self) -> str:
+        """The name or number under which the other nodes reach this one."""
+        own = getattr(getattr(self.inner, "_this_node", None), "addr", "")
+        return str(own) or socket.getfqdn()
+
+    def host(self) -> tuple[str, int]:
+        """Host the workers' store of this round from now on, in the place of a lost node. Raises what torch raises."""
+        self.hosted = host_store(self.own_address)
+        return self.own_address, int(self.hosted.port)
+
+    def _has_others(self, info: RendezvousInfo) -> bool:
+        return info.world_size > 1 and self.seeker is not None
+
     def _hear_others(self, scope: str) -> int:
-        """The port at which this process hears the other nodes' agents; 0: it cannot."""
+        """The port at which this process hears other nodes' agents and ranks; 0: it cannot."""
         try:
             self.lifelines = LifelineHost(scope, board_key())
         except OSError as error:

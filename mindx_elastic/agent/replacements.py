@@ -67,6 +67,11 @@ class Replacements:
         context.subprocess_handlers[local].proc = found
         return NewProcess(found, by)
 
+    def use_store(self, address: str, port: int) -> None:
+        """The workers' store is another one from now on."""
+        for env in self._context.envs.values():
+            env.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+
     def look(self, statuses: Mapping[int, Status]) -> None:
         """Twice a second: fork the spares that are missing, once all ranks train."""
         if self._spares is not None and statuses and all(status.boundaries for status in statuses.values()):

@@ -33,7 +33,8 @@ from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
-from mindx_elastic.agent.lost_nodes import NodeWatch, WholeNodesRecovery
+from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
@@ -220,7 +221,7 @@ class Supervisor(LocalElasticAgent):
             self._runs = False
         finally:
             if self._nodes is not None:
-                self._nodes.close()
+                self._nodes.close(is_out=attempt.is_out)
             if self._replacements is not None:
                 self._replacements.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
@@ -273,16 +274,24 @@ class Supervisor(LocalElasticAgent):
             "world_size": world_size,
         }
         if num_nodes > 1:
-            boards = Boards(lambda: connect(address, port, scope), scope, writer)
-            watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
+            found = self._surroundings(address, port, scope, writer, num_nodes)
+            start = self._replacements.start
             if self._nodes is None:
-                return NodesRecovery(workers, boards, self._replacements.start, watch=watch.start(), **more)
+                return NodesRecovery(workers, found.boards, start, watch=found.watch.start(), **more)
             place = self._nodes.place
-            more |= {"nodes": self._nodes, "place": functools.partial(self._place, address, port, scope, num_nodes)}
-            recovery = WholeNodesRecovery(workers, boards, self._replacements.start, watch=watch, **more)
+            more |= {"nodes": self._nodes, "place": found.place, "folder": self._folder.path}
+
+            def connect_to(address: str, port: int) -> Surroundings:
+                assert self._replacements is not None
+                self._replacements.use_store(address, port)
+                return self._surroundings(address, port, scope, writer, num_nodes)
+
+            recovery = WholeNodesRecovery(
+                workers, found.boards, start, watch=found.watch, connect_to=connect_to, **more
+            )
             if place is not None:
                 recovery.join(place)
-            watch.start()
+            found.watch.start()
             return recovery
 
         @functools.cache
@@ -294,10 +303,19 @@ class Supervisor(LocalElasticAgent):
 
         return Recovery(workers, board_alone, self._replacements.start, **more)
 
+    def _surroundings(self, address: str, port: int, scope: str, writer: int, num_nodes: int) -> Surroundings:
+        """Of a recovery whose board is in the workers' store at this address."""
+        return Surroundings(
+            Boards(lambda: connect(address, port, scope), scope, writer),
+            PlanWatch(lambda: connect(address, port, scope), num_nodes),
+            functools.partial(self._place, address, port, scope, num_nodes),
+        )
+
     def _place(self, address: str, port: int, scope: str, num_nodes: int) -> Vacancy:
         """What places of this attempt have in common."""
         lifeline = 0 if self._nodes is None or self._nodes.host is None else self._nodes.host.port
         return Vacancy(
+            host=0 if self._nodes is None else self._nodes.first,
             name="none",
             node=0,
             num_nodes=num_nodes,
@@ -455,8 +473,8 @@ class Supervisor(LocalElasticAgent):
         if self._nodes is not None:
             place, ranks = self._nodes.place, [worker.global_rank for worker in worker_group.workers]
             node, num_nodes = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 1)
-            sees = num_nodes > 1 and self._nodes.open(node=node, num_nodes=num_nodes, ranks=ranks)
-            os.environ["MINDX_REJOIN_NODES"] = self._nodes.address if sees else ""
+            told = self._nodes.open(node=node, num_nodes=num_nodes, ranks=ranks) if num_nodes > 1 else ""
+            os.environ["MINDX_REJOIN_NODES"] = told
         if place is not None:
             self._number = place.attempt
         os.environ["MINDX_ATTEMPT"] = str(self._number)

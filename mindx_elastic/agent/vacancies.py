@@ -1,4 +1,5 @@
-"""How another node takes the place of a lost one, without a meeting of all nodes.
+"""What the agents tell each other in the store of torch's rendezvous; how another node takes the place of a lost one,
+without a meeting of all nodes.
 
 The first node's agent offers the place in the store of the rendezvous: where the board of the recovery is, which ranks
 and how many. An agent that is started while the job runs (`Seeker`) does not go into the rendezvous, where all nodes
@@ -6,16 +7,19 @@ would have to meet anew, but waits in front of it, and claims an offered place w
 first of several can write. Then it puts itself in the lost node's place in the state of torch's rendezvous as well, so
 that the nodes are complete there, and the next restart finds it.
 
-The offer is not sealed, as nothing that torch has in that store; the board is.
+What the agents of an attempt say of themselves (`Agent`), and who succeeds a lost first node (`claim`), is there, too:
+this store is in one place, and its ``compare_set`` lets one writer win.
+
+None of it is sealed, as nothing that torch has in that store; the board is.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,8 +28,21 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.rejoin.succession import Claim
 
-__all__ = ["Seeker", "Vacancy", "offer", "root_store", "round_store", "tell_nodes"]
+__all__ = [
+    "Agent",
+    "Seeker",
+    "Vacancy",
+    "claim",
+    "offer",
+    "root_store",
+    "round_store",
+    "say_who",
+    "settle_loss",
+    "tell_nodes",
+    "who_is",
+]
 
 _PREFIX = "mindx-elastic"
 _LOOK_S = 0.1
@@ -51,6 +68,8 @@ class Vacancy:
     """Of the workers' store."""
     lifeline: int
     """The port of the first agent's `lifeline.LifelineHost`."""
+    host: int
+    """The first node: that agent's."""
     scope: str
     generation: int
     attempt: int
@@ -64,11 +83,11 @@ class Vacancy:
         content = json.loads(text[:_MOST_CHARS])
         found: dict[str, Any] = {
             name: int(content[name])
-            for name in ("node", "num_nodes", "ranks", "first", "port", "lifeline", "generation", "attempt")
+            for name in ("node", "num_nodes", "ranks", "first", "port", "lifeline", "host", "generation", "attempt")
         }
         found |= {name: str(content[name]) for name in ("name", "address", "scope")}
         place = cls(**found)
-        if not (0 < place.node < place.num_nodes and place.ranks > 0 and place.first > 0 and place.generation > 0):
+        if not (0 <= place.node < place.num_nodes and place.ranks > 0 and place.first >= 0 and place.generation > 0):
             raise ValueError(f"a place of node {place.node} of {place.num_nodes}")
         if not (place.scope.isalnum() and place.name.isalnum() and 0 <= place.attempt < 10**9):
             raise ValueError(f"a place in attempt {place.attempt}, {place.scope!r}")
@@ -88,6 +107,65 @@ def offer(store: Any, run_id: str, place: Vacancy | None) -> None:
 def tell_nodes(store: Any, run_id: str, num_nodes: int) -> None:
     """How many nodes the attempt under way has. Blocks; raises what torch raises."""
     store.set(f"{_PREFIX}/{run_id}/nodes", str(num_nodes))
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What a node's agent says of itself in an attempt."""
+
+    node: int
+    name: str
+    """Machine and process."""
+    address: str
+    lifeline: int
+    """The port of its `lifeline.LifelineHost`; 0: it has none."""
+    first: int
+    count: int
+    """Of its ranks, one after the other."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+def say_who(store: Any, run_id: str, scope: str, agent: Agent) -> None:
+    """The agent of a node in the attempt `scope`. Blocks; raises what torch raises."""
+    store.set(f"{_PREFIX}/{run_id}/agents/{scope}/{agent.node}", json.dumps(asdict(agent)))
+
+
+def who_is(store: Any, run_id: str, scope: str, node: int, *, waits: bool = False) -> Agent | None:
+    """The agent of a node; None: it has not said. `waits`: until it has. Blocks; raises what torch raises, ValueError,
+    KeyError, TypeError, RecursionError."""
+    key = f"{_PREFIX}/{run_id}/agents/{scope}/{node}"
+    if not waits and not store.check([key]):
+        return None
+    content = json.loads(store.get(key)[:_MOST_CHARS])
+    numbers = {name: int(content[name]) for name in ("lifeline", "first", "count")}
+    found = Agent(node, printable(str(content["name"]), 200), str(content["address"])[:300], **numbers)
+    if not (0 <= found.lifeline < 1 << 16 and found.first >= 0 and 0 < found.count < 1 << 16):
+        raise ValueError(f"node {node} has {found.count} ranks from {found.first}")
+    return found
+
+
+def claim(store: Any, run_id: str, scope: str, generation: int, own: Callable[[], Claim] | None) -> Claim | None:
+    """The claim that counts in a recovery, which is `own` if there was none; None: there is none. Blocks; raises what
+    torch raises, ValueError, KeyError, TypeError, RecursionError."""
+    key = f"{_PREFIX}/{run_id}/claims/{scope}/{generation}"
+    text = store.get(key) if store.check([key]) else b""
+    if not text and own is not None:
+        text = store.compare_set(key, "", own().to_json())
+    return Claim.from_json(text) if text else None
+
+
+def settle_loss(store: Any, run_id: str, scope: str, generation: int, node: int, lost: Sequence[int]) -> Claim:
+    """The first node's agent has lost these nodes in a recovery: the claim that counts, which is another node's where
+    that was faster. Blocks; raises as `claim`."""
+    key = f"{_PREFIX}/{run_id}/claims/{scope}/{generation}"
+    text = store.get(key) if store.check([key]) else b""
+    before = Claim.from_json(text) if text else Claim(node=node)
+    if before.node != node or before.refusal:
+        return before
+    return Claim.from_json(store.compare_set(key, text, replace(before, lost=tuple(sorted(lost))).to_json()))
 
 
 class _Redundant(Exception):
@@ -112,6 +190,8 @@ class Seeker:
         take it; empty: it can. `stand_by` is called when it begins to wait."""
         self._handler, self._claim, self._why_not, self._stand_by = handler, claim, why_not, stand_by
         self._passed: set[str] = set()
+        self.was_out = False
+        """This node was taken for lost: the others go on, and torch may not know yet that it is none of them."""
 
     def seek(self) -> Vacancy | None:
         """The place that is this node's now; None: go into the rendezvous."""
@@ -128,7 +208,8 @@ class Seeker:
             place = self._offered(store, run_id)
             if place is not None and self._takes(place):
                 return place
-            if own in state.participants:
+            is_whole = len(state.participants) == self._num_nodes(store, run_id)
+            if own in state.participants and not (self.was_out and is_whole):
                 return None  # this is a restart
             if len(state.participants) >= most:
                 short_since = None
@@ -148,7 +229,7 @@ class Seeker:
         """As `seek`, and where there is no place, a meeting: exactly one of the two. A node that has come to a meeting
         which is over without it waits in front of the next one."""
         while True:
-            place = self.seek()
+            place, self.was_out = self.seek(), False
             if place is not None:
                 return place, None
             with suppress(_Redundant), self._watched():

@@ -30,9 +30,11 @@ __all__ = [
     "devices",
     "digest",
     "keep_timeout",
+    "move_default_store",
     "my_groups",
     "problem",
     "rebuild_buckets",
+    "rename_default_store",
     "reset_ddp",
     "set_default_store",
 ]
@@ -174,6 +176,23 @@ def set_default_store(store: Any) -> None:
     world: Any = c10d._world
     handle = c10d._get_default_group()
     world.pg_map[handle] = (world.pg_map[handle][0], store)
+
+
+def move_default_store(address: str, port: int) -> None:
+    """As `set_default_store`, with the store at this address. Raises what torch raises."""
+    own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    set_default_store(dist.PrefixStore("mindx/groups", own))
+
+
+def rename_default_store(prefix: str) -> None:
+    """Let torch and this package use the same store as before with another prefix: that of the recovery in which a rank
+    was replaced, which all ranks know. A new process cannot know the ones before."""
+    from torch.distributed import distributed_c10d as c10d
+
+    store: Any = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    set_default_store(dist.PrefixStore(prefix, store))
 
 
 def keep_timeout(name: str, timeout: timedelta | None) -> None:

@@ -30,16 +30,18 @@ class Answer(Enum):
 
 def answer(machine: Coordinator, ranks: Collection[int], *, has_joined: bool, is_open: bool) -> Answer:
     """`ranks`: of the lost node. has_joined: a new process for one of them has begun to connect to the others.
-    is_open: another node's place is open already."""
+    is_open: another node's place is open already, or was taken."""
     if machine.phase is Phase.FALLBACK:
         return Answer.NOTHING
     if machine.phase is Phase.RUN:
         return Answer.BEGIN
-    if is_open or has_joined or machine.has_state:
+    if has_joined or machine.has_state:
         return Answer.CALL_OFF
     if machine.phase is Phase.CUT:  # a rank that has reported counts as a survivor in every rank's verdict
         has_reported = any(machine.reports.get(rank) is not None for rank in ranks)
         return Answer.CALL_OFF if has_reported else Answer.OPEN
+    if is_open:
+        return Answer.CALL_OFF
     assert machine.verdict is not None
     return Answer.OPEN if set(ranks) <= set(machine.verdict.dead) else Answer.CALL_OFF
 

@@ -1,10 +1,10 @@
-"""A rank's small records on the first node as well, so that they outlive the rank's own node.
+"""A rank's small records on two other nodes as well, so that they outlive the rank's own node.
 
 What replicas do not share (random streams, buffers, counters) is in the rank's boundary ring, in its node's memory.
-Each record of the ring goes to the first node's agent in the same moment (`Courier`), which keeps the newest of each
-kind (`Kept`). They are a few kilobytes. Nothing waits for it: what does not fit into the connection's buffer is left
-out. If the node is lost, the new processes of its ranks find their records on the board, and put them into rings of
-their own (`put_into_ring`): then they go on bit for bit, as where only a process has died.
+Each record of the ring goes to two other nodes' agents in the same moment (`Courier`; `succession.keepers` says which),
+which keep the newest of each kind (`Kept`). They are a few kilobytes. Nothing waits for it: what does not fit into the
+connection's buffer is left out. If the node is lost, the new processes of its ranks find their records on the board,
+and put them into rings of their own (`put_into_ring`): then they go on bit for bit, as where only a process has died.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mindx_elastic.memory.boundaries import (
     read_ring,
 )
 
-__all__ = ["MOST_BYTES", "Courier", "Kept", "put_into_ring"]
+__all__ = ["MOST_BYTES", "Courier", "Kept", "newest", "put_into_ring"]
 
 _HEAD = struct.Struct("<4sqqQQ16s")  # magic, attempt, step, length, flags, digest
 _MAGIC = b"mxsr"
@@ -50,7 +50,7 @@ class Courier:
     """A rank's side. Training thread."""
 
     def __init__(self, address: tuple[str, int], scope: str, key: bytes | None, rank: int) -> None:
-        """`address`: of the first node's `agent.lifeline`. `scope`: of the attempt. Never raises OSError."""
+        """`address`: of another node's `agent.lifeline`. `scope`: of the attempt. Never raises OSError."""
         self._left = b""
         self._socket: socket.socket | None = None
         hello = Seal(key, f"lifeline/{scope}", rank).close("hello", json.dumps({"rank": rank}))
@@ -101,8 +101,13 @@ class Courier:
             self._left = self._left[sent:]
 
     def _give_up(self, error: OSError) -> None:
-        logger.debug("this rank's small records are not kept on the first node: %s", error)
+        logger.debug("this rank's small records are not kept on another node: %s", error)
         self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection has not failed."""
+        return self._socket is not None
 
     def close(self) -> None:
         if self._socket is not None:
@@ -111,7 +116,7 @@ class Courier:
 
 
 class Kept:
-    """The first node's side, of one rank: its newest records. One thread at a time."""
+    """The other node's side, of one rank: its newest records. One thread at a time."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[bool, bool], deque[BoundaryRecord]] = {
@@ -158,6 +163,12 @@ class Kept:
         }
 
 
+def newest(content: Mapping[str, Any]) -> tuple[int, int, int]:
+    """To compare what several nodes have kept of one rank. Raises ValueError, KeyError, TypeError for anything else."""
+    records = content["records"]
+    return max(((int(attempt), int(step), len(records)) for _, attempt, step, *_ in records), default=(-1, -1, 0))
+
+
 def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
     """Put a rank's records of `run_id` into the ring in its `folder` in shared memory, unless that has newer ones: the
     rank had been on this very machine. Returns how many. Raises ValueError, KeyError, TypeError for anything else than
@@ -172,8 +183,8 @@ def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
     there: list[BoundaryRecord] = []
     with suppress(FileNotFoundError):
         there = [record for record in read_ring(folder / BOUNDARIES_FILE) if record.run_id == run_id]
-    newest = max(((record.attempt, record.step) for record in there), default=(-1, -1))
-    if not records or newest >= max((record.attempt, record.step) for record in records):
+    own = max(((record.attempt, record.step) for record in there), default=(-1, -1))
+    if not records or own >= max((record.attempt, record.step) for record in records):
         return 0
     ring = BoundaryRing(folder / BOUNDARIES_FILE, run_id, _SPARE * max(len(record.content) for record in records))
     try:

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from mindx_elastic.agent import lifeline, lost_nodes
+from mindx_elastic.agent import lifeline, node_watch
 from mindx_elastic.agent.lifeline import LifelineHost
-from mindx_elastic.agent.lost_nodes import NodeWatch
+from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
 from mindx_elastic.agent.vacancies import Vacancy
 from tests.harness import wait_until
@@ -46,7 +46,7 @@ def test_a_meeting_that_is_tried_again_leaves_no_host_behind() -> None:
 
 
 def test_a_store_that_does_not_answer_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_nodes, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(node_watch, "_ANSWER_S", 0.2)
     answers = threading.Event()
     store: Any = SimpleNamespace(set=lambda key, text: answers.wait())
     handler = meeting(store=store)
@@ -61,11 +61,11 @@ def test_a_node_that_has_a_place_and_cannot_start_there_is_heard_no_more(monkeyp
     monkeypatch.setattr(lifeline, "_BACK_S", 0.1)
     host = LifelineHost("s1", None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    facts: dict[str, Any] = {"num_nodes": 2, "ranks": 1, "first": 1, "address": "127.0.0.1", "attempt": 0}
+    facts: dict[str, Any] = {"num_nodes": 2, "ranks": 1, "first": 1, "host": 0, "address": "127.0.0.1", "attempt": 0}
     place = Vacancy(name="n", node=1, port=store.port, lifeline=host.port, scope="s1", generation=1, **facts)
     handler = meeting()
     watch = watch_of(handler)
-    assert watch._claim(place)
+    assert watch._claim_place(place)
     wait_until(lambda: bool(host._current), "the hello")
     watch.open(node=0, num_nodes=2, ranks=[0])
     wait_until(lambda: bool(host.gone()), "its end, without a goodbye", 20.0)

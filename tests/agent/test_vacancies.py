@@ -27,6 +27,7 @@ PLACE = Vacancy(
     address="127.0.0.1",
     port=5,
     lifeline=6,
+    host=0,
     scope="s1",
     generation=1,
     attempt=0,
@@ -194,10 +195,10 @@ def test_a_place_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"node": 0},
+        {"node": -1},
         {"node": 3},
         {"ranks": 0},
-        {"first": 0},
+        {"first": -1},
         {"generation": 0},
         {"scope": "../x"},
         {"attempt": -1},
