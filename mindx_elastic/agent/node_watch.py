@@ -1,5 +1,5 @@
-"""An agent's view of the other nodes' agents, over all attempts: who hosts the workers' store, where they are heard, and
-what they have told each other in the store of torch's rendezvous."""
+"""An agent's view of the other nodes' agents, over all attempts: who hosts the workers' store, where they are heard,
+and what they have told each other in the store of torch's rendezvous."""
 
 from __future__ import annotations
 

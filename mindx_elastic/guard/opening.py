@@ -132,7 +132,9 @@ class Opening:
         self._directories = list(dict.fromkeys(self.resolved.values()))
         if not self.evaluates:
             grace_s = self._settings.grace_s
-            hold_directories(stack, self._trust, ranks, grace_s=grace_s)  # given back when all else is closed
+            joins = self._entry is not None
+            # Given back when all else is closed.
+            hold_directories(stack, self._trust, ranks, grace_s=grace_s, joins=joins)
         first = self._directories[0]
         self._events = EventLog(
             first / EVENTS_FILE, attempt=ranks.attempt, rank=ranks.rank, owners=self._trust.of(first)

@@ -5,7 +5,8 @@ holds the byte while its guard is entered. A new start waits while its predecess
 rank writes its last boundary. If byte 0 stays locked for longer than that, another job is running there and rank 0
 raises DirectoryInUseError. The other ranks never raise it: rank 0 already keeps other jobs out. What they meet is a
 left-over lock of the predecessor, for example one that a file server keeps for a dead machine, and after the same wait
-they continue without the lock.
+they continue without the lock. So does, after a shorter wait, a process that takes a rank's place in a running job:
+who holds its byte there is its predecessor, whose machine stands still, say.
 
 The locks are the kernel's *open file description* locks on byte ranges. They end with the process, however it ends.
 They work between machines where POSIX locks do (NFSv4, Lustre with ``flock``). A POSIX lock is lost when any code in
@@ -115,15 +116,18 @@ def _close_all() -> None:
         lock.close()
 
 
-def hold_directory(directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float) -> DirectoryLock | None:
+def hold_directory(
+    directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float, joins: bool = False
+) -> DirectoryLock | None:
     """Lock `directory` for this rank. Returns None, and logs one warning, where locking does not work.
 
     Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not record one).
-    `owners`: the users whose lock file is trusted. Main thread; blocks. Raises DirectoryInUseError, on rank 0 only.
+    `owners`: the users whose lock file is trusted. `joins`: the job runs already, and this process is new in it, or
+    enters again. Main thread; blocks. Raises DirectoryInUseError, on rank 0 only, unless it joins.
     """
     path = directory / LOCK_FILE
     try:
-        return _Taking(directory, path, ranks, owners, grace_s).run()
+        return _Taking(directory, path, ranks, owners, grace_s, joins).run()
     except _CannotLockError as error:
         logger.warning("%s: %s; a second job in this directory will not be noticed", path, error)
     except DirectoryInUseError:
@@ -173,9 +177,11 @@ class _CannotLockError(Exception):
 
 
 class _Taking:
-    def __init__(self, directory: Path, path: Path, ranks: RankInfo, owners: Owners, grace_s: float) -> None:
+    def __init__(
+        self, directory: Path, path: Path, ranks: RankInfo, owners: Owners, grace_s: float, joins: bool
+    ) -> None:
         self._directory, self._path, self._ranks, self._owners = directory, path, ranks, owners
-        self._grace_s = grace_s
+        self._grace_s, self._joins = grace_s, joins
         self._began = time.monotonic()
         self._said = False
         self._writable = True
@@ -221,8 +227,13 @@ class _Taking:
 
     def _time_left(self, holder: Holder) -> float:
         grace_s = self._grace_s if holder.grace_s is None else holder.grace_s
-        patience_s = grace_s + _MARGIN_S
-        if self._ranks.rank == 0 and holder.rank == 0 and holder.host not in ("", socket.gethostname()):
+        patience_s = _MARGIN_S if self._joins else grace_s + _MARGIN_S
+        if (
+            not self._joins
+            and self._ranks.rank == 0
+            and holder.rank == 0
+            and holder.host not in ("", socket.gethostname())
+        ):
             patience_s = max(patience_s, _LEASE_S)
         return self._began + patience_s - time.monotonic()
 
@@ -236,7 +247,7 @@ class _Taking:
                 logger.warning(text, self._directory, holder, left_s)
             return True
         waited_s = time.monotonic() - self._began
-        if self._ranks.rank != 0:
+        if self._ranks.rank != 0 or self._joins:
             text = "%s: rank %d goes on, though after %.0f s its predecessor still holds it: %s"
             logger.warning(text, self._directory, self._ranks.rank, waited_s, holder)
             return False

@@ -165,6 +165,17 @@ def test_other_ranks_go_on_without_a_byte_that_stays_taken(tmp_path: Path, caplo
     assert "rank 1 goes on, though" in caplog.text
 
 
+def test_a_new_process_of_a_running_job_goes_on_without_rank_0s_byte(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predecessor's machine stands still: the process is there, and may hold the byte for ever."""
+    monkeypatch.setattr(lock_module, "_MARGIN_S", 0.2)
+    with holder(tmp_path):
+        ranks = RankInfo(rank=0, world_size=2)
+        assert hold_directory(tmp_path, ranks, find_owners(tmp_path), grace_s=600.0, joins=True) is None
+    assert "rank 0 goes on, though" in caplog.text
+
+
 def test_the_file_that_goes_with_its_last_holder_lets_nobody_in_beside_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
