@@ -39,6 +39,7 @@ PURE = [
         "cluster/table.py",
         "rejoin/lost_node.py",
         "rejoin/protocol.py",
+        "rejoin/succession.py",
         "mirror/partners.py",
         "persist/retention.py",
     ),

@@ -35,6 +35,7 @@ from mindx_elastic.rejoin.succession import Claim, keepers
 __all__ = ["NodeWatch"]
 
 _ANSWER_S = 5.0
+_PATIENCE_S = 3.0  # all agents have met a moment before
 _T = TypeVar("_T")
 
 
@@ -81,10 +82,10 @@ class NodeWatch:
             self._ask(partial(say_who, scope=handler.scope, agent=self._own(ranks)))
         if self.place is None and not self._open_line(ranks):
             return ""
-        told = [str(self.first)]
+        told, patience_s = [str(self.first)], _PATIENCE_S if self.place is None else 0.0
         for other in keepers(self.first, num_nodes):
             with suppress(Exception):
-                agent = self._ask(partial(who_is, scope=handler.scope, node=other, waits=self.place is None))
+                agent = self._ask(partial(who_is, scope=handler.scope, node=other, patience_s=patience_s))
                 if agent is not None and agent.lifeline:
                     told.append(f"{other}={agent.address}:{agent.lifeline}")
                 if agent is not None and other == self.first:

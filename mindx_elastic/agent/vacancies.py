@@ -133,12 +133,14 @@ def say_who(store: Any, run_id: str, scope: str, agent: Agent) -> None:
     store.set(f"{_PREFIX}/{run_id}/agents/{scope}/{agent.node}", json.dumps(asdict(agent)))
 
 
-def who_is(store: Any, run_id: str, scope: str, node: int, *, waits: bool = False) -> Agent | None:
-    """The agent of a node; None: it has not said. `waits`: until it has. Blocks; raises what torch raises, ValueError,
-    KeyError, TypeError, RecursionError."""
-    key = f"{_PREFIX}/{run_id}/agents/{scope}/{node}"
-    if not waits and not store.check([key]):
-        return None
+def who_is(store: Any, run_id: str, scope: str, node: int, *, patience_s: float = 0.0) -> Agent | None:
+    """The agent of a node; None: it has not said, not even after `patience_s`. Blocks; raises what torch raises,
+    ValueError, KeyError, TypeError, RecursionError."""
+    key, until = f"{_PREFIX}/{run_id}/agents/{scope}/{node}", time.monotonic() + patience_s
+    while not store.check([key]):
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_LOOK_S)
     content = json.loads(store.get(key)[:_MOST_CHARS])
     numbers = {name: int(content[name]) for name in ("lifeline", "first", "count")}
     found = Agent(node, printable(str(content["name"]), 200), str(content["address"])[:300], **numbers)

@@ -110,6 +110,57 @@ def test_a_standstill_of_the_first_node_itself_is_nobodys_silence(
         line.close()
 
 
+def test_the_others_see_that_the_first_nodes_agent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "_BACK_S", 0.2)
+    host = LifelineHost("scope", KEY)
+    one = line_to(host)
+    until(lambda: host._current, "the hello")
+    assert one.gone() is None
+    host.close(says_bye=False)
+    is_silent, _ = until(one.gone, "the loss")
+    assert not is_silent
+    one.drain()
+    one.close()
+
+
+def test_the_first_nodes_agent_leaves_with_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "_BACK_S", 0.0)
+    host = LifelineHost("scope", KEY)
+    one = line_to(host)
+    until(lambda: host._current, "the hello")
+    host.close()
+    until(lambda: one._ended is not None, "the end")
+    looked = one._looked
+    until(lambda: one._looked > looked, "a look")
+    assert one.gone() is None
+    one.close()
+
+
+def test_the_silence_of_the_first_nodes_agent_ends_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "SILENCE_S", 0.5)
+    monkeypatch.setattr(lifeline, "_BEAT_S", 0.1)
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = int(server.getsockname()[1])
+        one = Lifeline(("127.0.0.1", port), "scope", KEY, node=1, token="t1", ranks=[2])
+        assert one.start()
+        connection, _ = server.accept()
+        with closing(connection):
+            assert until(one.gone, "silence")[0]
+            connection.sendall(b".\n")
+            until(lambda: one.gone() is None, "a word")
+            one.close()
+
+
+def test_a_standstill_of_the_other_side_is_nobodys_silence(host: LifelineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = line_to(host)
+    until(lambda: host._current, "the hello")
+    now = time.monotonic
+    monkeypatch.setattr(lifeline, "time", SimpleNamespace(monotonic=lambda: now() + 60, sleep=time.sleep))
+    until(lambda: one._looked > now() + 50, "the first look")
+    assert one.gone() is None
+    one.close()
+
+
 def test_a_node_that_was_put_out_is_told_so_when_it_comes_back(host: LifelineHost) -> None:
     one = line_to(host)
     until(lambda: host._current, "the hello")

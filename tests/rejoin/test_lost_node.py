@@ -55,7 +55,8 @@ def test_a_place_is_open_only_where_no_dead_rank_counts_as_alive(
     elif before is Phase.FALLBACK:
         assert found is Answer.NOTHING
     elif found is Answer.OPEN:
-        assert not has_joined and not is_open and not machine.has_state
+        assert not has_joined and not machine.has_state
+        assert not is_open or before is Phase.CUT, "two places at once: before anybody has counted the ranks"
         for rank in node:
             assert machine.reports.get(rank) is None
             # What the first node's agent does once somebody has come:
