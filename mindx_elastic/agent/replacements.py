@@ -71,6 +71,8 @@ class Replacements:
         """The workers' store is another one from now on."""
         for env in self._context.envs.values():
             env.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        if self._spares is not None:
+            self._spares.renew(environment_of_spare(os.environ, self._context.envs[0]))
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """Twice a second: fork the spares that are missing, once all ranks train."""

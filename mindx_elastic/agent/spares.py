@@ -99,6 +99,11 @@ class Spares:
         spare.forget()
         return spare.worker
 
+    def renew(self, env: Mapping[str, str]) -> None:
+        """End all of them: their connections lead nowhere. Those from now on have the environment `env`."""
+        self.close()
+        self._env = dict(env)
+
     def close(self) -> None:
         """End all of them."""
         while self._spares:

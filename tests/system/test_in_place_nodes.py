@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -182,19 +182,3 @@ def test_what_does_not_go_in_place_restarts_all_nodes(
     nodes = run(tmp_path, 2, 1, *args, faults=[fault])
     assert not reason or any(reason in match[1] for match in nodes.found(WHY)), nodes.report()
     assert not nodes.found(IN_PLACE), nodes.report()
-
-
-@drill
-def test_the_agent_that_hosts_the_store_is_no_recovery_in_place(tmp_path: Path) -> None:
-    """The others save and wait for another node, as without recovery in place. (Other agents: `test_lost_nodes`.)"""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--hold-at", 6)
-        for job in nodes.jobs:
-            job.wait_for("HOLD")
-        ranks: Mapping[int, Job] = {rank: job for job in nodes.jobs for rank in job.pids()}
-        dead, other = ranks[0], ranks[1]
-        dead.process.kill()
-        other.wait_for(r"restart 1 of|meets? anew|want to join", 1, 200)
-        assert not nodes.found(IN_PLACE), nodes.report()
-        other.process.terminate()
-        other.expect(143)

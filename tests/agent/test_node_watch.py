@@ -1,0 +1,168 @@
+"""An agent's connections to the other nodes' agents: over meetings that come to nothing, and when the first is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+from mindx_elastic.agent import lifeline, node_watch
+from mindx_elastic.agent.lifeline import LifelineHost
+from mindx_elastic.agent.node_watch import NodeWatch
+from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
+from mindx_elastic.agent.vacancies import Vacancy
+from mindx_elastic.rejoin.succession import Meaning, meaning
+from tests.harness import wait_until
+
+
+def meeting(node: int = 0, store: Any = None) -> HostedStoreRendezvous:
+    """Of two nodes, of which the other one does nothing."""
+
+    def meet() -> RendezvousInfo:
+        return RendezvousInfo(dist.HashStore(), node, 2, RendezvousStoreInfo("127.0.0.1", 0))
+
+    inner: Any = SimpleNamespace(next_rendezvous=meet, get_run_id=lambda: "job", _store=store or dist.HashStore())
+    return HostedStoreRendezvous(inner)
+
+
+def watch_of(handler: HostedStoreRendezvous) -> NodeWatch:
+    return NodeWatch(handler, ranks=1, can_join=True, stand_by=lambda: None)
+
+
+def test_a_meeting_that_is_tried_again_leaves_no_host_behind() -> None:
+    handler = meeting()
+    watch = watch_of(handler)
+    handler.next_rendezvous()
+    first = handler.lifelines
+    handler.next_rendezvous()
+    assert first is not None and handler.lifelines is not None and handler.lifelines is not first
+    assert not first._thread.is_alive() and first._server.fileno() == -1
+    watch.open(node=0, num_nodes=2, ranks=[0])
+    watch.close()
+    assert handler.lifelines is None
+
+
+def test_a_store_that_does_not_answer_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "_ANSWER_S", 0.2)
+    answers = threading.Event()
+    store: Any = SimpleNamespace(set=lambda key, text: answers.wait())
+    handler = meeting(store=store)
+    watch = watch_of(handler)
+    handler.next_rendezvous()
+    assert watch.open(node=0, num_nodes=2, ranks=[0]), "else it waits for ever"
+    answers.set()
+    watch.close()
+
+
+def test_a_node_that_has_a_place_and_cannot_start_there_is_heard_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "_BACK_S", 0.1)
+    host = LifelineHost("s1", None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts: dict[str, Any] = {"num_nodes": 2, "ranks": 1, "first": 1, "host": 0, "address": "127.0.0.1", "attempt": 0}
+    place = Vacancy(name="n", node=1, port=store.port, lifeline=host.port, scope="s1", generation=1, **facts)
+    handler = meeting()
+    watch = watch_of(handler)
+    assert watch._claim_place(place)
+    wait_until(lambda: bool(host._current), "the hello")
+    watch.open(node=0, num_nodes=2, ranks=[0])
+    wait_until(lambda: bool(host.gone()), "its end, without a goodbye", 20.0)
+    (gone,) = host.gone()
+    assert (gone.node, gone.is_silent, watch.line) == (1, False, None)
+    host.close()
+    watch.close()
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeWatch]]:
+    """The agents of three nodes with two ranks each, which have met."""
+    monkeypatch.setattr(lifeline, "_BACK_S", 0.2)
+    monkeypatch.setattr(lifeline, "_BEAT_S", 0.1)
+    root, round_ = dist.HashStore(), dist.HashStore()
+    own: Any = SimpleNamespace(addr="127.0.0.1")
+    watches = []
+    for node in range(3):
+        info = RendezvousInfo(round_, node, 3, RendezvousStoreInfo("127.0.0.1", 0))
+        meet: Callable[[], RendezvousInfo] = lambda info=info: info  # type: ignore[misc]  # noqa: E731
+        inner: Any = SimpleNamespace(next_rendezvous=meet, get_run_id=lambda: "job", _store=root, _this_node=own)
+        handler = HostedStoreRendezvous(inner)
+        watches.append(NodeWatch(handler, ranks=2, can_join=True, stand_by=lambda: None))
+        handler.next_rendezvous()
+
+    def open_it(watch: NodeWatch) -> str:
+        node = watches.index(watch)
+        return watch.open(node=node, num_nodes=3, ranks=[2 * node, 2 * node + 1])
+
+    told = at_once(watches, open_it)
+    ports = [each.host.port for each in watches if each.host is not None]
+    assert told == ["0 " + " ".join(f"{node}=127.0.0.1:{port}" for node, port in enumerate(ports))] * 3
+    yield watches
+    for watch in watches:
+        watch.close()
+
+
+def at_once(watches: list[NodeWatch], work: Callable[[NodeWatch], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(watches)) as pool:
+        return list(pool.map(work, watches))
+
+
+def lose_first(watches: list[NodeWatch]) -> list[NodeWatch]:
+    """Its process has ended. Returns the others, once they know."""
+    assert watches[0].host is not None
+    watches[0].host.close(says_bye=False)
+    watches[0].host = None
+    others = watches[1:]
+    wait_until(lambda: all(watch.gone() for watch in others), "the loss", 20.0)
+    return others
+
+
+def test_all_agents_that_lose_the_first_node_come_to_the_same_one(three: list[NodeWatch]) -> None:
+    others = lose_first(three)
+    for watch in others:
+        (gone,) = watch.gone()
+        assert (gone.node, gone.ranks, gone.is_silent) == (0, (0, 1), False)
+        watch.note_first_gone()
+        assert not watch.gone()
+    first, second = at_once(others, lambda watch: watch.claim(1))
+    assert first == second
+    at_once(others, lambda watch: watch.follow(first, [2 * watch.node, 2 * watch.node + 1]))
+    host, follower = sorted(others, key=lambda watch: watch.node != first.node)
+    assert (host.is_first, follower.is_first, follower.first) == (True, False, host.node)
+    assert host.line is None and host.host is not None
+    wait_until(lambda: host.host is not None and bool(host.host._current), "its hello", 20.0)
+    assert not host.gone() and not follower.gone()
+    store = dist.TCPStore(first.address, first.port, is_master=False, wait_for_workers=False)
+    store.set("a", "b")
+    assert follower.claim(1) == first, "whoever asks later"
+    # The same once more: the new first node is lost.
+    host.host.close(says_bye=False)
+    host.host = None
+    wait_until(lambda: bool(follower.gone()), "the second loss", 20.0)
+    (gone,) = follower.gone()
+    assert (gone.node, gone.ranks) == (host.node, (2 * host.node, 2 * host.node + 1))
+    assert follower.claim(2).node == follower.node
+
+
+def test_of_two_nodes_that_have_lost_each_other_one_is_out(three: list[NodeWatch]) -> None:
+    first, second, third = three
+    claim = first.settle_loss(1, [1])
+    assert claim.node == 0 and claim.lost == (1,)
+    assert first.settle_loss(1, [1, 2]).lost == (1, 2), "one more in the same recovery"
+    assert [meaning(watch.claim(1), node=watch.node, first=0) for watch in (second, third)] == [Meaning.OUT] * 2
+    assert first.settle_loss(2, [1]).lost == (1,)
+    assert meaning(third.claim(2), node=2, first=0) is Meaning.RESTART, "it was to come to the first node"
+    assert third.claim(3).node == 2
+    found = first.settle_loss(3, [2])
+    assert found.node == 2 and not found.lost, "the first node finds that it was faster"
+
+
+def test_an_agent_that_cannot_go_on_in_place_says_so_to_all(three: list[NodeWatch]) -> None:
+    _, second, third = three
+    assert second.claim(1, refusal="rank 2 has finished").refusal == "rank 2 has finished"
+    assert meaning(third.claim(1), node=2, first=0) is Meaning.RESTART
+    assert third._handler.hosted is None
