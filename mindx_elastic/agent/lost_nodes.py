@@ -49,6 +49,7 @@ from mindx_elastic.core.status_page import NODES_REPLACED
 from mindx_elastic.rejoin.board import BOARD_FILE
 from mindx_elastic.rejoin.lost_node import Answer, answer, why_in_vain
 from mindx_elastic.rejoin.protocol import Phase
+from mindx_elastic.rejoin.record import RESTART
 from mindx_elastic.rejoin.succession import Claim, Meaning, Standing, assemble, meaning
 
 __all__ = ["Surroundings", "WholeNodesRecovery"]
@@ -246,7 +247,7 @@ class WholeNodesRecovery(NodesRecovery):
         if self._board is None:
             self._has_given_up = True
             logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
-            self._tell_of_failure("restart")
+            self._tell_of_failure(RESTART)
         else:
             super()._give_up()
         self._succession = None

@@ -185,12 +185,20 @@ class NodeWatch:
         if self.host is not None:
             self.host.drain()
             found = self.host.gone() if self.is_first else []
-        if self.line is not None and self._first_agent is not None and not self._has_first_gone:
+        if self.line is not None and not self._has_first_gone:
             self.line.drain()
-            if (since := self.line.gone()) is not None:
-                agent = self._first_agent
+            if (since := self.line.gone()) is not None and (agent := self._who_is_first()) is not None:
                 found.append(Gone(agent.node, agent.name, "", tuple(agent.ranks), *since))
         return found
+
+    def _who_is_first(self) -> Agent | None:
+        if self._first_agent is None:
+            try:
+                self._first_agent = self.agent_of(self.first)
+            except Exception as error:  # any of torch's: its loss restarts the job
+                self._has_first_gone = True
+                logger.debug("node %d is not known: %s", self.first, printable(str(error), 200))
+        return self._first_agent
 
     def note_first_gone(self) -> None:
         """It is taken care of."""
@@ -238,10 +246,7 @@ class NodeWatch:
         self._handler.lifeline = address
         self.first = found.node
         self._first_agent, self._has_first_gone = None, False
-        try:
-            self._first_agent = self.agent_of(found.node)
-        except Exception as error:  # the next loss of the first node restarts the job
-            logger.debug("node %d is not known: %s", found.node, printable(str(error), 200))
+        self._who_is_first()
 
     def keeper(self) -> dict[str, Any] | None:
         """For the board: where this node's agent hears ranks; None: it keeps no small records."""
