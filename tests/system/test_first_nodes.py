@@ -257,6 +257,27 @@ def test_a_rank_dies_while_all_wait_for_another_node(tmp_path: Path) -> None:
 
 
 @drill
+def test_the_last_rank_dies_while_the_nodes_meet_anew(tmp_path: Path) -> None:
+    """The third node is lost, too, so that the second waits 10 s for its agent. All ranks are dead then: the job is
+    restarted, unless the machine was so slow that the 10 s were over."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path, 3, 1, "--epochs", 2, *THREE, "--hold-at", 8)
+        by_rank = held(nodes)
+        other = by_rank[1]
+        for rank in (0, 2):
+            kill_node(by_rank[rank])
+        other.wait_for("node 0 .* is lost", 1, 100)
+        os.kill(other.pids()[1], signal.SIGKILL)
+        release(nodes)
+        other.wait_for("rank 1 has died while the nodes met anew|takes the place of rank 1", 1, 100)
+        for _ in range(2):
+            nodes.start()
+        for job in (other, *nodes.jobs[3:]):
+            assert job.wait(400) == 0, nodes.report()
+        assert sorted(nodes.end[0]) == [0, 1, 2], nodes.report()
+
+
+@drill
 def test_an_agent_is_told_to_stop_while_all_wait_for_another_node(tmp_path: Path) -> None:
     """It saves and ends; the other one saves, too, and waits for others."""
     with ExitStack() as stack:
