@@ -218,7 +218,7 @@ def test_an_agent_that_stands_still_while_its_ranks_train_is_not_lost(tmp_path: 
         (job,) = [job for job in nodes.jobs if rank in job.pids()]
         os.kill(job.process.pid, signal.SIGSTOP)
         other = next(each for each in nodes.jobs if each is not job)
-        other.wait_for(r"^SEEN \d+ [\d,]+ 0 (1[6-9]|2\d)", 1, 100)
+        other.wait_for(rf"^SEEN \d+ [\d,]+ {1 - rank} (1[6-9]|2\d)", 1, 100)
         os.kill(job.process.pid, signal.SIGCONT)
         nodes.expect(0)
         assert not nodes.found("is lost") and not nodes.found(IN_PLACE), nodes.report()
