@@ -477,8 +477,8 @@ class WholeNodesRecovery(NodesRecovery):
         if is_next:
             self._nodes.offer(place)
         logger.warning(
-            "the other nodes' ranks wait up to %g s for another node in the place of node %d (--rejoin-timeout): start "
-            "the same command there",
+            "the other nodes' ranks wait up to %.0f s for another node in the place of node %d (--rejoin-timeout): "
+            "start the same command there",
             max(0.0, self._now.deadline - time.monotonic()),
             gone.node,
         )

@@ -225,7 +225,9 @@ class NodesRecovery(Recovery):
         return {"generation": generation, "rank": end.rank, "cause": cause}
 
     def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
-        if note.get("dead") and rank not in self._workers.processes:  # its own agent has seen it
+        if "refusal" in note:  # another agent has given up
+            self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
+        elif note.get("dead") and rank not in self._workers.processes:  # its own agent has seen it
             self._machine.note_death(rank, InMemory.from_json(note))
         else:
             super()._hear_out(rank, note)

@@ -1,0 +1,200 @@
+"""The agents of three nodes whose first one is lost: whatever the order in which they look, they come to one board."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mindx_elastic.agent import lost_nodes
+from mindx_elastic.agent.lifeline import Gone
+from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.vacancies import Agent, Vacancy, claim, settle_loss
+from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
+from mindx_elastic.rejoin.board import BOARD_FILE, Board
+from mindx_elastic.rejoin.protocol import Phase
+from mindx_elastic.rejoin.succession import Claim
+
+PLACE = Vacancy(
+    name="none",
+    node=0,
+    num_nodes=3,
+    ranks=0,
+    first=0,
+    address="h",
+    port=7,
+    lifeline=8,
+    host=1,
+    scope="s",
+    generation=0,
+    attempt=0,
+)
+
+
+class Nodes:
+    """A `NodeWatch` over a store of this test."""
+
+    def __init__(self, arbiter: Any, node: int) -> None:
+        self.arbiter, self.node, self.num_nodes, self.first = arbiter, node, 3, 0
+        self.line, self.offers = None, []  # type: ignore[var-annotated]
+        self.expected: list[int] = []
+        self.host: Any = SimpleNamespace(
+            fd=0, records_of=lambda rank: {"records": []}, expect=lambda node, token: self.expected.append(node)
+        )
+        self.note_first_gone = self.keeper = lambda: None
+        self.offer = self.offers.append
+
+    def claim(self, generation: int, *, refusal: str = "") -> Claim:
+        own = Claim(node=self.node, refusal=refusal, port=0 if refusal else 7, address="h", lifeline=8)
+        found = claim(self.arbiter, "job", "s", generation, lambda: own)
+        assert found is not None
+        return found
+
+    def settle_loss(self, generation: int, lost: Sequence[int]) -> Claim:
+        return settle_loss(self.arbiter, "job", "s", generation, self.node, lost)
+
+    def agent_of(self, node: int) -> Agent:
+        return Agent(node, f"agent {node}", "h", 8, node, 1)
+
+    def follow(self, found: Claim, ranks: Sequence[int]) -> None:
+        self.first = found.node
+
+
+class Node:
+    """One rank, and its agent's recovery."""
+
+    def __init__(self, folder: Path, stores: tuple[Any, Any], node: int) -> None:
+        self.node, self.nodes, self.folder = node, Nodes(stores[0], node), folder / str(node)
+        self.folder.mkdir()
+        page = Status(pid=100 + node, phase=WorkerPhase.TRAINING, step=7, in_place=NODES_REPLACED)
+        workers: Any = SimpleNamespace(processes={node: page}, live={node: page}, statuses=lambda: {node: page})
+        watch: Any = SimpleNamespace(fd=0, newest=0, start=lambda: watch, stop=lambda: None, drain=lambda: None)
+
+        def board(generation: int) -> Any:
+            return Board(stores[1], key=None, scope=f"s/{generation}", writer=3 + node)
+
+        facts: dict[str, Any] = {"timeout_s": 60.0, "most": 10, "note": lambda record: None, "world_size": 3}
+        facts |= {"watch": watch, "nodes": self.nodes, "place": lambda: PLACE, "folder": self.folder}
+        found: Any = Surroundings(board, watch, lambda: PLACE)  # type: ignore[arg-type]
+        self.recovery = WholeNodesRecovery(
+            workers, board, lambda *_, **__: None, connect_to=lambda address, port: found, **facts
+        )
+        self.board = board(1)
+
+    def lose_first(self) -> str:
+        return self.recovery.lose(Gone(0, "agent 0", "", (0,), is_silent=False))
+
+    def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / BOARD_FILE).read_text())
+        return found
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """The nodes 1 and 2."""
+    monkeypatch.setattr(lost_nodes, "_LOOK_S", 0.0)
+    stores = dist.HashStore(), dist.HashStore()
+    return [Node(tmp_path, stores, node) for node in (1, 2)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_both_come_to_the_board_of_the_faster_one(two: list[Node], order: tuple[int, int]) -> None:
+    host, other = (two[number] for number in order)
+    assert host.lose_first() == "" and host.recovery.is_active
+    assert host.told() == {"generation": 1}, "its worker comes out, and waits"
+    for _ in range(3):
+        host.recovery.look()
+    assert host.told() == {"generation": 1} and not host.nodes.offers, "the other one has not come"
+    assert other.lose_first() == ""
+    for _ in range(3):
+        for node in (other, host):
+            assert node.recovery.look() is Phase.CUT
+    for node in two:
+        assert node.told() == {"generation": 1, "address": "h", "port": 7}
+        assert node.nodes.first == host.node
+    (place,) = host.nodes.offers
+    assert (place.node, place.first, place.ranks, place.generation) == (0, 0, 1, 1)
+    assert not other.nodes.offers
+    host.board.write("1/taken/0", {"name": "agent 9", "token": "t"})
+    host.recovery.look()
+    assert host.nodes.offers[1:] == [None] and host.nodes.expected == [0]
+    assert host.board.read(["1/out/0"])["1/out/0"]["dead"]
+
+
+def test_who_does_not_come_is_lost_too_and_both_places_are_offered(
+    two: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_nodes, "SILENCE_S", 0.0)
+    host, late = two
+    assert host.lose_first() == ""
+    for _ in range(4):
+        host.recovery.look()
+    assert [place.node for place in host.nodes.offers] == [0]
+    assert late.lose_first() == ""
+    assert late.recovery.is_out and not late.recovery.is_active
+    host.board.write("1/taken/0", {"name": "agent 9", "token": "t"})
+    host.recovery.look()
+    assert [place.node for place in host.nodes.offers] == [0, 2]
+    host.board.write("1/taken/2", {"name": "agent 8", "token": "u"})
+    host.recovery.look()
+    assert host.nodes.offers[2:] == [None] and host.nodes.expected == [0, 2]
+
+
+def test_who_comes_too_late_is_out(two: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun the recovery, and then stood still."""
+    monkeypatch.setattr(lost_nodes, "SILENCE_S", 0.0)
+    host, late = two
+    assert host.lose_first() == "" and late.lose_first() == ""
+    for _ in range(4):
+        host.recovery.look()
+    for _ in range(2):
+        late.recovery.look()
+    assert late.recovery.is_out, "the plan says so"
+    assert late.told() == {"generation": 1}, "its worker stays where it is"
+    assert host.recovery.phase is Phase.CUT
+
+
+def test_a_rank_that_cannot_go_on_in_place_restarts_all(two: list[Node]) -> None:
+    one, other = two
+    one.recovery._workers.statuses = lambda: {  # type: ignore[method-assign]
+        1: Status(pid=101, phase=WorkerPhase.TRAINING, in_place=NODES_REPLACED, finished=1)
+    }
+    assert "rank 1 has finished its training" in one.lose_first()
+    assert "rank 1 has finished its training" in other.lose_first()
+    assert not one.recovery.is_active and not other.recovery.is_active
+
+
+def test_a_node_that_the_first_one_has_lost_is_out(two: list[Node]) -> None:
+    one, other = two
+    settle_loss(one.nodes.arbiter, "job", "s", 1, 0, [1])
+    assert one.lose_first() == "" and one.recovery.is_out
+    assert "while the loss of another node is recovered" in other.lose_first()
+    assert not other.recovery.is_out
+
+
+def test_a_first_node_that_was_succeeded_finds_itself_out(two: list[Node], tmp_path: Path) -> None:
+    one, other = two
+    first = Node(tmp_path, (one.nodes.arbiter, dist.HashStore()), 0)
+    first.nodes.host.put_out = lambda gone: None
+    assert one.lose_first() == ""
+    assert first.recovery.lose(Gone(2, "agent 2", "t", (2,), is_silent=True)) == ""
+    assert first.recovery.is_out and not first.nodes.offers
+    assert not other.recovery.is_out
+
+
+def test_a_rank_that_dies_while_the_nodes_meet_calls_it_off_for_all(two: list[Node]) -> None:
+    host, other = two
+    assert host.lose_first() == "" and other.lose_first() == ""
+    host.recovery.look()
+    other.recovery.look()
+    end: Any = SimpleNamespace(rank=2)
+    other.recovery.hear_end(end)
+    for _ in range(2):
+        assert other.recovery.look() is Phase.FALLBACK
+        phase = host.recovery.look()
+    assert phase is Phase.FALLBACK and "rank 2 has died while the nodes met anew" in host.recovery.reason
