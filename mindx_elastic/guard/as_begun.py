@@ -2,8 +2,8 @@
 
 A survivor of another rank's death calls that function again, with the objects that it has. What the function has done
 to them, and what no start puts back, would be done twice there and once in the new process: hooks are registered
-twice. `AsBegun` takes that back. What it cannot take back are the program's own variables. `VariablesPart` compares
-those that the training has changed with the new process's, and names the ones that differ.
+twice, functions are wrapped twice. `AsBegun` takes that back. What it cannot take back are the program's own variables.
+`VariablesPart` compares those that the training has changed with the new process's, and names the ones that differ.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.guard.bound_functions import BoundFunctions, is_of_torch
 from mindx_elastic.guard.variables import own_variables
 
 __all__ = ["AsBegun", "VariablesPart"]
@@ -42,6 +43,7 @@ class AsBegun:
             for parameter in target.parameters()
             for name in _OF_TENSORS
         ]
+        self._functions = BoundFunctions(targets.values())
         self._has_gradients = torch.is_grad_enabled()
         self._groups = _num_groups()
         self.variables: dict[str, str] | None = None
@@ -57,6 +59,7 @@ class AsBegun:
     def put_back(self) -> None:
         """The guard has been left, and will be entered again."""
         torch.set_grad_enabled(self._has_gradients)  # an evaluation that was cut off may have switched them off by hand
+        self._functions.put_back()
         for hooks, before in self._hooks:
             _put_back(hooks, before)
         for parameter, name, before in self._tensor_hooks:
@@ -81,16 +84,9 @@ def _hooks_of(target: Any) -> Iterator[dict[Any, Any]]:
 def _put_back(hooks: dict[Any, Any], before: Mapping[Any, Any]) -> None:
     """Torch's own hooks stay: they belong to what it has made of a module (pruned weights), which stays as well."""
     if hooks.keys() != before.keys():
-        kept = {key: hook for key, hook in hooks.items() if key not in before and _is_of_torch(hook)}
+        kept = {key: hook for key, hook in hooks.items() if key not in before and is_of_torch(hook)}
         hooks.clear()
         hooks.update({**before, **kept})
-
-
-def _is_of_torch(hook: Any) -> bool:
-    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:  # wrapped, partial
-        hook = inner
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(module).partition(".")[0] == "torch"
 
 
 def _num_groups() -> tuple[int, int]:
