@@ -8,6 +8,8 @@ twice, functions are wrapped twice. `AsBegun` takes that back. What it cannot ta
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.guard.bound_functions import BoundFunctions, is_of_torch
+from mindx_elastic.guard.checks.surroundings import program_files
 from mindx_elastic.guard.variables import own_variables
 
 __all__ = ["AsBegun", "VariablesPart"]
@@ -27,6 +30,8 @@ __all__ = ["AsBegun", "VariablesPart"]
 _MOST_NAMED = 5
 _MOST_SAID = 500
 _LONGEST = 120
+_MOST_FILES = 64
+_END = re.compile(r"(\w+)\" \(")
 
 
 class AsBegun:
@@ -115,19 +120,22 @@ class VariablesPart(Part):
         before = begun.variables
         changed = {name for name, digest in now.items() if name in before and before[name] != digest}
         self._changed = sorted(changed)[:_MOST_SAID]
+        self._added = _looked_for([name for name in now if name not in before])[:_MOST_SAID]
 
     def say(self) -> Any:
         if self._is_new:
             return {"all": {_short(name): _short(digest) for name, digest in self._now.items()}}
-        return {"changed": [[name, _short(self._now[name])] for name in self._changed]}
+        changed, added = ([[name, _short(self._now[name])] for name in each] for each in (self._changed, self._added))
+        return {"changed": changed, **({"added": added} if added else {})}
 
     def merge(self, said: Sequence[Any]) -> Merged:
         new = [each["all"] for each in said if "all" in each]
         names = {
             str(name)[:_LONGEST]
             for each in said
-            for name, digest in each.get("changed", ())
-            if any(other.get(_short(str(name)), digest) != digest for other in new)
+            for kind in ("changed", "added")
+            for name, digest in each.get(kind, ())
+            if any(other.get(_short(str(name)), digest if kind == "changed" else None) != digest for other in new)
         }
         return Merged(sorted(names)[:_MOST_SAID])
 
@@ -144,6 +152,16 @@ class VariablesPart(Part):
                 if has_iterator
                 else "",
             )
+
+
+def _looked_for(names: Sequence[str]) -> list[str]:
+    """Those of the variables that the training has made which the program asks for before it uses them, as in
+    ``getattr(train, "calls", 0)``: a name that it has in quotes. Others are set before they are read."""
+    ends = {name: match[1] for name in names if (match := _END.search(name))}
+    if not ends:
+        return []
+    text = "".join(line for file in program_files(sys._getframe())[:_MOST_FILES] for line in linecache.getlines(file))
+    return sorted(name for name, end in ends.items() if f'"{end}"' in text or f"'{end}'" in text)
 
 
 def _short(text: str) -> str:

@@ -273,3 +273,18 @@ def test_what_only_a_function_holds_on_to_is_compared() -> None:
     (changed,) = VariablesPart(begun, [], 0, is_new=False).say().values()
     names = sorted(name for name, _ in changed)
     assert names == ['"number" (train() in test_as_begun.py)', 'the position of "turns" (train() in test_as_begun.py)']
+
+
+def test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() -> None:
+    def train() -> None:
+        train.calls = getattr(train, "calls", 0) + 1  # type: ignore[attr-defined]
+        train.seen = True  # type: ignore[attr-defined]
+
+    begun = AsBegun({})
+    VariablesPart(begun, [], 0, is_new=False)
+    train()
+    survivor = VariablesPart(begun, [], 0, is_new=False)
+    vars(train).clear()
+    new = VariablesPart(AsBegun({}), [], 1, is_new=True)
+    place = "test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() in test_as_begun.py"
+    assert survivor.merge([survivor.say(), new.say()]).common == [f'"train.calls" ({place})']
