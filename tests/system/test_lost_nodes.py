@@ -235,3 +235,12 @@ def test_the_first_nodes_agent_is_lost(tmp_path: Path) -> None:
         assert not nodes.found(IN_PLACE), nodes.report()
         assert re.search(r"restart 1", nodes.report()), nodes.report()
         assert sorted(nodes.end[0]) == [0, 1], nodes.report()
+
+
+def test_a_node_lost_behind_the_last_step_ends_no_training(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", "1:24:after:node")
+        _, (other,) = dead_and_others(nodes)
+        assert other.wait(400) == 0, nodes.report()
+    assert not other.matches("the job is restarted|Error waiting on exit barrier"), other.report()
+    assert other.matches("no recovery in place: rank 0 has finished its training"), other.report()
