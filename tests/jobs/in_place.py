@@ -251,6 +251,8 @@ class Trainer:
         if self.args.resources:
             self.tell_resources()
         if self.args.inside == "hooks":
+            forward: Any = self.network.forward
+            setattr(self.network, "forward", lambda x: 0.9 * forward(x))  # noqa: B010
             self.network[2].register_forward_hook(lambda _, __, output: 1.1 * output)
             self.optimizer.register_step_post_hook(lambda *_: self.shrink())
         elif self.args.inside == "group":
