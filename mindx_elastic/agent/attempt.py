@@ -303,7 +303,8 @@ class Attempt:
         if stuck or (failed and (end.code == -signal.SIGKILL or not is_recovering)):
             self.own_failures.append(end)
         if recovery is not None and is_recovering:
-            logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
+            if what is not Meaning.FINISHED:
+                logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
             recovery.hear_end(end)
             return
         if failed or stuck:

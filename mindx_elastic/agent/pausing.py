@@ -20,6 +20,7 @@ from mindx_elastic.core.status_page import Status, WorkerPhase
 __all__ = ["Order", "PauseChange", "PauseWatch"]
 
 _GUARDED = (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
+_BY_COMMAND = "mindx-elastic pause"
 _TAKE_BACK_S = 30.0  # for a resume that no command waits for
 _WORDS = {
     WorkerPhase.STARTING: "entering its guard",
@@ -159,7 +160,7 @@ class PauseWatch:
             self._answer(PAUSE, Answer(True, f"paused at step {step} already, for {now - since:.0f} s", step))
             return
         self._base = _newest(statuses)
-        self._give(PAUSE, "mindx-elastic pause", now)
+        self._give(PAUSE, _BY_COMMAND, now)
         self._look_at_pause(statuses, num_live, now)
 
     def _give(self, kind: str, reason: str, now: float, *, until: float = 0.0) -> None:
@@ -185,8 +186,9 @@ class PauseWatch:
         elif any(request.kind == RESUME for request, _ in self._waiting):
             self._take_back("mindx-elastic resume was given before every rank waited", now)
         elif _newest(statuses) > self._base and not _any_pauses(statuses):
-            reasons = sorted({status.pause_reason for status in statuses.values()} - {""})
-            self._answer(PAUSE, Answer(False, f"not paused: {'; '.join(reasons) or 'the ranks have gone on'}"))
+            reasons = sorted({status.pause_reason for status in statuses.values()} - {"", _BY_COMMAND})
+            why = "; ".join(reasons) or "the ranks have gone on, because they stop or were replaced"
+            self._answer(PAUSE, Answer(False, f"not paused: {why}"))
             self._order = None
         else:
             late = [each for each in self._waiting if each[0].kind == PAUSE and each[1] <= now]

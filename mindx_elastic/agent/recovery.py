@@ -21,7 +21,7 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
-from mindx_elastic.rejoin.record import FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
+from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
 __all__ = ["ERRORS", "LOOK_S", "Generation", "NewProcess", "Notes", "Recovery", "joining_command"]
@@ -98,7 +98,7 @@ class Recovery:
         self._row: list[str] = []
         self._row_step = -1
         self._board: Notes | None = None
-        self._has_given_up = self._is_prepared = False
+        self._has_given_up = self._is_prepared = self._has_finished = False
         self._now: Generation | None = None
 
     @property
@@ -206,7 +206,10 @@ class Recovery:
                 return
             except ERRORS as error:
                 logger.debug("%s", error)
-        if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
+        if meaning(end) is Meaning.FINISHED:
+            self._has_finished = self._has_finished or machine.phase is not Phase.FALLBACK
+            machine.note_refusal(f"rank {end.rank} has finished its training")
+        elif meaning(end) is Meaning.LEFT:
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
         memory = InMemory() if was_known else _memory_of(end)
         machine.note_death(end.rank, memory)
@@ -455,8 +458,10 @@ class Recovery:
                 self._board.write(f"{generation}/out/{rank}", refusal)
         except ERRORS as error:
             logger.debug("the board cannot be written to: %s", error)
-        logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
-        self._tell_of_failure(RESTART)
+        # Whether there is a restart after a finish is said when all ranks of the node have ended.
+        what_then = "" if self._has_finished else "; the job is restarted"
+        logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
+        self._tell_of_failure(FINISHED if self._has_finished else RESTART)
 
 
 def _memory_of(end: WorkerExit) -> InMemory:

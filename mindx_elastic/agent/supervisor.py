@@ -143,7 +143,8 @@ class Supervisor(LocalElasticAgent):
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
                 self._resize()
-            if self.ending.outcome == "finished" and self._worker_group.group_world_size != 1:
+            num_nodes = self._worker_group.group_world_size
+            if self.ending.outcome == "finished" and num_nodes != 1 and not (attempt.lacks_node and num_nodes == 2):
                 if attempt.lacks_node:  # it does not come to this; the others' agents may take a moment
                     own: Any = self
                     own._exit_barrier_timeout = min(getattr(self, "_exit_barrier_timeout", _LACKING_S), _LACKING_S)

@@ -446,7 +446,8 @@ class Scheduler:
         message = dict(tell.message)
         connection = next((c for c in self._connections if c.incarnation == tell.incarnation), None)
         if message["op"] == "death":
-            self._voice.death(str(message["why"]), self._settings.recovery)
+            is_waited_for = self._settings.recovery and self.table.outcome is None
+            self._voice.death(str(message["why"]), is_waited_for)
         if connection is None:
             return  # it hears when it connects again
         if message["op"] == "host":

@@ -515,10 +515,16 @@ class Table:
 
     def _settle(self) -> None:
         """Conclude when no process is left that could go on, and none is waited for."""
-        if self.outcome is not None or self.generation < 0 or self.living():
+        if self.outcome is not None or self.generation < 0:
             return
         members = sorted(self.members.values(), key=lambda m: m.rank or 0)
         states = {m.state for m in members}
+        if living := self.living():
+            # New processes for dead ones wait for a group that a finished rank will never be in.
+            is_over = State.DONE in states and State.AWAY not in states and all(map(self._is_new, living))
+            if self._lost_why and is_over:
+                self._fail(f"{self._lost_why}; the other ranks have finished")
+            return
         left = [m for m in members if m.state is State.LEFT]
         self.changed = True
         if states == {State.DONE}:

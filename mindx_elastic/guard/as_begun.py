@@ -2,12 +2,14 @@
 
 A survivor of another rank's death calls that function again, with the objects that it has. What the function has done
 to them, and what no start puts back, would be done twice there and once in the new process: hooks are registered
-twice. `AsBegun` takes that back. What it cannot take back are the program's own variables. `VariablesPart` compares
-those that the training has changed with the new process's, and names the ones that differ.
+twice, functions are wrapped twice. `AsBegun` takes that back. What it cannot take back are the program's own variables.
+`VariablesPart` compares those that the training has changed with the new process's, and names the ones that differ.
 """
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +21,8 @@ from torch import nn
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.guard.bound_functions import BoundFunctions, is_of_torch
+from mindx_elastic.guard.checks.surroundings import program_files
 from mindx_elastic.guard.variables import own_variables
 
 __all__ = ["AsBegun", "VariablesPart"]
@@ -26,6 +30,8 @@ __all__ = ["AsBegun", "VariablesPart"]
 _MOST_NAMED = 5
 _MOST_SAID = 500
 _LONGEST = 120
+_MOST_FILES = 64
+_END = re.compile(r"(\w+)\" \(")
 
 
 class AsBegun:
@@ -42,6 +48,7 @@ class AsBegun:
             for parameter in target.parameters()
             for name in _OF_TENSORS
         ]
+        self._functions = BoundFunctions(targets.values())
         self._has_gradients = torch.is_grad_enabled()
         self._groups = _num_groups()
         self.variables: dict[str, str] | None = None
@@ -57,6 +64,7 @@ class AsBegun:
     def put_back(self) -> None:
         """The guard has been left, and will be entered again."""
         torch.set_grad_enabled(self._has_gradients)  # an evaluation that was cut off may have switched them off by hand
+        self._functions.put_back()
         for hooks, before in self._hooks:
             _put_back(hooks, before)
         for parameter, name, before in self._tensor_hooks:
@@ -81,16 +89,9 @@ def _hooks_of(target: Any) -> Iterator[dict[Any, Any]]:
 def _put_back(hooks: dict[Any, Any], before: Mapping[Any, Any]) -> None:
     """Torch's own hooks stay: they belong to what it has made of a module (pruned weights), which stays as well."""
     if hooks.keys() != before.keys():
-        kept = {key: hook for key, hook in hooks.items() if key not in before and _is_of_torch(hook)}
+        kept = {key: hook for key, hook in hooks.items() if key not in before and is_of_torch(hook)}
         hooks.clear()
         hooks.update({**before, **kept})
-
-
-def _is_of_torch(hook: Any) -> bool:
-    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:  # wrapped, partial
-        hook = inner
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(module).partition(".")[0] == "torch"
 
 
 def _num_groups() -> tuple[int, int]:
@@ -119,19 +120,22 @@ class VariablesPart(Part):
         before = begun.variables
         changed = {name for name, digest in now.items() if name in before and before[name] != digest}
         self._changed = sorted(changed)[:_MOST_SAID]
+        self._added = _looked_for([name for name in now if name not in before])[:_MOST_SAID]
 
     def say(self) -> Any:
         if self._is_new:
             return {"all": {_short(name): _short(digest) for name, digest in self._now.items()}}
-        return {"changed": [[name, _short(self._now[name])] for name in self._changed]}
+        changed, added = ([[name, _short(self._now[name])] for name in each] for each in (self._changed, self._added))
+        return {"changed": changed, **({"added": added} if added else {})}
 
     def merge(self, said: Sequence[Any]) -> Merged:
         new = [each["all"] for each in said if "all" in each]
         names = {
             str(name)[:_LONGEST]
             for each in said
-            for name, digest in each.get("changed", ())
-            if any(other.get(_short(str(name)), digest) != digest for other in new)
+            for kind in ("changed", "added")
+            for name, digest in each.get(kind, ())
+            if any(other.get(_short(str(name)), digest if kind == "changed" else None) != digest for other in new)
         }
         return Merged(sorted(names)[:_MOST_SAID])
 
@@ -148,6 +152,16 @@ class VariablesPart(Part):
                 if has_iterator
                 else "",
             )
+
+
+def _looked_for(names: Sequence[str]) -> list[str]:
+    """Those of the variables that the training has made which the program asks for before it uses them, as in
+    ``getattr(train, "calls", 0)``: a name that it has in quotes. Others are set before they are read."""
+    ends = {name: match[1] for name in names if (match := _END.search(name))}
+    if not ends:
+        return []
+    text = "".join(line for file in program_files(sys._getframe())[:_MOST_FILES] for line in linecache.getlines(file))
+    return sorted(name for name, end in ends.items() if f'"{end}"' in text or f"'{end}'" in text)
 
 
 def _short(text: str) -> str:

@@ -24,18 +24,21 @@ __all__ = ["check_state_and_space", "hold_directories", "prepare_directories"]
 
 
 def prepare_directories(
-    wanted: Iterable[Path], ranks: RankInfo, sharing: SharingSettings
+    wanted: Iterable[Path], ranks: RankInfo, sharing: SharingSettings, *, may_be_full: bool = False
 ) -> tuple[dict[Path, Path], Trust]:
     """Make each given directory. Returns their resolved paths (symbolic links are followed once, here), and the users
     whose files count in them.
 
     Removes no files: a predecessor, or the training that this process evaluates, may still be writing; see
-    `hold_directories`. Raises UsageError, UnsafeDirectoryError or SaveError.
+    `hold_directories`. `may_be_full`: a disk without room is a warning. Raises UsageError, UnsafeDirectoryError or
+    SaveError.
     """
     trust = Trust({}, user_ids(sharing.trusted_users), sharing.allow_shared)
     resolved = {}
-    for path in wanted:
-        directory, owners = prepare_owned_directory(path, allow_shared=sharing.allow_shared, trusted=trust.trusted)
+    for path in dict.fromkeys(wanted):
+        directory, owners = prepare_owned_directory(
+            path, allow_shared=sharing.allow_shared, trusted=trust.trusted, may_be_full=may_be_full
+        )
         resolved[path] = directory
         if directory not in trust.roots:
             trust.roots[directory] = owners

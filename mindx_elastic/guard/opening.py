@@ -126,7 +126,8 @@ class Opening:
         if self.witness is not None:
             places = self.witness.redirected(wanted)
             self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
-        resolved, self._trust = prepare_directories(places, ranks, self._options.sharing())
+        again = self._entry is not None  # a training that goes on in place needs no disk before its next save
+        resolved, self._trust = prepare_directories(places, ranks, self._options.sharing(), may_be_full=again)
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
         """By the directory that the program names, the true one."""
         self._directories = list(dict.fromkeys(self.resolved.values()))

@@ -8,6 +8,7 @@ may be a password.
 from __future__ import annotations
 
 import os
+import queue
 from collections import deque
 from collections.abc import Collection, Iterator, Sized
 from contextlib import suppress
@@ -27,15 +28,18 @@ _MOST = 2000
 _MOST_ITEMS = 64
 _MOST_BYTES = 1 << 20
 _MOST_BYTES_IN_ALL = 1 << 26
+_BLOCK, _MOST_BLOCKS = 4096, 64
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _LONGEST_KEY = 32
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 
 
 def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: bool = False) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out. `positions`: also
-    where iterators stand, and what only functions of the program hold on to."""
+    where iterators stand, how many items queues have, what only functions and classes of the program have, and samples
+    of large tensors and arrays."""
     found: dict[str, str] = {}
     known = set(kept)
     left: float = _MOST_BYTES_IN_ALL
@@ -54,6 +58,10 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
             if id(value) not in known and (nbytes := _num_bytes(value)) <= min(left, _MOST_BYTES):
                 left -= nbytes
                 found.setdefault(f'"{name}" ({place})', digest(value))
+            elif positions and id(value) not in known and (sample := _sample(value)) is not None:
+                found.setdefault(f'"{name}" ({place})', digest(sample))
+        elif positions and type(value) in _QUEUES:
+            found.setdefault(f'the length of "{name}" ({place})', str(len(value.queue)))
         elif positions and is_iterator(value):
             if id(value) not in known:
                 known.add(id(value))
@@ -64,6 +72,12 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
                 where = f"{value.__name__}() in {os.path.basename(value.__code__.co_filename)}"
                 children = _closure_of(value)
                 waiting.extend((n, where, child, depth + 1) for n, child in children if of_callers.get(n) != id(child))
+                waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in list(vars(value).items()))
+        elif positions and isinstance(value, type):
+            if id(value) not in known and depth < _DEPTH and not is_library(value.__module__):
+                known.add(id(value))
+                children = ((n, child) for n, child in list(vars(value).items()) if not n.startswith("__"))
+                waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in children)
         elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
             known.add(id(value))
             if isinstance(value, Sized) and type(value) in (list, tuple, dict, set, deque):
@@ -78,6 +92,21 @@ def _num_bytes(value: Any) -> float:
         return float("inf") if value.dtype.hasobject else value.nbytes
     is_plain = value.layout is torch.strided and not value.is_nested
     return float(value.nbytes) if is_plain else float("inf")
+
+
+def _sample(value: Any) -> np.ndarray[Any, Any] | None:
+    """Some of the bytes of a large tensor or array in host memory, from all over it: what changes it at random places
+    or as a whole is seen, and its size does not count. None: it has no plain bytes."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
+        if not is_plain or not value.is_contiguous() or value.is_conj() or value.is_neg():
+            return None
+        value = value.detach().reshape(-1).view(torch.uint8).numpy()
+    elif value.dtype.hasobject or not value.flags.c_contiguous:
+        return None
+    flat = value.reshape(-1).view(np.uint8)
+    starts = np.linspace(0, len(flat) - _BLOCK, _MOST_BLOCKS, dtype=np.int64)
+    return np.concatenate([flat[start : start + _BLOCK] for start in starts])
 
 
 def _noted(value: Any) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Owners, check_place, find_owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import SaveError, StrPath, UsageError
@@ -57,7 +58,7 @@ def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
 
 
 def prepare_owned_directory(
-    path: StrPath, *, allow_shared: bool = False, trusted: Iterable[int] = ()
+    path: StrPath, *, allow_shared: bool = False, trusted: Iterable[int] = (), may_be_full: bool = False
 ) -> tuple[Path, Owners]:
     """Make `path` a directory that checkpoints can safely go to. Returns it with links resolved, and its `Owners`.
 
@@ -66,7 +67,7 @@ def prepare_owned_directory(
 
     `trusted`: further users whose files are loaded. Raises UsageError when `path` is a file; UnsafeDirectoryError when
     every user may write to it or could have made it (see `owners.check_place`), unless `allow_shared`; SaveError when
-    it cannot be created or written to. Any thread.
+    it cannot be created or written to. `may_be_full`: a disk without room is a warning only. Any thread.
     """
     if not allow_shared:
         check_place(Path(path))
@@ -84,7 +85,7 @@ def prepare_owned_directory(
         raise UsageError(f"{path} is a file; give a directory")
     if not allow_shared:
         check_place(directory)
-    return directory, find_owners(directory, created=_probe(directory), trusted=trusted)
+    return directory, find_owners(directory, created=_probe(directory, may_be_full=may_be_full), trusted=trusted)
 
 
 def make_directory_durable(path: StrPath) -> None:
@@ -127,13 +128,13 @@ def _flush_entry(directory: Path) -> None:
     _flushed.add(known)
 
 
-def _probe(directory: Path) -> os.stat_result:
+def _probe(directory: Path, *, may_be_full: bool) -> os.stat_result:
     """Write a file: permission bits do not show a read-only mount, a quota, or what root may do. Returns the status
     of the file as the file system shows it; on NFS with root squash its owner is another user."""
     try:
         fd, temp = create_temp(directory / "probe")
         try:
-            os.write(fd, b"x")
+            _write_one(fd, directory, may_be_full=may_be_full)
             return os.fstat(fd)
         finally:
             temp.unlink(missing_ok=True)
@@ -142,6 +143,15 @@ def _probe(directory: Path) -> os.stat_result:
         problem = f"{directory}: cannot write there: {error.strerror}"
         remedy = "check its permissions and free space, or give another directory"
         raise SaveError(f"{problem}; {remedy}", path=directory) from error
+
+
+def _write_one(fd: int, directory: Path, *, may_be_full: bool) -> None:
+    try:
+        os.write(fd, b"x")
+    except OSError as error:
+        if not may_be_full or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        logger.warning("%s: %s; the training goes on, and saves fail until there is room", directory, error.strerror)
 
 
 def check_free_space(path: StrPath, nbytes: int) -> None:

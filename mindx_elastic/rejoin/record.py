@@ -15,6 +15,7 @@ from mindx_elastic.core.values import real, text, whole
 
 __all__ = [
     "BY_HAND",
+    "FINISHED",
     "FORKED",
     "FRESH",
     "IN_PLACE",
@@ -33,14 +34,15 @@ __all__ = [
 
 REJOIN = "rejoin"
 """The event."""
-IN_PLACE, RESTART, STOPPED = "in place", "restart", "stopped"
-"""Values of `RecoveryRecord.outcome`: it has succeeded; the job is restarted; the job was stopped meanwhile."""
+IN_PLACE, RESTART, STOPPED, FINISHED = "in place", "restart", "stopped", "finished"
+"""Values of `RecoveryRecord.outcome`: it has succeeded; the job is restarted; the job was stopped meanwhile; a rank had
+finished its training meanwhile, so that there is a restart only if another one of that node has not."""
 SPARE, FORKED, FRESH, BY_HAND = "spare", "zygote", "fresh", "by hand"
 """Values of `StandIn.by`: a warm spare, a fork of the zygote, a new interpreter, somebody in a dynamic cluster."""
 STAGES = ("detect", "heard", "out", "agreed", "donated", "state", "connected", "ready", "first_step")
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
-_OUTCOMES = (IN_PLACE, RESTART, STOPPED)
+_OUTCOMES = (IN_PLACE, RESTART, STOPPED, FINISHED)
 _MOST_RANKS, _MOST_LINES, _LONGEST = 4096, 20, 150
 
 
@@ -196,7 +198,7 @@ def _what(record: RecoveryRecord) -> str:
     if record.taken_by:
         words.append(f"{_short(record.taken_by)} has taken its place")
     if record.outcome != IN_PLACE:
-        words.append({RESTART: "not in place", STOPPED: "stopped meanwhile"}[record.outcome])
+        words.append({RESTART: "not in place", STOPPED: "stopped meanwhile", FINISHED: "not in place"}[record.outcome])
         if record.reason:
             words[-1] += f": {_short(record.reason)}"
         return "; ".join(words)

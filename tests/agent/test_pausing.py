@@ -153,6 +153,18 @@ def test_a_pause_that_the_ranks_themselves_take_back(node: Node) -> None:
     assert node.answer(pause) == (False, "not paused: the pause was taken back: rank 5 has finished")
 
 
+def test_a_pause_that_a_death_ends_says_so(node: Node) -> None:
+    """The pages still have the words with which the pause was ordered."""
+    pause = node.ask(PAUSE)
+    node.look()
+    for rank in (0, 1):
+        node.hear(rank, 2)
+        node.set(rank, pause_reason="mindx-elastic pause")
+    assert node.look() is None
+    why = "the ranks have gone on, because they stop or were replaced"
+    assert node.answer(pause) == (False, f"not paused: {why}")
+
+
 def test_a_pause_behind_a_resume_waits_for_its_end(node: Node) -> None:
     node.ask(PAUSE)
     node.look()

@@ -193,6 +193,19 @@ def test_the_others_are_told_of_a_death_and_meet_in_the_next_generation() -> Non
     ]
 
 
+def test_a_rank_that_finishes_while_a_new_process_waits_for_it_ends_the_job_with_the_reason() -> None:
+    """It will be in no group any more, and it is not missing."""
+    table = new_table()
+    form(table, [who(0, "0"), who(1, "1")])
+    table.die(f"{1:032d}", "killed", 1.0)
+    table.register(who(7, "1"), 2.0)
+    table.outbox.clear()
+    table.leave(f"{0:032d}", how="done", code=0, why="", now=3.0)
+    assert table.outcome is not None and table.outcome.code == 1
+    assert table.outcome.why.endswith("is dead: killed; the other ranks have finished")
+    assert [process for process, _ in told(table, "fail")] == [7]
+
+
 def test_the_host_of_the_next_store_is_the_lowest_survivor() -> None:
     table = new_table()
     form(table, [who(0, "0"), who(1, "1")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,89 @@ def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
     assert sorted(calls) == [
         *("accumulated", "backward", "forward", "gradient", "of the beginning", "pre", "step"),
     ]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class Noise:
+    def __call__(self, x: float) -> float:
+        return x + 1
+
+
+class Data(torch.utils.data.Dataset[float]):
+    transform: Any = None
+
+    def __init__(self) -> None:
+        self.augment: Any = Noise()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.augment(1.0 if self.transform is None else self.transform(1.0)))
+
+
+def cost(value: float) -> float:
+    return value
+
+
+def test_functions_are_wrapped_once_however_often_the_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = nn.Sequential(Scaled()), Data()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    loader = torch.utils.data.DataLoader(data)
+    holder = SimpleNamespace(score=lambda value: value)
+    for owner, name in ((sys.modules[__name__], "cost"), (Scaled, "forward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # it is undone
+    begun = AsBegun({"model": model, "optimizer": optimizer, "loader": loader, "holder": holder})
+    steps: list[int] = []
+
+    def train() -> None:
+        for owner, name in ((model[0], "forward"), (holder, "score"), (sys.modules[__name__], "cost")):
+            wrap(owner, name)
+        wrap(Scaled, "forward")
+        wrap(data, "augment")
+        of_before = data.transform
+        data.transform = lambda x: 10 * (x if of_before is None else of_before(x))
+        step: Any = optimizer.step
+
+        def counted() -> None:
+            steps.append(1)
+            step()
+
+        setattr(optimizer, "step", counted)  # noqa: B010
+
+    def wrap(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, lambda *args: 3 * inner(*args))
+
+    def values() -> list[float]:
+        model_value = float(model(torch.ones(1)))
+        return [model_value, Scaled().forward(torch.ones(1)).item(), data[0], holder.score(1.0), cost(1.0)]
+
+    before = values()
+    train()
+    once = values()
+    begun.put_back()
+    assert values() == before
+    train()
+    assert values() == once
+    optimizer.step()
+    assert steps == [1]
+
+
+def test_functions_of_torch_and_values_that_are_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data()
+    data.augment = {"some": "value"}
+    begun = AsBegun({"data": data})
+    data.augment, data.transform = {"other": "value"}, torch.relu
+    data.number = 3  # type: ignore[attr-defined]
+    begun.put_back()
+    assert data.augment == {"other": "value"}
+    assert data.transform is torch.relu
+    assert data.number == 3  # type: ignore[attr-defined]
 
 
 def test_what_torch_has_hooked_to_a_module_stays() -> None:
@@ -194,3 +278,18 @@ def test_what_only_a_function_holds_on_to_is_compared() -> None:
     (changed,) = VariablesPart(begun, [], 0, is_new=False).say().values()
     names = sorted(name for name, _ in changed)
     assert names == ['"number" (train() in test_as_begun.py)', 'the position of "turns" (train() in test_as_begun.py)']
+
+
+def test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() -> None:
+    def train() -> None:
+        train.calls = getattr(train, "calls", 0) + 1  # type: ignore[attr-defined]
+        train.seen = True  # type: ignore[attr-defined]
+
+    begun = AsBegun({})
+    VariablesPart(begun, [], 0, is_new=False)
+    train()
+    survivor = VariablesPart(begun, [], 0, is_new=False)
+    vars(train).clear()
+    new = VariablesPart(AsBegun({}), [], 1, is_new=True)
+    place = "test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() in test_as_begun.py"
+    assert survivor.merge([survivor.say(), new.say()]).common == [f'"train.calls" ({place})']

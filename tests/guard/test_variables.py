@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 from collections import deque
 from typing import Any
@@ -97,6 +98,49 @@ def test_tensors_and_arrays_up_to_a_size() -> None:
     )
     assert {name for name in found if name.startswith('"values[')} == {"\"values['centre']\"", "\"values['table']\""}
     assert found["\"values['centre']\""] != noted(centre=torch.ones(3))["\"values['centre']\""]
+
+
+def compared(**values: Any) -> dict[str, str]:
+    """By the name alone, as survivors of a recovery and new processes note them."""
+
+    def program() -> dict[str, str]:
+        kept = values  # noqa: F841 - it is looked at
+        return own_variables(sys._getframe(), (), positions=True)
+
+    return {name.partition(" (")[0]: value for name, value in program().items() if "kept[" in name}
+
+
+def test_of_large_tensors_and_arrays_samples_are_noted_where_ranks_are_compared() -> None:
+    tensor, array = torch.zeros(1 << 22), np.ones((1 << 10, 1 << 10))
+    before = compared(tensor=tensor, array=array, some=tensor[::2])
+    assert set(before) == {"\"kept['tensor']\"", "\"kept['array']\""}
+    assert compared(tensor=tensor.clone(), array=array.copy()).items() >= before.items()
+    tensor += 1
+    array[512:] = 2
+    after = compared(tensor=tensor, array=array)
+    assert all(after[name] != before[name] for name in before)
+
+
+def test_what_functions_and_classes_carry_is_noted_where_ranks_are_compared() -> None:
+    def made() -> Any:
+        def train() -> None:
+            pass
+
+        class Counting:
+            count = 2
+
+        train.calls, train.kind = 3, Counting  # type: ignore[attr-defined]
+        return train
+
+    found = compared(train=made())
+    assert found["\"kept['train'].calls\""] == "3" and found["\"kept['train'].kind.count\""] == "2"
+    assert not any("__" in name for name in found)
+
+
+def test_of_queues_the_length_is_noted_where_ranks_are_compared() -> None:
+    waiting: queue.Queue[int] = queue.Queue()
+    waiting.put(1)
+    assert compared(waiting=waiting)["the length of \"kept['waiting']\""] == "1"
 
 
 def test_what_the_guard_keeps_is_left_out() -> None:

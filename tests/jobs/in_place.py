@@ -6,6 +6,8 @@ eval, save. WHAT is ``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``
 then itself (``node``), or itself first (``node-last``). Each fires once in a job, however often the step is done;
 ``FAULT rank step where`` says so.
 
+``--meanwhile WHO:STAGE:WHAT``: the same in a recovery, see ``in_recovery.py``.
+
 Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
 again), and ``DONE rank sha256 step``.
 """
@@ -33,6 +35,7 @@ import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard import start as start_module
+from tests.jobs.in_recovery import InRecovery
 from tests.jobs.loop import Pictures
 
 PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
@@ -93,6 +96,7 @@ def parse() -> argparse.Namespace:
         help="what the function does at its beginning",
     )
     parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--meanwhile", action="append", default=[])
     parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
@@ -203,6 +207,8 @@ class Trainer:
         )
         self.rank = dist.get_rank()
         self.faults = Faults(args.fault, self.rank, args.directory)
+        self.in_recovery = InRecovery(args.meanwhile, self.rank, args.directory)
+        self.in_recovery.at("start")
         torch.manual_seed(77 + self.rank)
         random.seed(78 + self.rank)
         np.random.seed(79 + self.rank)
@@ -232,6 +238,7 @@ class Trainer:
         return self.guard.step + 1
 
     def run(self) -> None:
+        self.in_recovery.at("guard")
         if self.args.with_guard:
             with self.guard:
                 self.train()
@@ -244,6 +251,8 @@ class Trainer:
         if self.args.resources:
             self.tell_resources()
         if self.args.inside == "hooks":
+            forward: Any = self.network.forward
+            setattr(self.network, "forward", lambda x: 0.9 * forward(x))  # noqa: B010
             self.network[2].register_forward_hook(lambda _, __, output: 1.1 * output)
             self.optimizer.register_step_post_hook(lambda *_: self.shrink())
         elif self.args.inside == "group":

@@ -325,7 +325,7 @@ def test_what_a_program_catches_becomes_no_boundary(runs: Runs) -> None:
 
 
 def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(runs: Runs) -> None:
-    """Hooks would be there twice, and DDP would leave out a broadcast that the new process makes."""
+    """Hooks and wrapped functions would be there twice, and DDP would leave out a broadcast of the new process."""
     job, _ = runs.run(
         2,
         "--epochs",

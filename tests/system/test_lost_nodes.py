@@ -222,3 +222,12 @@ def test_an_agent_that_stands_still_while_its_ranks_train_is_not_lost(tmp_path: 
         os.kill(job.process.pid, signal.SIGCONT)
         nodes.expect(0)
         assert not nodes.found("is lost") and not nodes.found(IN_PLACE), nodes.report()
+
+
+def test_a_node_lost_behind_the_last_step_ends_no_training(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", "1:24:after:node")
+        _, (other,) = dead_and_others(nodes)
+        assert other.wait(400) == 0, nodes.report()
+    assert not other.matches("the job is restarted|Error waiting on exit barrier"), other.report()
+    assert other.matches("no recovery in place: rank 0 has finished its training"), other.report()

@@ -1,0 +1,138 @@
+"""What else may happen while a recovery in place is under way, at each of its stages: the new process or a survivor
+dies or stands still, the job is stopped, the disk is full. See ``jobs/in_recovery.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job
+from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faults, job_folder, processes
+
+pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
+PATIENT = ("--rejoin-timeout", "60")
+IMPATIENT = ("--rejoin-timeout", "4", "--grace", "6")
+WORDS = ("--epochs", "2", "--step-s", "0.01", "--flag-file")
+SPARE = ("--late-rank", "--hold-at", "5")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("meanwhile"))
+
+
+def meanwhile(order: str) -> list[str]:
+    return [*faults("1:8:forward"), "--meanwhile", order]
+
+
+def check_restarted(job: Job, why: str) -> None:
+    assert len(job.matches("^MEANWHILE ")) == 1, job.report()
+    assert any(why in match[1] for match in job.matches(WHY)), job.report()
+    assert len(job.matches(r"restart \d+ of")) == 1, job.report()
+    assert not job.matches(IN_PLACE), job.report()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=drill)])
+@pytest.mark.parametrize(
+    "stage",
+    ["connect", *(pytest.param(each, marks=drill) for each in ("start", "guard", "out", "restore", "ready"))],
+)
+def test_the_new_process_is_killed(runs: Runs, ranks: int, stage: str) -> None:
+    job, _ = runs.run(ranks, *WORDS, *meanwhile(f"new:{stage}:kill"), options=PATIENT)
+    check_restarted(job, "the new process of rank 1 has died during the recovery")
+
+
+@drill
+@pytest.mark.parametrize("stage", ["guard", "connect", "ready"])
+def test_the_spare_that_has_become_a_rank_is_killed(runs: Runs, stage: str) -> None:
+    def go_when_it_waits(job: Job) -> None:
+        job.wait_for(r"a spare \(pid \d+\) waits")
+        (job_folder(job) / "go").touch()
+
+    words = [*WORDS, *SPARE, *meanwhile(f"new:{stage}:kill")]
+    job, _ = runs.run(3, *words, options=["--spares", "1", *PATIENT], meanwhile=go_when_it_waits)
+    check_restarted(job, "the new process of rank 1 has died during the recovery")
+
+
+@drill
+@pytest.mark.parametrize("stage", ["leave", "out", "donate", "connect", "restore", "ready"])
+@pytest.mark.parametrize("survivor", ["0", "2"])
+def test_a_survivor_is_killed(runs: Runs, survivor: str, stage: str) -> None:
+    if survivor == "2" and stage == "donate":
+        pytest.skip("rank 0 is the donor")
+    job, _ = runs.run(3, *WORDS, *meanwhile(f"{survivor}:{stage}:kill"), options=PATIENT)
+    assert len(job.matches("^MEANWHILE ")) == 1, job.report()
+    assert job.matches(IN_PLACE) or job.matches(r"restart \d+ of"), job.report()
+    if stage != "leave":  # there it has not reported yet, and its place is taken as well
+        check_restarted(job, "has died during the recovery")
+
+
+@drill
+@pytest.mark.parametrize(
+    "order", ["new:start:stop", "new:connect:stop", "0:leave:stop", "2:connect:stop", "2:ready:stop"]
+)
+def test_a_process_stands_still(runs: Runs, order: str) -> None:
+    job, _ = runs.run(3, *WORDS, *meanwhile(order), options=IMPATIENT)
+    check_restarted(job, "within 4 s (--rejoin-timeout)")
+
+
+@drill
+@pytest.mark.parametrize(("what", "code"), [("term", 143), ("terms", 143), ("flag", 75)])
+@pytest.mark.parametrize(
+    "where", ["0:leave", "0:donate", "0:connect", "0:ready", "new:start", "new:connect", "new:restore", "new:ready"]
+)
+def test_the_job_is_stopped(runs: Runs, where: str, what: str, code: int) -> None:
+    """It saves what there is, and the same command ends as if nothing had been."""
+    options = (*PATIENT, "--grace", "20")
+    job, folder = runs.run(3, *WORDS, *meanwhile(f"{where}:{what}"), options=options, code=code)
+    assert len(job.matches("^MEANWHILE ")) == 1, job.report()
+    with suppress(FileNotFoundError):
+        (folder / "graceful_exit.json").unlink()
+    again = runs.start(folder, 3, WORDS, PATIENT)
+    assert again.hashes() == runs.undisturbed(3, WORDS)[0], again.report()
+    assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
+
+
+def fill(folder: Path) -> None:
+    for size in (1 << 16, 100):
+        with suppress(OSError), open(folder / f"filler{size}", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(size))
+
+
+@drill
+@pytest.mark.parametrize("order", ["", "new:guard:kill", "new:ready:kill"])
+def test_the_disk_is_full(runs: Runs, order: str) -> None:
+    """A recovery needs no disk. A restart does: the state stays in memory until there is room."""
+
+    def go_when_it_is_full(job: Job) -> None:
+        job.wait_for("^HOLD", 2)
+        fill(disk)
+        (job_folder(job) / "go").touch()
+
+    folder = runs.new_folder()
+    disk = folder / "ckpt"
+    disk.mkdir(parents=True)
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4M,mode=700 tmpfs {disk}") != 0:
+        pytest.skip("a file system of a given size needs root")
+    try:
+        words: Sequence[str] = ["--epochs", "2", "--hold-at", "5"]
+        orders = meanwhile(order) if order else faults("1:8:forward")
+        job = runs.start(folder, 2, [*words, *orders], PATIENT, meanwhile=go_when_it_is_full, code=1 if order else 0)
+        if order:
+            for file in disk.glob("filler*"):
+                file.unlink()
+            job = runs.start(folder, 2, ["--epochs", "2"], PATIENT)
+            assert job.matches(r"READY 0 \d+ 7$"), job.report()
+        else:
+            check_in_place(job, [1])
+            assert job.matches("No space left on device; the training goes on"), job.report()
+            assert len(processes(job)[0]) == 1
+        assert job.hashes() == runs.undisturbed(2, ["--epochs", "2"])[0], job.report()
+    finally:
+        os.system(f"umount {disk}")
