@@ -29,7 +29,9 @@ __all__ = ["NumpyState", "PythonState", "numpy_state", "put_back_numpy", "put_ba
 
 _NUM_WORDS = 624
 _WORDS, _INDEX = struct.Struct(f"={_NUM_WORDS}I"), struct.Struct("=i")
-_RawTwister = ctypes.c_char * (_WORDS.size + _INDEX.size)
+_RAW_BYTES = _WORDS.size + _INDEX.size
+_RawTwister = ctypes.c_char * _RAW_BYTES
+_PYTHON_GAUSS = struct.Struct("=?d")  # whether one is kept back, and it
 _GAUSS = struct.Struct("@id")  # whether one is kept back, and it
 _RawGauss = ctypes.c_char * _GAUSS.size
 
@@ -59,6 +61,19 @@ class PythonState:
     def words(self) -> bytes:
         """The words and the index, 4 bytes each in the order of `as_tuple`."""
         return self.raw[_INDEX.size :] + self.raw[: _INDEX.size]
+
+    def to_bytes(self) -> bytes:
+        """All of it; of the same length for each state."""
+        gauss = self.gauss
+        return self.raw + _PYTHON_GAUSS.pack(gauss is not None, gauss or 0.0)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PythonState:
+        """The inverse of `to_bytes`. Raises ValueError."""
+        if len(data) != _RAW_BYTES + _PYTHON_GAUSS.size:
+            raise ValueError(f"a state of Python's generator in {len(data)} bytes")
+        is_kept, gauss = _PYTHON_GAUSS.unpack_from(data, _RAW_BYTES)
+        return cls(data[:_RAW_BYTES], gauss if is_kept else None)
 
     def as_tuple(self) -> tuple[int, tuple[int, ...], float | None]:
         """The same as `random.getstate` gives it."""
@@ -162,6 +177,17 @@ class NumpyState:
         return self.gauss == other.gauss or self.as_pair() == other.as_pair()
 
     __hash__ = None  # type: ignore[assignment]
+
+    def to_bytes(self) -> bytes:
+        """All of it; of the same length for each state."""
+        return self.raw + self.gauss
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> NumpyState:
+        """The inverse of `to_bytes`. Raises ValueError."""
+        if len(data) != _RAW_BYTES + _GAUSS.size:
+            raise ValueError(f"a state of numpy's generator in {len(data)} bytes")
+        return cls(data[:_RAW_BYTES], data[_RAW_BYTES:])
 
     def as_pair(self) -> tuple[int, float]:
         """Whether a normal deviate is kept back, and it."""
