@@ -22,6 +22,7 @@ from mindx_elastic.core.mersenne import (
     put_back_numpy,
     put_back_python,
     python_state,
+    torch_state,
 )
 from mindx_elastic.errors import MismatchError
 
@@ -46,7 +47,7 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     `earlier` is a captured state whose parts may be taken over where the generator has not moved since.
     """
     old = earlier or {}
-    state: dict[str, Any] = {"python": python_state(old.get("python")), "torch": torch.default_generator.get_state()}
+    state: dict[str, Any] = {"python": python_state(old.get("python")), "torch": torch_state()}
     if "numpy" in sys.modules:
         state["numpy"] = numpy_state(old.get("numpy"))
     if _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available():
@@ -124,7 +125,7 @@ def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     # `torch.equal` takes three times as long for bytes.
-    return one.shape == other.shape and bool(one.numpy().tobytes() == other.numpy().tobytes())
+    return one is other or one.shape == other.shape and bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def _equal_numpy(one: Any, other: Any) -> bool:

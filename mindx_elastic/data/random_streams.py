@@ -24,7 +24,14 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from mindx_elastic.core.mersenne import NumpyState, numpy_state, put_back_numpy, put_back_python, python_state
+from mindx_elastic.core.mersenne import (
+    NumpyState,
+    numpy_state,
+    put_back_numpy,
+    put_back_python,
+    python_state,
+    torch_state,
+)
 from mindx_elastic.data.generators import find_generators, may_read_streams, seed_generators, set_state, state_of
 from mindx_elastic.data.permutation import mix
 
@@ -75,7 +82,7 @@ def restore_streams(streams: dict[str, Any]) -> None:
 @contextmanager
 def preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
     """Put the global CPU streams back at the end of the block, and the generators `own`. Takes about 5 us."""
-    python, numpy, generator = python_state(), numpy_state(), torch.default_generator.get_state()
+    python, numpy, generator = python_state(), numpy_state(), torch_state()
     states = [(one, state_of(one)) for one in own.values()] if own else []
     try:
         yield
@@ -116,7 +123,7 @@ class SeparateStreams:
 
 
 def _now() -> tuple[Any, Any, torch.Tensor]:
-    return python_state(), numpy_state(), torch.default_generator.get_state()
+    return python_state(), numpy_state(), torch_state()
 
 
 def _put_back(state: tuple[Any, Any, torch.Tensor]) -> None:
@@ -140,7 +147,8 @@ def _has_moved(before: tuple[Any, Any, torch.Tensor]) -> bool:
     numpy = numpy_state(before[1])
     if numpy is not before[1] and (type(numpy) is not NumpyState or numpy != before[1]):
         return True
-    return not torch.equal(torch.default_generator.get_state().view(torch.int64), before[2].view(torch.int64))
+    state = torch_state()
+    return state is not before[2] and not torch.equal(state, before[2])
 
 
 class StreamUse:
@@ -212,7 +220,7 @@ class SeededDataset(Dataset[Any]):
         if not self._is_quiet:
             return self._load_first_batch(keys, use)
         last = self._last  # what has not moved since is taken over, not copied
-        before = python_state(last[0]), numpy_state(last[1]), torch.default_generator.get_state()
+        before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
         try:
             batch = self._load_unseeded(keys)
