@@ -125,7 +125,7 @@ def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     # `torch.equal` takes three times as long for bytes.
-    return one is other or one.shape == other.shape and bool(one.numpy().tobytes() == other.numpy().tobytes())
+    return one is other or (one.shape == other.shape and bool(one.numpy().tobytes() == other.numpy().tobytes()))
 
 
 def _equal_numpy(one: Any, other: Any) -> bool:

@@ -320,7 +320,8 @@ class _TorchAccess:
     def __init__(self) -> None:
         import torch
 
-        generator = self.generator = torch.default_generator
+        generator: Any = torch.default_generator  # its `_cdata` is in no stub
+        self.generator = generator
         part = _torch_part()
         self.block: Any = None
         """The engine, live; None: only torch's own functions will do."""
@@ -366,14 +367,15 @@ def _torch_part() -> tuple[int, int] | None:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     try:
-        one = torch.Generator()
+        one: Any = torch.Generator()
+        default: Any = torch.default_generator
         size_of = ctypes.CDLL(None).malloc_usable_size
         size_of.restype, size_of.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
         size = size_of(one._cdata)
     except (AttributeError, OSError):
         return None
     found = ctypes.string_at(one._cdata, size).find(_torch_words(one)) - 20  # seed, left, seeded, next
-    if found < 0 or size_of(torch.default_generator._cdata) < size:
+    if found < 0 or size_of(default._cdata) < size:
         return None
     block = (ctypes.c_char * (size - found)).from_address(one._cdata + found)
     seen = {block.raw: one.get_state().numpy().tobytes()}
