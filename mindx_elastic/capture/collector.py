@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from operator import methodcaller
 from typing import Any
 
@@ -22,7 +22,7 @@ from mindx_elastic.capture.components import (
 )
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
-from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
+from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, raw_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
@@ -30,6 +30,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
 _has_changed = methodcaller("has_changed")
+_PROGRESS = tuple(field.name for field in fields(Position))
 
 RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 """Of what a checkpoint holds beside the job's objects."""
@@ -93,6 +94,7 @@ class Collector:
         self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
+        self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(self._adapted)
         self._foreseen = dict(self._modules)
@@ -237,27 +239,31 @@ class Collector:
         return state
 
     def volatile(self) -> dict[str, Any]:
-        """The small part of the boundary's state that may differ from rank to rank where the weights do not.
+        """The small part of the boundary's state that may differ from rank to rank where the weights do not. The
+        generators are as `raw_rng` gives them.
 
         Nothing is copied. Call it in the training thread, right after `copy`.
         """
-        plain = (ModuleComponent, OptimizerComponent)
-        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        return {
-            "rng": pack_rng(self.rng),
+        modules = self._modules.items()
+        state: dict[str, Any] = {
+            "rng": raw_rng(self.rng),
             "progress": self._progress(),
-            "buffers": {name: component.buffers() for name, component in modules.items()},
-            "extras": {name: component.extras for name, component in modules.items()},
-            "loose": {name: loose for name, component in modules.items() if (loose := component.own_loose())},
-            "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
-            "plain": {
-                n: c.state() for n, c in self.components.items() if not isinstance(c, plain) and not _is_heavy(c)
-            },
-            "compiled_calls": self._compiled_calls,
+            "buffers": {name: component.buffers() for name, component in modules},
+            "groups": {name: component.groups for name, component in self._optimizers.items()},
+            "plain": {name: component.state() for name, component in self._plain if not component.is_heavy},
         }
+        if extras := {name: own for name, component in modules if (own := component.extras)}:
+            state["extras"] = extras
+        if loose := {name: own for name, component in modules if (own := component.own_loose())}:
+            state["loose"] = loose
+        if self._compiled_calls:
+            state["compiled_calls"] = self._compiled_calls
+        return state
 
     def _progress(self) -> dict[str, Any]:
-        return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
+        position = self.position  # `asdict` copies deeply, which takes ten times as long
+        progress: dict[str, Any] = {name: getattr(position, name) for name in _PROGRESS}
+        return {**progress, "loop": self._loop} if self._loop else progress
 
     def copy_ahead(self) -> dict[str, Any]:
         """Forecast generators, buffers and named objects of the coming boundary. Training thread, after a forward.
@@ -267,14 +273,16 @@ class Collector:
         """
         ahead = {name: module for name, module in self._foreseen.items() if module.copy_ahead()}
         self._ahead_rng = capture_rng(self._ahead_rng)
-        loose = {name: module.loose_ahead() for name, module in ahead.items()}
-        return {
-            "rng": pack_rng(self._ahead_rng),
+        state: dict[str, Any] = {
+            "rng": raw_rng(self._ahead_rng),
             "buffers": {name: module.buffers(ahead=True) for name, module in ahead.items()},
-            "loose": {name: buffers for name, buffers in loose.items() if buffers},
             "plain": self._forecast.look(),
-            "compiled_calls": self.compiled.kept,
         }
+        if loose := {name: own for name, module in ahead.items() if (own := module.loose_ahead())}:
+            state["loose"] = loose
+        if self.compiled.kept:
+            state["compiled_calls"] = self.compiled.kept
+        return state
 
     def forecast_came_true(self) -> bool | None:
         """At a boundary: whether the generators are as `copy_ahead` forecast; None: there is no forecast.
@@ -295,7 +303,7 @@ class Collector:
         `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators, buffers and some named objects;
         the rest is the other rank's).
         """
-        own = {**state, "rng": volatile["rng"], "progress": volatile.get("progress", state["progress"])}
+        own = {**state, "rng": unpack_raw_rng(volatile["rng"]), "progress": volatile.get("progress", state["progress"])}
         plain = volatile.get("plain", {})
         for name, component in self.components.items():
             if name in plain:
@@ -465,7 +473,3 @@ def _inside(target: object) -> Iterator[object]:
         yield from target.modules()
     elif isinstance(target, torch.optim.Optimizer):
         yield unwrap_optimizer(target)
-
-
-def _is_heavy(component: Component) -> bool:
-    return isinstance(component, PlainComponent) and component.is_heavy

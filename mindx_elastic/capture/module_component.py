@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping
-from operator import attrgetter, is_
+from operator import getitem
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferBlock, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, view_of
 from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -26,8 +26,6 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
 __all__ = ["ModuleComponent", "unwrap_module"]
-
-_shape_of, _requires_grad = attrgetter("shape"), attrgetter("requires_grad")
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -144,46 +142,31 @@ class ModuleComponent:
             if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
-        self._copies: list[torch.Tensor | None] = []
-        self._block = self._ahead = BufferBlock(())
-        self._live: list[torch.Tensor | None] = []
-        self._shapes: list[torch.Size | None] = []
-        self._dense = False
+        self._slot_tables, self._slot_keys = [table for table, _ in self._slots], [key for _, key in self._slots]
+        self._reader = BufferReader(())
+        self._block = self._ahead = self._reader.read()
+        self._extra_copies: dict[str, Any] = {}
 
     def copy(self) -> None:
         if sum(map(len, self._tables)) != self._num_buffers:
             self._find_slots()  # a buffer was registered or deleted since
-        if self._slots or not self._dense:
-            self._copy_live()
-        self._extra_copies = self.look() if self._extras else {}
+        if self._slots:
+            live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            if len(self._reader.slices) != len(live) or not self._reader.fits(live):
+                self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
+            self._block = self._reader.read(self._block)
+        if self._extras:
+            self._extra_copies = self.look()
         self.flags.copy()
         self._masks.copy()
         self._loose.copy()
 
-    def _copy_live(self) -> None:
-        live = [slots[key] for slots, key in self._slots]
-        if self._dense and all(map(is_, live, self._live)) and [*map(_shape_of, live)] == self._shapes:
-            if any(map(_requires_grad, live)):  # hardly ever; `no_grad` takes as long as a dozen copies
-                with torch.no_grad():
-                    torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
-            else:
-                torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
-        else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
-            self._block = BufferBlock(live)
-            self._copies = self._block.views
-            self._live, self._dense = live, None not in live
-            self._shapes = [None if t is None else t.shape for t in live]
-
-    @torch.no_grad()
     def copy_ahead(self) -> bool:
         """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
-        live = [slots[key] for slots, key in self._slots]
-        if not self._dense or not all(map(is_, live, self._live)) or [t.shape for t in live] != self._shapes:
+        reader = self._reader
+        if self._slots and not reader.fits([*map(getitem, self._slot_tables, self._slot_keys)]):
             return False
-        if self._ahead.slices != self._block.slices:
-            self._ahead = BufferBlock(live)
-        elif live:
-            torch._foreach_copy_(self._ahead.views, live)  # type: ignore[arg-type]
+        self._ahead = BufferBlock(reader.read_plain(), reader.slices, ())
         return True
 
     def loose_ahead(self) -> dict[str, torch.Tensor]:
@@ -198,28 +181,24 @@ class ModuleComponent:
         """At a boundary: whether its buffers are as `copy_ahead` copied them."""
         if not self._loose.came_true():
             return False
-        return self._ahead.slices == self._block.slices and torch.equal(self._ahead.flat, self._block.flat)
+        ahead, block = self._ahead, self._block
+        return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw
 
-    @torch.no_grad()
     def copy_buffers(self, block: BufferBlock | None) -> BufferBlock:
-        """A copy of the saved buffers as they are now; into `block`, an earlier one, where that fits."""
+        """A copy of the saved buffers as they are now. `block`: an earlier one that is not needed any more."""
         live = [slots[key] for slots, key in self._slots]
-        if block is None or not self._dense or block.slices != self._block.slices or not live:
-            return BufferBlock(live)
-        if [t.shape for t in live if t is not None] != [t.shape for t in block.views if t is not None]:
-            return BufferBlock(live)
-        torch._foreach_copy_(block.views, live)  # type: ignore[arg-type]
-        return block
+        reader = self._reader
+        if len(reader.slices) != len(live) or not reader.fits(live):
+            reader = BufferReader(live)
+        return reader.read(block)
 
     def has_buffers(self, block: BufferBlock) -> bool:
         """Whether the boundary's copies are those of `block`, which `copy_buffers` has made."""
-        if block.slices != self._block.slices or not torch.equal(block.flat, self._block.flat):
+        if block.slices != self._block.slices or block.raw != self._block.raw:
             return False
-        views = zip(block.views, self._block.views, block.slices, strict=True)
-        outside = ((one, other) for one, other, place in views if place is None)
         return all(
             one is other or (one is not None and other is not None and torch.equal(one, other))
-            for one, other in outside
+            for one, other in zip(block.outside, self._block.outside, strict=True)
         )
 
     @torch.no_grad()
@@ -234,15 +213,15 @@ class ModuleComponent:
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of the saved buffers, by name."""
-        return {n: c for n, c in zip(self._slot_names, self._copies, strict=False) if c is not None}
+        return {n: c for n, c in zip(self._slot_names, self._block.views, strict=False) if c is not None}
 
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
-        """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of the block are left out."""
+        """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of it are left out."""
         block = self._ahead if ahead else self._block
         if self._described is not block.slices:
             named = [[n, p] for n, p in zip(self._slot_names, block.slices, strict=True) if p is not None]
             self._described, self._description = block.slices, json.dumps(named)
-        return {"places": self._description, "flat": block.flat}
+        return {"places": self._description, "flat": block.raw}
 
     def with_buffers(
         self, state: dict[str, Any], buffers: dict[str, Any] | None, extras: dict[str, Any]
@@ -250,7 +229,10 @@ class ModuleComponent:
         """`state` of another rank with this rank's own buffers and extra state. None: its own are not known."""
         if buffers is None:
             return state
-        own = {name: view_of(buffers["flat"], place) for name, place in json.loads(buffers["places"])}
+        flat = buffers["flat"]  # a tensor in the records of older versions
+        if isinstance(flat, bytes):
+            flat = torch.frombuffer(bytearray(flat or b"\0"), dtype=torch.uint8)
+        own = {name: view_of(flat, place) for name, place in json.loads(buffers["places"])}
         return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
 
     def recheck(self) -> None:
@@ -263,7 +245,9 @@ class ModuleComponent:
         return self._extra_copies
 
     def state(self) -> dict[str, Any]:
-        copies: dict[str, Any] = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
+        copies: dict[str, Any] = {
+            n: c for n, c in zip(self._slot_names, self._block.views, strict=True) if c is not None
+        }
         copies |= self._extra_copies
         # FSDP2 swaps a module's parameters during forward, and its `state_dict` hooks would reshard them while the
         # training thread uses them: sharded parameters are taken from the references of the start. So are those of a
@@ -282,7 +266,9 @@ class ModuleComponent:
         """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers (see
         `own_loose`)."""
         added = [
-            n for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None and n not in self._built
+            n
+            for n, c in zip(self._slot_names, self._block.views, strict=True)
+            if c is not None and n not in self._built
         ]
         return {
             **self.flags.state(),
@@ -297,7 +283,7 @@ class ModuleComponent:
         """Saved buffers of another shape or type than the program builds them with (observers of a quantization, a
         queue that grows), and whether the training has resized them in place, put others there, or None."""
         found = {}
-        for name, copy, live in zip(self._slot_names, self._copies, self._live, strict=True):
+        for name, copy, live in zip(self._slot_names, self._block.views, self._reader.tensors, strict=True):
             if name not in self._first:
                 continue
             first, shape, dtype = self._first[name]

@@ -1,4 +1,5 @@
-"""Reads and puts back the two Mersenne twisters of a process, Python's `random` and numpy's global one, as raw bytes.
+"""Reads and puts back the Mersenne twisters of a process, Python's `random` and numpy's global one, as raw bytes. Of
+torch's it tells from the bytes whether it has moved.
 
 Both libraries give their state as objects only: `random.getstate` makes 625 integers (7 us, and 26 where a training
 step has just used the caches), numpy's `get_state` takes 30 us and its `set_state` 45. The bytes themselves are one
@@ -25,11 +26,21 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["NumpyState", "PythonState", "numpy_state", "put_back_numpy", "put_back_python", "python_state"]
+__all__ = [
+    "NumpyState",
+    "PythonState",
+    "numpy_state",
+    "put_back_numpy",
+    "put_back_python",
+    "python_state",
+    "torch_state",
+]
 
 _NUM_WORDS = 624
 _WORDS, _INDEX = struct.Struct(f"={_NUM_WORDS}I"), struct.Struct("=i")
-_RawTwister = ctypes.c_char * (_WORDS.size + _INDEX.size)
+_RAW_BYTES = _WORDS.size + _INDEX.size
+_RawTwister = ctypes.c_char * _RAW_BYTES
+_PYTHON_GAUSS = struct.Struct("=?d")  # whether one is kept back, and it
 _GAUSS = struct.Struct("@id")  # whether one is kept back, and it
 _RawGauss = ctypes.c_char * _GAUSS.size
 
@@ -59,6 +70,19 @@ class PythonState:
     def words(self) -> bytes:
         """The words and the index, 4 bytes each in the order of `as_tuple`."""
         return self.raw[_INDEX.size :] + self.raw[: _INDEX.size]
+
+    def to_bytes(self) -> bytes:
+        """All of it; of the same length for each state."""
+        gauss = self.gauss
+        return self.raw + _PYTHON_GAUSS.pack(gauss is not None, gauss or 0.0)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PythonState:
+        """The inverse of `to_bytes`. Raises ValueError."""
+        if len(data) != _RAW_BYTES + _PYTHON_GAUSS.size:
+            raise ValueError(f"a state of Python's generator in {len(data)} bytes")
+        is_kept, gauss = _PYTHON_GAUSS.unpack_from(data, _RAW_BYTES)
+        return cls(data[:_RAW_BYTES], gauss if is_kept else None)
 
     def as_tuple(self) -> tuple[int, tuple[int, ...], float | None]:
         """The same as `random.getstate` gives it."""
@@ -162,6 +186,17 @@ class NumpyState:
         return self.gauss == other.gauss or self.as_pair() == other.as_pair()
 
     __hash__ = None  # type: ignore[assignment]
+
+    def to_bytes(self) -> bytes:
+        """All of it; of the same length for each state."""
+        return self.raw + self.gauss
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> NumpyState:
+        """The inverse of `to_bytes`. Raises ValueError."""
+        if len(data) != _RAW_BYTES + _GAUSS.size:
+            raise ValueError(f"a state of numpy's generator in {len(data)} bytes")
+        return cls(data[:_RAW_BYTES], data[_RAW_BYTES:])
 
     def as_pair(self) -> tuple[int, float]:
         """Whether a normal deviate is kept back, and it."""
@@ -274,3 +309,94 @@ def _numpy_gauss(generator: Any) -> bytes:
     """The kept normal deviate of `generator` as it should be in memory."""
     state = generator.get_state(legacy=False)
     return _GAUSS.pack(state["has_gauss"], state["gauss"])
+
+
+# --- torch's ----------------------------------------------------------------------------------------------------------
+
+
+class _TorchAccess:
+    """Where the engine is of torch's CPU generator. Only read: it is put back by `set_state`."""
+
+    def __init__(self) -> None:
+        import torch
+
+        generator: Any = torch.default_generator  # its `_cdata` is in no stub
+        self.generator = generator
+        part = _torch_part()
+        self.block: Any = None
+        """The engine, live; None: only torch's own functions will do."""
+        if part is not None and _torch_words(generator) == ctypes.string_at(generator._cdata + part[0] + 20, 4 * 624):
+            self.block = (ctypes.c_char * part[1]).from_address(generator._cdata + part[0])
+        self.last: tuple[bytes, Any] = b"", None
+        """The bytes and the state at the last call."""
+
+
+_torch: _TorchAccess | None = None
+
+
+def torch_state() -> Any:
+    """What `torch.default_generator.get_state` says. The same tensor again while it has not moved: do not change it."""
+    global _torch
+    access = _torch
+    if access is None:
+        access = _torch = _TorchAccess()
+    if access.block is None:
+        return access.generator.get_state()
+    raw, state = access.last
+    if state is None or not raw.startswith(access.block):
+        raw, state = access.block.raw, access.generator.get_state()
+        if raw.startswith(access.block):  # no other thread has drawn in between
+            access.last = raw, state
+    return state
+
+
+def _torch_words(generator: Any) -> bytes:
+    """The words as they should be in memory: 4 bytes each, of the 8 that `get_state` gives from byte 24 on."""
+    import numpy
+
+    words = generator.get_state().numpy()[24 : 24 + 8 * _NUM_WORDS].view(numpy.uint64)
+    return bytes(words.astype(numpy.uint32).tobytes())
+
+
+@cache
+def _torch_part() -> tuple[int, int] | None:
+    """Where in a CPU generator its seed, counters, words and kept normal deviates are, and how many bytes; None: they
+    are not as expected."""
+    import torch
+
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    try:
+        one: Any = torch.Generator()
+        default: Any = torch.default_generator
+        size_of = ctypes.CDLL(None).malloc_usable_size
+        size_of.restype, size_of.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+        size = size_of(one._cdata)
+    except (AttributeError, OSError):
+        return None
+    found = ctypes.string_at(one._cdata, size).find(_torch_words(one)) - 20  # seed, left, seeded, next
+    if found < 0 or size_of(default._cdata) < size:
+        return None
+    block = (ctypes.c_char * (size - found)).from_address(one._cdata + found)
+    seen = {block.raw: one.get_state().numpy().tobytes()}
+
+    def single() -> object:
+        return torch.randn(1, generator=one)
+
+    def double() -> object:
+        return torch.randn(1, generator=one, dtype=torch.float64)
+
+    def several() -> object:
+        return torch.rand(700, generator=one)
+
+    def reset() -> object:
+        return one.set_state(before)
+
+    before = one.get_state()
+    reads = (one.initial_seed, one.get_state, one.clone_state)
+    for draw in (single, single, double, double, several, reset, single, *reads, one.seed, lambda: one.manual_seed(3)):
+        draw()
+        raw, state = block.raw, one.get_state().numpy().tobytes()
+        if seen.setdefault(raw, state) != state:
+            return None
+    return (found, size - found) if len(set(seen.values())) == 8 else None

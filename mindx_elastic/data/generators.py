@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,12 +19,72 @@ import torch
 
 from mindx_elastic.data.permutation import mix
 
-__all__ = ["find_generators", "is_generator", "seed_generators", "set_state", "state_of"]
+__all__ = ["find_generators", "is_generator", "may_read_streams", "seed_generators", "set_state", "state_of"]
 
 _OWN = 7  # keeps their seeds apart from the other hashes
 _MOST_OBJECTS, _DEEPEST, _LONGEST = 4000, 8, 256
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.Tensor, np.ndarray)
 _METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "apply", "forward", "get_params", "transform")
+
+
+_READERS = frozenset(
+    ("fork_rng", "get_rng_state", "get_state", "getstate", "initial_seed", "set_rng_state", "set_state", "setstate")
+)
+_KNOWN = frozenset(("torch", "numpy", "builtins", *sys.stdlib_module_names)) - {"__main__"}
+
+
+def may_read_streams(root: Any) -> bool:
+    """Whether code that can be reached from `root` may use the state of a global stream without moving it: it names one
+    of the functions that read, set or fork one. True also where there is too much code to look through."""
+    seen: set[int] = set()
+    queue: list[Any] = [root]
+    for value in queue:
+        if isinstance(value, types.FunctionType):
+            if _is_known(value) or id(value.__code__) in seen:
+                continue
+            seen.add(id(value.__code__))
+            names = _names_of(value.__code__)
+            if not _READERS.isdisjoint(names):
+                return True
+            parts = [part for _, part in _parts_of_function(value)]
+            used = [value.__globals__.get(name) for name in names]
+            for module in [one for one in used if isinstance(one, types.ModuleType)]:
+                parts += [vars(module).get(name) for name in names]
+            parts += [one for one in used if isinstance(one, (types.FunctionType, type))]
+        elif isinstance(value, type):
+            parts = [vars(kind) for kind in value.__mro__ if not _is_known(kind)]
+            parts = [part for table in parts for part in table.values()]
+        else:
+            parts = [type(value), *(part for _, part in _parts(value))]
+        for part in map(_function_of, parts):
+            if id(part) in seen or (isinstance(part, _LEAVES) and not isinstance(part, type)):
+                continue
+            if len(queue) >= _MOST_OBJECTS:
+                return True
+            if not isinstance(part, types.FunctionType):
+                seen.add(id(part))
+            queue.append(part)
+    return False
+
+
+def _function_of(value: Any) -> Any:
+    """The function that a class has as a method of some kind or as a property; anything else as it is."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _is_known(value: Any) -> bool:
+    """Whether torch, numpy or the standard library has made it."""
+    return str(value.__module__).partition(".")[0] in _KNOWN
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_of(constant)
+    return names
 
 
 def is_generator(value: Any) -> bool:

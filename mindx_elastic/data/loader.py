@@ -25,7 +25,7 @@ from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
-from mindx_elastic.data.random_streams import SeededDataset, as_collated
+from mindx_elastic.data.random_streams import SeededDataset, StreamUse, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
@@ -99,6 +99,7 @@ class ResumableLoader(DataLoader[Any]):
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
         self._warned_of_padding = False
+        self._use = StreamUse()
         sampler = ResumableBatchSampler(
             dataset,
             self._engine.cursor,
@@ -240,7 +241,7 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Any = self.dataset
         collate_fn: Any = self.collate_fn
         if self.per_sample_seed:
-            dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
+            dataset, collate_fn = SeededDataset(dataset, collate_fn, self._use), as_collated
         generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,

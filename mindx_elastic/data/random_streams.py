@@ -3,6 +3,12 @@
 torch seeds a worker once and lets its streams run on, so augmentation depends on the number of workers and cannot be
 resumed without replaying it (torchdata's StatefulDataLoader restores the indices only). Here the streams are seeded
 for each sample, with a number that is a function of the sample; this takes about 8 us a sample.
+
+Many data sets draw nothing, and loading a small sample takes 2 us. So in the training process a data set that has not
+drawn in its first batch is *quiet*: its batches are loaded without seeds, and the streams are compared before and
+after, which takes about 3 us a batch. A batch that has moved one is loaded again, with seeds, and from then on there
+are always seeds. So what a sample is does not depend on it. Data sets are not taken for quiet that have generators of
+their own, or whose code names functions that read a stream without moving it (`generators.may_read_streams`).
 """
 
 from __future__ import annotations
@@ -18,13 +24,21 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from mindx_elastic.core.mersenne import numpy_state, put_back_numpy, put_back_python, python_state
-from mindx_elastic.data.generators import find_generators, seed_generators, set_state, state_of
+from mindx_elastic.core.mersenne import (
+    NumpyState,
+    numpy_state,
+    put_back_numpy,
+    put_back_python,
+    python_state,
+    torch_state,
+)
+from mindx_elastic.data.generators import find_generators, may_read_streams, seed_generators, set_state, state_of
 from mindx_elastic.data.permutation import mix
 
 __all__ = [
     "SeededDataset",
     "SeparateStreams",
+    "StreamUse",
     "advance_streams",
     "as_collated",
     "capture_streams",
@@ -68,7 +82,7 @@ def restore_streams(streams: dict[str, Any]) -> None:
 @contextmanager
 def preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
     """Put the global CPU streams back at the end of the block, and the generators `own`. Takes about 5 us."""
-    python, numpy, generator = python_state(), numpy_state(), torch.default_generator.get_state()
+    python, numpy, generator = python_state(), numpy_state(), torch_state()
     states = [(one, state_of(one)) for one in own.values()] if own else []
     try:
         yield
@@ -109,7 +123,7 @@ class SeparateStreams:
 
 
 def _now() -> tuple[Any, Any, torch.Tensor]:
-    return python_state(), numpy_state(), torch.default_generator.get_state()
+    return python_state(), numpy_state(), torch_state()
 
 
 def _put_back(state: tuple[Any, Any, torch.Tensor]) -> None:
@@ -125,6 +139,28 @@ def advance_streams() -> None:
     torch.empty((), dtype=torch.int64).random_()
 
 
+def _has_moved(before: tuple[Any, Any, torch.Tensor]) -> bool:
+    """Whether a stream is another than in `before`, which `_now` has given. True where that cannot be told."""
+    python = python_state(before[0])
+    if python is not before[0] and python != before[0]:
+        return True
+    numpy = numpy_state(before[1])
+    if numpy is not before[1] and (type(numpy) is not NumpyState or numpy != before[1]):
+        return True
+    state = torch_state()
+    return state is not before[2] and not torch.equal(state, before[2])
+
+
+class StreamUse:
+    """What a loader has found out about its data set, for all of its iterations."""
+
+    def __init__(self) -> None:
+        self.draws = False
+        """A sample or the collate function has drawn random numbers."""
+        self.may_read: bool | None = None
+        """Their code may use a stream without moving it; None: it was not looked through yet."""
+
+
 def as_collated(batch: Any) -> Any:
     """The collate_fn beside a `SeededDataset`, which collates by itself."""
     return batch
@@ -138,18 +174,33 @@ class SeededDataset(Dataset[Any]):
     too (mixup, cutmix); they get a seed made from the batch's first key. Where the data set brings its own batched
     ``__getitems__``, the whole batch is seeded from its first key. In the main process (`num_workers` 0) all streams
     are put back afterwards, so that dropout and the like are not disturbed. Nothing is seeded for torch's own data set
-    of plain tensors, which draws nothing: that would take longer than the loading.
+    of plain tensors, which draws nothing: that would take longer than the loading; and for a quiet one (see above) in
+    the main process.
     """
 
-    def __init__(self, wrapped: Any, collate_fn: Callable[[Any], Any]) -> None:
+    def __init__(self, wrapped: Any, collate_fn: Callable[[Any], Any], use: StreamUse | None = None) -> None:
+        """`use`: of the loader; None: every sample is seeded."""
         self.wrapped = wrapped
         self.collate_fn = collate_fn
+        self._use = use
+        self._is_quiet = False
+        self._seeded_to: tuple[Any, Any, torch.Tensor] | None = None  # while it is found out whether it draws
         self._draws = not _draws_nothing(wrapped, collate_fn)
         self._own: dict[str, Any] | None = None
         self._complete = False
+        self._loads_batches = False
+        self._last: tuple[Any, Any, Any] = (None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_own": None, "_complete": False}
+        return {
+            **vars(self),
+            "_own": None,
+            "_complete": False,
+            "_use": None,
+            "_is_quiet": False,
+            "_seeded_to": None,
+            "_last": (None,) * 3,
+        }
 
     def __len__(self) -> int:
         return len(self.wrapped)
@@ -163,7 +214,49 @@ class SeededDataset(Dataset[Any]):
         if not self._draws:
             dataset = self.wrapped
             return self.collate_fn([dataset[index] for _, index in keys])
+        use = self._use
+        if use is None or use.draws or get_worker_info() is not None:
+            return self._kept(self._load_batch, keys)
+        if not self._is_quiet:
+            return self._load_first_batch(keys, use)
+        last = self._last  # what has not moved since is taken over, not copied
+        before = python_state(last[0]), numpy_state(last[1]), torch_state()
+        self._last = before
+        try:
+            batch = self._load_unseeded(keys)
+        except Exception:
+            if not _has_moved(before):
+                raise
+        else:
+            if not _has_moved(before):
+                return batch
+        _put_back(before)
+        use.draws = True
         return self._kept(self._load_batch, keys)
+
+    def _load_unseeded(self, keys: list[tuple[int, Any]]) -> Any:
+        dataset = self.wrapped
+        if self._loads_batches:
+            return self.collate_fn(dataset.__getitems__([index for _, index in keys]))
+        return self.collate_fn([dataset[index] for _, index in keys])
+
+    def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
+        """With seeds, and find out whether anything has moved the streams after it was seeded."""
+        with preserved_streams(self._generators()):
+            self._seeded_to = _now()
+            batch = self._load_batch(keys)
+            self._note_draws()
+            self._seeded_to = None
+        if use.may_read is None:
+            use.may_read = may_read_streams([self.wrapped, self.collate_fn])
+        self._last = _now()
+        self._is_quiet = self._complete and not (use.draws or use.may_read or self._generators())
+        self._loads_batches = _loads_batches(self.wrapped)
+        return batch
+
+    def _note_draws(self) -> None:
+        if self._seeded_to is not None and self._use is not None and _has_moved(self._seeded_to):
+            self._use.draws = True
 
     def _kept(self, load: Callable[[Any], Any], keys: Any) -> Any:
         if get_worker_info() is not None:
@@ -177,10 +270,13 @@ class SeededDataset(Dataset[Any]):
         return self._own
 
     def _seed(self, seed: int) -> None:
+        self._note_draws()
         seed_streams(seed)
         own = self._generators()
         if own:
             seed_generators(own, seed)
+        if self._seeded_to is not None:
+            self._seeded_to = _now()
 
     def _seeded(self, seed: int, load: Callable[[], Any]) -> Any:
         """What `load` gives under `seed`. The first time again if it has made the data set create generators."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import ArenaFile, RankArena
-from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.persist.packer import StatePacker
 
 __all__ = [
     "BOUNDARIES_FILE",
@@ -54,6 +55,7 @@ _TOP = struct.Struct("<8sQ64s")  # magic, bytes of a place, run id
 _TOP_ROOM = 128
 _HEAD = struct.Struct("<QqqQQ16s")  # sequence, attempt, step, length, flags, digest
 _HEAD_ROOM = 64
+_SEQUENCE = struct.Struct("<Q")
 _FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
 _BOUNDARIES = range(NUM_BOUNDARIES)
 _FORECASTS = range(NUM_BOUNDARIES, NUM_BOUNDARIES + NUM_FORECASTS)
@@ -94,7 +96,7 @@ class BoundaryRing:
         self._map_file(larger, capacity)
         for record in reversed(kept):
             kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-            self.write(record.attempt, record.step, [memoryview(record.content)], **kind)
+            self.write(record.attempt, record.step, record.content, **kind)
         os.replace(larger, path)
 
     def _map_file(self, path: Path, capacity: int) -> None:
@@ -102,42 +104,43 @@ class BoundaryRing:
         self._stride = _HEAD_ROOM + capacity
         self._map = self._file.resize(_TOP_ROOM + _NUM_PLACES * self._stride)
         self._next = max(map(self._sequence, range(_NUM_PLACES))) // 2 + 1
+        # Each begins with the place that is written next, the oldest.
+        kinds = (_BOUNDARIES, _FORECASTS, _PINNED)
+        self._boundaries, self._forecasts, self._pinned = (deque(sorted(k, key=self._sequence)) for k in kinds)
         self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
 
     def write(
         self,
         attempt: int,
         step: int,
-        pieces: Sequence[memoryview],
+        content: bytes,
         *,
         forecast: bool = False,
         trusted: bool = True,
         pinned: bool = False,
     ) -> bool:
         """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`)."""
-        length = sum(piece.nbytes for piece in pieces)
+        length = len(content)
         if length > self.capacity:
             return False
-        place = min(_PINNED if pinned else _FORECASTS if forecast else _BOUNDARIES, key=self._sequence)
+        places = self._pinned if pinned else self._forecasts if forecast else self._boundaries
+        place = places[0]
+        places.rotate(-1)
         start = _TOP_ROOM + place * self._stride
         sequence, self._next = self._next, self._next + 1
-        struct.pack_into("<Q", self._map, start, 2 * sequence - 1)
-        digest = xxhash.xxh3_128()
-        position = start + _HEAD_ROOM
-        for piece in pieces:
-            self._map[position : position + piece.nbytes] = piece
-            digest.update(piece)
-            position += piece.nbytes
+        _SEQUENCE.pack_into(self._map, start, 2 * sequence - 1)
+        self._map[start + _HEAD_ROOM : start + _HEAD_ROOM + length] = content
         flags = _FORECAST * forecast | _TRUSTED * trusted | _IS_PINNED * pinned
-        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest.digest())
-        struct.pack_into("<Q", self._map, start, 2 * sequence)
+        digest = xxhash.xxh3_128_digest(content)
+        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest)
+        _SEQUENCE.pack_into(self._map, start, 2 * sequence)
         return True
 
     def close(self) -> None:
         self._file.close()
 
     def _sequence(self, place: int) -> int:
-        return int(struct.unpack_from("<Q", self._map, _TOP_ROOM + place * self._stride)[0])
+        return int(_SEQUENCE.unpack_from(self._map, _TOP_ROOM + place * self._stride)[0])
 
 
 def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
@@ -211,10 +214,11 @@ class BoundaryLog:
         also_to: Callable[..., None] | None = None,
     ) -> None:
         """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one.
-        `also_to`: is given each record, too: run id, attempt, step, pieces, and its kind by name."""
+        `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name."""
         self._also_to = also_to
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
+        self._packers = {forecast: StatePacker(split="plain") for forecast in (False, True)}
         self._run_id, self._attempt = "", 0
         self._trusted = False
         self._doubted = False  # once a forecast was wrong, none is trusted any more
@@ -269,22 +273,24 @@ class BoundaryLog:
             state = collect()
             if state is None:
                 return
-            pieces = pack_state(state)
-            kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
-            ring = self._ring or self._open(pieces)
-            if not ring.write(self._attempt, step, pieces, **kind):
+            content = self._packers[forecast].pack(state)
+            trusted = self._trusted or not forecast
+            ring = self._ring or self._open(len(content))
+            if not ring.write(self._attempt, step, content, forecast=forecast, trusted=trusted, pinned=pinned):
                 ring.close()
-                self._open(pieces).write(self._attempt, step, pieces, **kind)
+                ring = self._open(len(content))
+                ring.write(self._attempt, step, content, forecast=forecast, trusted=trusted, pinned=pinned)
             if self._also_to is not None:
-                self._also_to(self._run_id, self._attempt, step, pieces, **kind)
+                kind = {"forecast": forecast, "trusted": trusted, "pinned": pinned}
+                self._also_to(self._run_id, self._attempt, step, content, **kind)
         except Exception as error:  # any error: training must go on
             self._broken = True
             expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))
             remedy = "boundaries are no longer kept in memory, training goes on"
             logger.warning("%s; %s", error, remedy, exc_info=not expected)
 
-    def _open(self, pieces: Sequence[memoryview]) -> BoundaryRing:
-        capacity = max(_LEAST, int(_SPARE * sum(piece.nbytes for piece in pieces)))
+    def _open(self, nbytes: int) -> BoundaryRing:
+        capacity = max(_LEAST, int(_SPARE * nbytes))
         capacity += -capacity % 64
         self._ring = BoundaryRing(self._arena.folder / BOUNDARIES_FILE, self._run_id, capacity)
         return self._ring

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.capture.rng import unpack_raw_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
@@ -18,7 +19,7 @@ from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.persist.format import CheckpointInfo
-from mindx_elastic.persist.packed import unpack_state
+from mindx_elastic.persist.packer import unpack_sections
 
 __all__ = [
     "RING_COPY",
@@ -47,10 +48,13 @@ class OwnState:
 
     def unpack(self) -> dict[str, Any]:
         """Raises CorruptCheckpointError."""
-        state = unpack_state(self.content)
-        if not isinstance(state, dict) or "rng" not in state or "buffers" not in state:
+        state = unpack_sections(self.content)
+        if not isinstance(state, dict) or not isinstance(state.get("rng"), dict) or "buffers" not in state:
             raise CorruptCheckpointError("a record of the boundary ring does not hold what it should")
-        return state
+        try:
+            return {**state, "rng": unpack_raw_rng(state["rng"])}
+        except ValueError as error:
+            raise CorruptCheckpointError(f"a record of the boundary ring: {error}") from None
 
 
 @dataclass(frozen=True)

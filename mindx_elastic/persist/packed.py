@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.unflatten import unflatten
 
-__all__ = ["flat_bytes", "pack_state", "unpack_state"]
+__all__ = ["flat_bytes", "pack_state", "unpack_section", "unpack_state"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,14 +33,15 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def pack_state(state: object) -> list[memoryview]:
+def pack_state(state: object, *, at: Sequence[str] = ()) -> list[memoryview]:
     """`state` as pieces to be written one after the other. They are views of the state's CPU tensors, not copies.
 
-    Raises UnsupportedStateError as `flatten` does.
+    `at`: the place of `state` in a larger one, see `persist.packer`. Raises UnsupportedStateError as `flatten` does.
     """
     tree, tensors = flatten(state)
     named = [[name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
-    text = json.dumps({"tree": tree, "tensors": named}, separators=(",", ":")).encode()
+    content = {"at": list(at), "tree": tree, "tensors": named} if at else {"tree": tree, "tensors": named}
+    text = json.dumps(content, separators=(",", ":")).encode()
     pieces = [memoryview(struct.pack("<Q", len(text)) + text)]
     for tensor in tensors.values():
         if tensor.numel():
@@ -49,10 +51,28 @@ def pack_state(state: object) -> list[memoryview]:
 
 def unpack_state(data: bytes) -> Any:
     """The inverse of `pack_state`; every tensor has memory of its own. Raises CorruptCheckpointError."""
+    at, state, end = unpack_section(data, 0)
+    if at or end != len(data):
+        raise CorruptCheckpointError(f"malformed packed state: {len(data)} bytes instead of {end}")
+    return state
+
+
+def unpack_section(
+    data: bytes,
+    start: int,
+    unpack_shaped: Callable[[dict[str, Any], bytes, int], tuple[Any, int]] | None = None,
+) -> tuple[list[str], Any, int]:
+    """What begins at `start`: its `at`, the state, and where it ends. `unpack_shaped` reads the content of a section
+    that has a shape. Raises CorruptCheckpointError."""
     try:
-        (length,) = struct.unpack_from("<Q", data)
-        content = json.loads(data[8 : 8 + length])
-        position = 8 + length
+        (length,) = struct.unpack_from("<Q", data, start)
+        position = start + 8 + length
+        content = json.loads(data[start + 8 : position])
+        at = content.get("at", [])
+        if not isinstance(at, list) or not all(isinstance(key, str) for key in at):
+            raise ValueError(f"at {at!r}")
+        if "shape" in content and unpack_shaped is not None:
+            return at, *unpack_shaped(content, data, position)
         tensors: dict[str, torch.Tensor] = {}
         for name, dtype, shape in content["tensors"]:
             tensor = torch.empty(shape, dtype=BY_NAME[dtype])
@@ -63,8 +83,6 @@ def unpack_state(data: bytes) -> Any:
                 flat_bytes(tensor).numpy().data[:] = source
             position += tensor.nbytes
             tensors[name] = tensor
-        if position != len(data):
-            raise ValueError(f"{len(data)} bytes instead of {position}")
-        return unflatten(content["tree"], tensors)
+        return at, unflatten(content["tree"], tensors), position
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise CorruptCheckpointError(f"malformed packed state: {error!r}") from error

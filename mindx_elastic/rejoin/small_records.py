@@ -14,7 +14,7 @@ import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Courier:
         run_id: str,
         attempt: int,
         step: int,
-        pieces: Sequence[memoryview],
+        state: bytes,
         *,
         forecast: bool,
         trusted: bool,
@@ -82,7 +82,7 @@ class Courier:
             if self._left:
                 return  # the other side does not read fast enough: it has what was sent before
             name = run_id.encode()[:64]
-            content = b"".join((name.ljust(64, b"\0"), *pieces))
+            content = name.ljust(64, b"\0") + state
             if len(content) > MOST_BYTES:
                 return
             flags = _FORECAST * forecast | _TRUSTED * trusted | _PINNED * pinned
@@ -190,7 +190,7 @@ def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
     try:
         for record in records:
             kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-            ring.write(record.attempt, record.step, [memoryview(record.content)], **kind)
+            ring.write(record.attempt, record.step, record.content, **kind)
     finally:
         ring.close()
     return len(records)

@@ -245,7 +245,7 @@ def test_a_snapshot_that_has_rotted_gives_way_to_the_older_one(alone: Job) -> No
 def pinned(job: Job, rank: int, step: int) -> None:
     arena = job.arena(rank)
     ring = BoundaryRing(arena.folder / "boundaries", RUN, 4096)
-    assert ring.write(0, step, pack_state({"rng": {"of": rank, "step": step}, "buffers": {}}), pinned=True)
+    assert ring.write(0, step, b"".join(pack_state({"rng": {"of": rank, "step": step}, "buffers": {}})), pinned=True)
     ring.close()
     arena.close()
 

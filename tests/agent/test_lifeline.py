@@ -275,13 +275,9 @@ def test_connections_that_cannot_be_accepted_do_not_keep_the_thread_busy() -> No
 # --- small records ---
 
 
-def pieces(content: bytes) -> list[memoryview]:
-    return [memoryview(content[:3]), memoryview(content[3:])]
-
-
 def send(courier: Courier, step: int, *, forecast: bool = False, pinned: bool = False, run: str = "run") -> None:
     kind = {"forecast": forecast, "trusted": True, "pinned": pinned}
-    courier.send(run, 2, step, pieces(b"state of %d" % step), **kind)
+    courier.send(run, 2, step, b"state of %d" % step, **kind)
 
 
 def test_the_newest_records_of_a_rank_that_is_gone_go_into_the_new_ones_ring(
@@ -306,7 +302,7 @@ def test_the_newest_records_of_a_rank_that_is_gone_go_into_the_new_ones_ring(
 
 def test_a_ring_that_is_newer_is_left_alone(tmp_path: Path) -> None:
     ring = BoundaryRing(tmp_path / BOUNDARIES_FILE, "run", 1000)
-    ring.write(2, 9, pieces(b"its own"))
+    ring.write(2, 9, b"its own")
     ring.close()
     kept = Kept()
     one, other = socket.socketpair()
@@ -327,7 +323,7 @@ def test_a_connection_that_nobody_reads_holds_up_nothing() -> None:
     courier._left, courier._socket = b"", one
     large = bytes(MOST_BYTES // 2)
     for step in range(200):
-        courier.send("run", 0, step, [memoryview(large)], forecast=False, trusted=True, pinned=False)
+        courier.send("run", 0, step, large, forecast=False, trusted=True, pinned=False)
     kept, content, steps = Kept(), b"", set()
     other.setblocking(False)
     while True:  # what has come is whole

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from mindx_elastic.capture.buffer_block import BufferBlock, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, view_of
 from tests.persist.states import DTYPES, bits, tensor_of
+
+
+def block_of(tensors: Sequence[torch.Tensor | None]) -> BufferBlock:
+    return BufferReader(tensors).read()
 
 
 def plain_tensors() -> list[torch.Tensor]:
@@ -18,37 +23,92 @@ def plain_tensors() -> list[torch.Tensor]:
 
 def test_views_have_types_shapes_and_contents() -> None:
     tensors = plain_tensors()
-    block = BufferBlock(tensors)
+    block = block_of(tensors)
     for tensor, view, part in zip(tensors, block.views, block.slices, strict=True):
         assert view is not None and part is not None
         assert (view.dtype, view.shape, bits(view)) == (tensor.dtype, tensor.shape, bits(tensor))
-        assert part[0] % 64 == 0
+        assert part[0] % 16 == 0
         if view.numel():
             assert view.data_ptr() != tensor.data_ptr()
-            assert view.data_ptr() == block.flat.data_ptr() + part[0]
 
 
 def test_the_places_and_the_bytes_tell_everything() -> None:
     tensors = plain_tensors()
-    block = BufferBlock(tensors)
+    block = block_of(tensors)
     slices, flat = json.loads(json.dumps(block.slices)), torch.tensor(block.flat.tolist(), dtype=torch.uint8)
     for tensor, part in zip(tensors, slices, strict=True):
         again = view_of(flat, part)
         assert (again.dtype, again.shape, bits(again)) == (tensor.dtype, tensor.shape, bits(tensor))
 
 
-def test_a_change_of_the_view_is_a_change_of_the_block() -> None:
-    block = BufferBlock([torch.zeros(3), torch.zeros(2, dtype=torch.int64)])
-    torch._foreach_copy_(block.views, [torch.ones(3), torch.tensor([7, 8])])  # type: ignore[arg-type]
-    assert block.slices[1] is not None
-    assert view_of(block.flat, block.slices[1]).tolist() == [7, 8]
+def test_a_reader_reads_what_there_is_now() -> None:
+    tensors = [torch.zeros(3), torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.bool)]
+    reader = BufferReader(tensors)
+    before = reader.read()
+    tensors[0].add_(1)
+    tensors[1].copy_(torch.tensor([7, 8]))
+    tensors[2].data.fill_(True)  # moves no version counter
+    assert reader.fits(tensors)
+    block = reader.read(before)
+    assert [view.tolist() for view in block.views if view is not None] == [[1, 1, 1], [7, 8], True]
+    assert [view.tolist() for view in before.views if view is not None] == [[0, 0, 0], [0, 0], False]
+    assert reader.read_plain() == block.raw != before.raw
+
+
+def _assign_data(tensors: list[torch.Tensor]) -> None:
+    tensors[1].data = torch.ones(2, 2)
+
+
+def _replace(tensors: list[torch.Tensor]) -> None:
+    tensors[1] = tensors[1].clone()
+
+
+def _resize(tensors: list[torch.Tensor]) -> None:
+    tensors[1].resize_(1, 2)
+
+
+def _reshape(tensors: list[torch.Tensor]) -> None:
+    tensors[1].resize_(4)
+
+
+def _transpose(tensors: list[torch.Tensor]) -> None:
+    tensors[1].t_()
+
+
+def _free(tensors: list[torch.Tensor]) -> None:
+    tensors[1].untyped_storage().resize_(0)
+
+
+def _remove(tensors: list[torch.Tensor]) -> None:
+    tensors[1] = None  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("change", [_assign_data, _replace, _resize, _reshape, _transpose, _free, _remove])
+@pytest.mark.parametrize("beside", [[], [None], [torch.ones(4)[::2]]], ids=["alone", "none", "outside"])
+def test_other_memory_does_not_fit(
+    change: Callable[[list[torch.Tensor]], None], beside: list[torch.Tensor | None]
+) -> None:
+    """And what is read all the same is memory that is kept."""
+    tensors: list[torch.Tensor] = [torch.zeros(3), torch.zeros(2, 2), *beside]  # type: ignore[list-item]
+    reader = BufferReader(tensors)
+    assert reader.fits(tensors)
+    change(tensors)
+    assert not reader.fits(tensors)
+    if change is not _free:  # that memory is gone, so it must not be read
+        assert len(reader.read_plain()) == 32
+
+
+def test_a_reader_leaves_a_tensor_resizable() -> None:
+    tensor = torch.zeros(2)
+    BufferReader([tensor]).read()
+    assert tensor.resize_(1000).numel() == 1000
 
 
 def test_equal_buffers_are_equal_bytes() -> None:
     """The gaps between them hold nothing."""
     torch.full((1000,), 7.0)  # what freed memory may hold
-    one, other = (BufferBlock([torch.ones(3), torch.ones(5)]).flat for _ in range(2))
-    assert torch.equal(one, other)
+    one, other = (block_of([torch.ones(3), torch.ones(5)]).raw for _ in range(2))
+    assert one == other
 
 
 @pytest.mark.parametrize(
@@ -64,14 +124,14 @@ def test_equal_buffers_are_equal_bytes() -> None:
     ids=["transposed", "sliced", "expanded", "conjugated", "subclass", "sparse"],
 )
 def test_what_is_not_plain_memory_gets_a_copy_of_its_own(tensor: torch.Tensor) -> None:
-    block = BufferBlock([torch.zeros(2), tensor, None])
+    block = block_of([torch.zeros(2), tensor, None])
     assert block.slices[0] is not None and block.slices[1:] == [None, None]
-    assert block.flat.numel() == 64
+    assert len(block.raw) == 16
     copied = block.views[1]
     assert copied is not None and copied is not tensor and block.views[2] is None
     assert torch.equal(copied.to_dense(), tensor.detach().to_dense())
 
 
 def test_no_tensors_no_bytes() -> None:
-    block = BufferBlock(())
-    assert (block.flat.numel(), block.views, block.slices) == (0, [], [])
+    block = block_of(())
+    assert (block.raw, block.flat.numel(), block.views, block.slices) == (b"", 0, [], [])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,3 +276,46 @@ def test_every_word_counts() -> None:
         np.random.set_state(("MT19937", changed, index, 0, 0.0))
         assert python_state(python) is not python
         assert numpy_state(numpy) is not numpy
+
+
+# --- torch's ---
+
+
+def test_torchs_state_is_what_torch_says_after_any_draw() -> None:
+    """And the same tensor as long as nothing is drawn."""
+    if sys.implementation.name == "cpython" and sys.platform == "linux":
+        assert mersenne._torch_part() is not None, (
+            "torch has another layout now; its own function is used, and is slower"
+        )
+    kept = torch.default_generator.get_state()
+    draws: list[Callable[[], object]] = [
+        lambda: torch.randn(1),
+        lambda: torch.randn(1, dtype=torch.float64),
+        lambda: torch.rand(700),
+        lambda: torch.randint(5, (1,)),
+        lambda: torch.manual_seed(7),
+        lambda: torch.default_generator.set_state(kept),
+        lambda: torch.empty(3).bernoulli_(0.5),
+        lambda: torch.nn.functional.dropout(torch.ones(3)),
+        lambda: torch.multinomial(torch.ones(4), 2),
+    ]
+    try:
+        for draw in [draw for _ in range(20) for draw in draws]:
+            draw()
+            state = mersenne.torch_state()
+            assert torch.equal(state, torch.default_generator.get_state())
+            if mersenne._torch_part() is not None:
+                assert mersenne.torch_state() is state
+            before = state.clone()
+            torch.rand(1)
+            assert torch.equal(state, before), "no memory of the generator's"
+    finally:
+        torch.default_generator.set_state(kept)
+
+
+def test_torchs_own_function_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mersenne, "_torch_part", lambda: None)
+    monkeypatch.setattr(mersenne, "_torch", None)
+    for _ in range(3):
+        torch.rand(1)
+        assert torch.equal(mersenne.torch_state(), torch.default_generator.get_state())

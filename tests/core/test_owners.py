@@ -297,7 +297,7 @@ def test_a_stranger_s_boundary_ring_is_left_out(tmp_path: Path, caplog: pytest.L
     (tmp_path / "rank_0").mkdir()
     path = tmp_path / "rank_0" / "boundaries.mindx"
     ring = BoundaryRing(path, "run-a", 64)
-    ring.write(0, 5, [memoryview(b"x")])
+    ring.write(0, 5, b"x")
     ring.close()
     assert list(own_states(path)) == [("run-a", 0, 5)]
     os.chown(path, STRANGER, -1)

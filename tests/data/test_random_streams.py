@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import functools
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from mindx_elastic.data.generators import may_read_streams
 from mindx_elastic.data.random_streams import (
     SeededDataset,
+    StreamUse,
     as_collated,
     capture_streams,
     preserved_streams,
@@ -140,3 +143,140 @@ def assert_same_streams(before: dict[str, Any]) -> None:
     expected = draw()
     restore_streams(before)
     assert draw() == expected
+
+
+# --- data sets that draw nothing ---
+
+
+class Quiet(Noisy):
+    """Draws only for the samples in `noisy`."""
+
+    def __init__(self, size: int, noisy: Collection[int] = ()) -> None:
+        super().__init__(size)
+        self.noisy, self.loaded = noisy, 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded += 1
+        noise = draw() if index in self.noisy else [0.0, 0.0, 0.0]
+        return torch.tensor([index, *noise], dtype=torch.float64)
+
+
+class QuietBatches(Quiet):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+class InitialSeed(Quiet):
+    """Reads a stream's seed, which moves nothing."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        own = torch.Generator().manual_seed(self._seed() + index)
+        return torch.cat([super().__getitem__(index), torch.rand(1, generator=own, dtype=torch.float64)])
+
+    def _seed(self) -> int:
+        return torch.initial_seed()
+
+
+class Forks(Quiet):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return super().__getitem__(index) + torch.rand(1, dtype=torch.float64)
+
+
+class DrawsAndFails(Quiet):
+    """Whether it fails is drawn, so a seed may make it go well."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 8 and torch.rand(()) < 0.5:
+            raise KeyError(index)
+        return super().__getitem__(index)
+
+
+def batches_of(dataset: SeededDataset) -> list[Any]:
+    """Of 4 batches of 3, with draws of the training in between."""
+    found = []
+    for first in range(0, 12, 3):
+        try:
+            found.append(dataset.__getitems__([(index * 7919 << 20, index) for index in range(first, first + 3)]))
+        except KeyError as error:
+            found.append(repr(error))
+        draw()
+    return found
+
+
+@pytest.mark.parametrize("noisy", [(), (0,), (2,), (5,), (3, 4, 5), (11,)])
+@pytest.mark.parametrize("kind", [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails])
+def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
+    kind: type[Quiet], noisy: Collection[int]
+) -> None:
+    def stopped_by(collate_fn: Callable[[Any], Any]) -> None:
+        expected = batches_of(SeededDataset(kind(12, noisy), collate_fn))
+        use = StreamUse()
+        torch.manual_seed(3)
+        before = capture_streams()
+        dataset = SeededDataset(kind(12, noisy), collate_fn, use)
+        assert repr(batches_of(dataset)) == repr(expected)
+        restore_streams(before)
+        assert repr(batches_of(SeededDataset(kind(12, noisy), collate_fn, use))) == repr(expected), "another epoch"
+        assert use.draws is bool(noisy or kind is DrawsAndFails or collate_fn is noisy_collate), "or the test is empty"
+
+    stopped_by(default_collate)
+    stopped_by(noisy_collate)
+
+
+def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone() -> None:
+    use, inner = StreamUse(), Quiet(12)
+    dataset = SeededDataset(inner, default_collate, use)
+    for first in range(0, 12, 3):
+        before = capture_streams()
+        dataset.__getitems__([(index, index) for index in range(first, first + 3)])
+        assert_same_streams(before)
+    assert dataset._is_quiet and not use.draws and not use.may_read
+    assert inner.loaded == 12
+
+
+def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
+    use, inner = StreamUse(), Quiet(12, noisy=(4, 7, 10))
+    dataset = SeededDataset(inner, default_collate, use)
+    for first in range(0, 12, 3):
+        before = capture_streams()
+        dataset.__getitems__([(index, index) for index in range(first, first + 3)])
+        assert_same_streams(before)
+    assert use.draws
+    assert inner.loaded == 12 + 3
+
+
+@pytest.mark.parametrize("kind", [InitialSeed, Forks])
+def test_what_reads_a_stream_without_moving_it_is_never_quiet(kind: type[Quiet]) -> None:
+    use = StreamUse()
+    dataset = SeededDataset(kind(12), default_collate, use)
+    dataset.__getitems__([(1, 1)])
+    assert use.may_read
+    assert not dataset._is_quiet
+    wrapped = SeededDataset(Subset(kind(12), range(12)), default_collate, StreamUse())
+    wrapped.__getitems__([(1, 1)])
+    assert not wrapped._is_quiet
+
+
+def test_readers_are_found_behind_functions_and_classes() -> None:
+    def inner() -> int:
+        return torch.initial_seed()
+
+    class Transform:
+        def __call__(self, x: Any) -> Any:
+            return self.helper(x)
+
+        @staticmethod
+        def helper(x: Any) -> Any:
+            return {"x": x, "then": lambda: [torch.random.get_rng_state() for _ in range(2)]}
+
+    class Plain:
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
+    assert may_read_streams([inner])
+    assert may_read_streams([functools.partial(lambda f: f(), inner)])
+    assert may_read_streams([Transform()])
+    assert may_read_streams([Transform().__call__])
+    assert may_read_streams([{"transforms": [Plain(), Transform()]}])
+    assert not may_read_streams([Plain(), default_collate, Quiet(3), TENSORS])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,15 @@ ring = BoundaryRing(Path(sys.argv[1]), "run", 1 << 20)
 step = 0
 while True:
     step += 1
-    ring.write(0, step, [memoryview(bytes([step % 256]) * (1 << 20))], forecast=step % 2 == 0)
+    ring.write(0, step, bytes([step % 256]) * (1 << 20), forecast=step % 2 == 0)
     if step == 8:
         print("WRITING", flush=True)
 """
 
 
 def write(ring: BoundaryRing, step: int, *, attempt: int = 0, forecast: bool = False, trusted: bool = True) -> None:
-    pieces = [memoryview(f"state {step}".encode()), memoryview(b""), memoryview(b" forecast" * forecast)]
-    assert ring.write(attempt, step, pieces, forecast=forecast, trusted=trusted)
+    content = f"state {step}".encode() + b" forecast" * forecast
+    assert ring.write(attempt, step, content, forecast=forecast, trusted=trusted)
 
 
 def facts(records: Sequence[BoundaryRecord]) -> list[tuple[int, int, bool]]:
@@ -77,7 +78,7 @@ def test_the_last_of_several_forecasts_of_a_step_comes_first(path: Path) -> None
     """A step with two forwards draws in both."""
     ring = BoundaryRing(path, RUN, 64)
     for number in range(5):
-        assert ring.write(0, 3, [memoryview(f"forward {number}".encode())], forecast=True)
+        assert ring.write(0, 3, f"forward {number}".encode(), forecast=True)
         newest, *_ = read_ring(path)
         assert newest.content == f"forward {number}".encode()
     assert own_states(path)[RUN, 0, 3].content == b"forward 4"
@@ -130,13 +131,13 @@ def test_a_larger_state_takes_the_older_boundaries_along(path: Path) -> None:
     for step in (1, 2, 3):
         write(ring, step)
     write(ring, 4, forecast=True, trusted=False)
-    assert not ring.write(0, 4, [memoryview(b"x" * 40), memoryview(b"x" * 25)])
+    assert not ring.write(0, 4, b"x" * 65)
     expected = [(0, 4, True), (0, 3, False), (0, 2, False), (0, 1, False)]
     assert facts(read_ring(path)) == expected, "nothing was touched"
     ring.close()
     larger = BoundaryRing(path, RUN, 128)
     assert facts(read_ring(path)) == expected and not read_ring(path)[0].trusted
-    assert larger.write(0, 4, [memoryview(b"x" * 128)])
+    assert larger.write(0, 4, b"x" * 128)
     assert [record.step for record in read_ring(path) if not record.forecast] == [4, 3, 2, 1]
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
@@ -156,32 +157,27 @@ def test_no_room_for_a_larger_one_leaves_the_old(path: Path, monkeypatch: pytest
 # --- killed ---
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3])
+class _Killed(BaseException):
+    pass
+
+
+def _die(*_: object) -> bytes:
+    raise _Killed
+
+
+@pytest.mark.parametrize("at", ["xxhash.xxh3_128_digest", "_HEAD"])
 def test_a_write_that_was_cut_off_costs_the_oldest_record_only(
-    path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
+    """Behind the content, or behind the digest."""
     ring = BoundaryRing(path, RUN, 64)
     for step in range(1, 5):
         write(ring, step)
-    count = 0
-
-    class Killed(BaseException):
-        pass
-
-    class Digest:
-        """The process dies over the n-th piece."""
-
-        def update(self, piece: memoryview) -> None:
-            nonlocal count
-            count += 1
-            if count == pieces:
-                raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr("mindx_elastic.memory.boundaries.xxhash.xxh3_128", Digest)
-        with pytest.raises(Killed):
+        dying: Any = SimpleNamespace(pack_into=_die) if at == "_HEAD" else _die
+        patch.setattr(f"mindx_elastic.memory.boundaries.{at}", dying)
+        with pytest.raises(_Killed):
             write(ring, 5)
-    assert count == pieces
     assert facts(read_ring(path)) == [(0, step, False) for step in (4, 3, 2)]
     again = BoundaryRing(path, RUN, 64)
     write(again, 5)

@@ -74,8 +74,8 @@ class Machine:
         """A record in the rank's boundary ring."""
         arena = self.arena(rank)
         ring = BoundaryRing(arena.folder / "boundaries", run, 4096)
-        pieces = pack_state({"rng": {"of": rank, "step": step}, "buffers": {}})
-        assert ring.write(attempt, step, pieces, forecast=forecast, trusted=trusted)
+        content = b"".join(pack_state({"rng": {"of": rank, "step": step}, "buffers": {}}))
+        assert ring.write(attempt, step, content, forecast=forecast, trusted=trusted)
         ring.close()
         arena.close()
 

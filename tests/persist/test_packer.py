@@ -1,0 +1,157 @@
+"""The small state of one boundary after another: what is read is what was packed, whatever shapes it has in between."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
+from mindx_elastic.persist import packer
+from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.persist.packer import SectionPacker, StatePacker, unpack_sections
+from tests.persist.states import assert_same
+
+_KEYS = st.text(max_size=5)
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.builds(lambda size, value: torch.full((size,), value), st.integers(0, 3), st.integers(0, 5)),
+)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(_KEYS, inner, max_size=4),
+        st.tuples(inner, inner),
+        st.sets(st.integers(0, 5), max_size=2),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_TREES, min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_any_states_one_after_the_other(states: list[Any], order: list[int]) -> None:
+    own, whole = SectionPacker("part"), StatePacker(split="plain")
+    for number in order:
+        state = states[number % len(states)]
+        assert_same(unpack_sections(b"".join(own.pack(state))), {"part": state})
+        both = {"a": state, "plain": {"x": state, "y": number}, "last": {"n": number}}
+        assert_same(unpack_sections(whole.pack(both)), both)
+
+
+def changing() -> list[Any]:
+    """Pairs of states that look alike."""
+    nan = struct.unpack("<d", bytes.fromhex("0100000000000cff".rjust(16, "0"))[::-1])[0]
+    return [
+        (1, True),
+        (0, False),
+        (1, 1.0),
+        (0.0, -0.0),
+        (math.nan, nan),
+        ([1, 2], (1, 2)),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        ({"a": "x"}, {"a": "y"}),
+        (1, 1 << 64),
+        (None, 0),
+        ({"a": {}}, {"a": []}),
+        (b"ab", b"abc"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(4)[::2]),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)),
+        (torch.zeros(2), torch.zeros(2, requires_grad=True)),
+        (torch.zeros(0), torch.zeros(0, 3)),
+    ]
+
+
+@pytest.mark.parametrize("pair", changing(), ids=str)
+def test_a_state_that_only_looks_the_same(pair: tuple[Any, Any]) -> None:
+    for nested in (lambda value: value, lambda value: {"k": [1, value, 2.5, "s"]}):
+        section = SectionPacker("part")
+        for value in (*pair, *pair, pair[1]):
+            assert_same(unpack_sections(b"".join(section.pack(nested(value)))), {"part": nested(value)})
+
+
+def test_the_shape_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(n: int) -> dict[str, Any]:
+        return {"step": n, "lr": [0.1 / (n + 1)], "name": "x", "raw": bytes([n] * 30), "t": torch.full((3,), n)}
+
+    section = SectionPacker("part")
+    section.pack(state(0))
+    monkeypatch.setattr(packer, "_Shape", None)
+    monkeypatch.setattr(packer, "pack_state", None)
+    for n in range(1, 20):
+        assert_same(unpack_sections(b"".join(section.pack(state(n)))), {"part": state(n)})
+
+
+def test_a_list_that_grows_is_given_no_shape_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = SectionPacker("part")
+    for n in range(20):
+        section.pack(list(range(n)))
+    monkeypatch.setattr(packer, "_Shape", None)
+    assert_same(unpack_sections(b"".join(section.pack([1, 2]))), {"part": [1, 2]})
+
+
+def test_what_cannot_be_stored_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedStateError, match=r"inner: value of type builtins\.object"):
+        StatePacker(split="plain").pack({"a": {"inner": object()}})
+
+
+def test_records_of_older_versions_are_one_state() -> None:
+    state = {"rng": {"torch": torch.arange(5)}, "buffers": {}}
+    assert_same(unpack_sections(b"".join(pack_state(state))), state)
+
+
+def _section(content: Any, body: bytes = b"") -> bytes:
+    text = json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+WHOLE = StatePacker(split="plain").pack({"a": {"n": 1, "t": torch.ones(4)}, "plain": {"x": [1.5, b"abc"]}})
+
+
+@pytest.mark.parametrize("size", range(0, len(WHOLE), 5))
+def test_cut_off(size: int) -> None:
+    if size == len(b"".join(SectionPacker("a").pack({"n": 1, "t": torch.ones(4)}))):
+        return  # between two sections; the ring's digest is over both
+    with pytest.raises(CorruptCheckpointError):
+        unpack_sections(WHOLE[:size])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        WHOLE + b"\0",
+        WHOLE + b"".join(pack_state({})),
+        b"".join(pack_state({})) + WHOLE,
+        _section({"at": ["a"], "shape": {"$number": 0}, "numbers": "", "blobs": []}),
+        _section({"at": ["a"], "shape": {"$blob": 0}, "numbers": "", "blobs": [-1]}),
+        _section({"at": ["a"], "shape": {"$blob": 0}, "numbers": "", "blobs": [["int64", [1 << 40]]]}),
+        _section({"at": ["a"], "shape": 1, "numbers": "s", "blobs": []}, b"x"),
+        _section({"at": ["a"], "shape": 1, "numbers": 5, "blobs": []}),
+        _section({"at": ["a"], "shape": 1}),
+        _section({"at": "a", "shape": 1, "numbers": "", "blobs": []}),
+        _section({"at": [1], "shape": 1, "numbers": "", "blobs": []}),
+        _section({"at": ["a"], "shape": 1, "numbers": "", "blobs": []})
+        + _section({"at": ["a", "b"], "shape": 1, "numbers": "", "blobs": []}),
+        _section([]),
+    ],
+)
+def test_malformed(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        unpack_sections(data)
