@@ -28,7 +28,7 @@ from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
-from mindx_elastic.guard.policy import AdaptivePolicy, JobSoFar, job_names
+from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
 from mindx_elastic.guard.rank_directories import RankDirectories
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
@@ -97,7 +97,7 @@ class Opening:
             member=None if place is None else place.member,
         )
         self.start = self._restore()
-        self._tell_schedules()
+        self._begin_schedules()
         """What the ranks have agreed on, and loaded."""
 
     def shared_modules(self) -> list[nn.Module]:
@@ -133,9 +133,8 @@ class Opening:
         self._directories = list(dict.fromkeys(self.resolved.values()))
         if not self.evaluates:
             grace_s = self._settings.grace_s
-            joins = self._entry is not None
             # Given back when all else is closed.
-            hold_directories(stack, self._trust, ranks, grace_s=grace_s, joins=joins)
+            hold_directories(stack, self._trust, ranks, grace_s=grace_s, joins=again)
         first = self._directories[0]
         self._events = EventLog(
             first / EVENTS_FILE, attempt=ranks.attempt, rank=ranks.rank, owners=self._trust.of(first)
@@ -162,18 +161,19 @@ class Opening:
             unmanaged=self._unmanaged,
         )
 
-    def _tell_schedules(self) -> None:
-        """Periodic policies may depend on how the job has fared."""
-        page = self.around.page
+    def _begin_schedules(self) -> None:
+        """Periodic policies may depend on the clock, and on how the job has fared."""
+        page, place = self.around.page, self._place
 
         def tell(seconds: int) -> None:
             if page is not None and self._ranks.rank == 0:
                 page.set(save_every_s=seconds)
 
-        job = JobSoFar.of(self.start.run_id, self.start.attempt, tell)
-        for policy in self.periodic:
-            if isinstance(policy, AdaptivePolicy):
-                policy.hear(job)
+        lived_s = age_of_run(self.start.run_id)
+        for number, policy in enumerate(self.periodic):
+            if isinstance(policy, ScheduledPolicy):
+                name = "" if place is None else f"{place.name}/{number}"
+                policy.begin(JobSoFar(self.start.attempt, lived_s, self._ranks, name, tell))
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))

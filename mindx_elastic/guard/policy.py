@@ -20,10 +20,11 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 
 __all__ = [
-    "AdaptivePolicy",
     "ExitPolicy",
     "JobSoFar",
     "PeriodicPolicy",
+    "ScheduledPolicy",
+    "age_of_run",
     "breakpoint_name",
     "breakpoint_policy",
     "check_policies",
@@ -204,23 +205,25 @@ class JobSoFar:
     """How often the job has been started again."""
     lived_s: float
     """Since its first start."""
+    ranks: RankInfo
+    name: str
+    """Of the policy in this entry, the same on all ranks; empty: all ranks' processes are as old, and count alike."""
     tell: Callable[[int], None]
     """Shows the seconds between two saves to `mindx-elastic status`. Any thread."""
 
-    @classmethod
-    def of(cls, run_id: str, attempt: int, tell: Callable[[int], None]) -> JobSoFar:
-        """A run's id begins with the time of its first start."""
-        lived_s = 0.0
-        with suppress(ValueError, OverflowError):
-            lived_s = time.time() - time.mktime(time.strptime(run_id.partition("-")[0], "%Y%m%dT%H%M%S"))
-        return cls(attempt, max(0.0, lived_s), tell)
+
+def age_of_run(run_id: str) -> float:
+    """Seconds since a run's first start, with whose time its id begins; 0 for any other id."""
+    with suppress(ValueError, OverflowError):
+        return max(0.0, time.time() - time.mktime(time.strptime(run_id.partition("-")[0], "%Y%m%dT%H%M%S")))
+    return 0.0
 
 
-class AdaptivePolicy:
-    """Base of periodic policies that want to know how the job has fared."""
+class ScheduledPolicy:
+    """Base of periodic policies whose schedule is not a function of the position alone."""
 
-    def hear(self, job: JobSoFar) -> None:
-        """The guard has been entered; before the first step. Main thread."""
+    def begin(self, job: JobSoFar) -> None:
+        """A guard is being entered, or is entered again; before its first step. Main thread, all ranks together."""
         raise NotImplementedError
 
 

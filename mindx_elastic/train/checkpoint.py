@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,14 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import DEFAULT_SIGNALS
-from mindx_elastic.guard.policy import AdaptivePolicy, ExitPolicy, JobSoFar, PeriodicPolicy, breakpoint_name, final_name
+from mindx_elastic.guard.policy import (
+    ExitPolicy,
+    JobSoFar,
+    PeriodicPolicy,
+    ScheduledPolicy,
+    breakpoint_name,
+    final_name,
+)
 from mindx_elastic.train.callbacks import Callback, RunContext
 from mindx_elastic.train.clock import SaveClock, open_clock
 from mindx_elastic.train.save_interval import SaveInterval
@@ -272,7 +280,7 @@ class ModelCheckpoint(_CheckpointCallback):
         return [self.policy]
 
 
-class PeriodicSave(AdaptivePolicy):
+class PeriodicSave(ScheduledPolicy):
     """The periodic policy of a `ModelCheckpoint`: by steps a function of the position, else see `clock`."""
 
     def __init__(self, prefix: str, directory: Path, config: CheckpointConfig) -> None:
@@ -284,26 +292,22 @@ class PeriodicSave(AdaptivePolicy):
         self.newest: Position | None = None
         """The boundary that was found due last."""
         self._clock: SaveClock | None = None
-        self._job: JobSoFar | None = None
 
-    def hear(self, job: JobSoFar) -> None:
-        self._job = job
-
-    def begin(self, rank: int, world_size: int, name: str) -> None:
-        """Start of a training: open the clock, if one decides. All ranks together; `name`: see `open_clock`."""
+    def begin(self, job: JobSoFar) -> None:
+        """Open the clock, if one decides."""
         seconds: float | SaveInterval = self.config.seconds
         if self.config.adapts:
-            job = self._job
-            seconds = SaveInterval() if job is None else SaveInterval(deaths=job.deaths, lived_s=job.lived_s)
-        self.newest, self._clock = None, open_clock(seconds, rank, world_size, name, on_change=self._tell)
+            seconds = SaveInterval(deaths=job.deaths, lived_s=job.lived_s)
+        rank, world_size = job.ranks.rank, job.ranks.world_size
+        told = partial(self._tell, job)
+        self.newest, self._clock = None, open_clock(seconds, rank, world_size, job.name, on_change=told)
 
-    def _tell(self, interval: SaveInterval) -> None:
+    def _tell(self, job: JobSoFar, interval: SaveInterval) -> None:
         logger.info(
             "a checkpoint every %.0f s: one costs %.2f s, and the job is taken to die every %.1f h",
             *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
         )
-        if self._job is not None:
-            self._job.tell(round(interval.seconds))
+        job.tell(round(interval.seconds))
 
     def due(self, position: Position) -> bool:
         if self.config.seconds or self.config.adapts:

@@ -64,13 +64,18 @@ class SaveClock:
         self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
         self._rank, self._now, self._on_change = rank, now, on_change
         self._measured = seconds if isinstance(seconds, SaveInterval) else None
-        self._seconds = self._told = seconds.seconds if isinstance(seconds, SaveInterval) else float(seconds)
+        self._fixed_s = 0.0 if isinstance(seconds, SaveInterval) else float(seconds)
+        self._told = self._seconds
         self._store = store
         self._last_save = self._last_check = now()
         self._last_step: int | None = None
         self._check_at = 0
         self._checks = 0
         self._broken = False
+
+    @property
+    def _seconds(self) -> float:
+        return self._fixed_s if self._measured is None else self._measured.seconds
 
     def due(self, step: int) -> bool:
         """Whether boundary `step` is to be saved."""
@@ -86,7 +91,6 @@ class SaveClock:
 
     def _measure(self, interval: SaveInterval) -> None:
         interval.passed(self._now())
-        self._seconds = interval.seconds
         if abs(self._seconds - self._told) > _CHANGE * self._told:
             self._told = self._seconds
             self._on_change(interval)

@@ -30,7 +30,6 @@ from mindx_elastic.train.callbacks import (
     keeps_state,
     read_at_epoch_end,
 )
-from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
@@ -171,17 +170,13 @@ class Model(ModelParts):
             display = self._add_display(states, losses, progress)
             stack.callback(display.close)
             loop = TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks)
-            self._run(guard, loader, loop, arguments.epochs, "" if place is None else place.name)
+            self._run(guard, loader, loop, arguments.epochs)
 
-    def _run(self, guard: GuardPort, loader: Any, loop: TrainLoop, epochs: int, entry: str) -> None:
+    def _run(self, guard: GuardPort, loader: Any, loop: TrainLoop, epochs: int) -> None:
         self._guard, self._training_loader = guard, loader
         try:
             with guard:
                 self.resumed_from_step = guard.resumed_from_step
-                for number, policy in enumerate(loop.periodic):
-                    if isinstance(policy, PeriodicSave):
-                        name = f"{entry}/{number}" if entry else ""
-                        policy.begin(guard.rank, guard.world_size, name)
                 loop.run(epochs)
         except BaseException:
             loader.shutdown()

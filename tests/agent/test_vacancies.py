@@ -18,6 +18,7 @@ from mindx_elastic.agent import vacancies
 from mindx_elastic.agent.vacancies import Seeker, Vacancy, offer, tell_nodes
 from tests.harness import wait_until
 
+_LIFE_S = 4.0
 PLACE = Vacancy(
     name="n1",
     node=1,
@@ -115,8 +116,14 @@ def test_a_node_takes_the_place_of_a_lost_one_in_torchs_rendezvous(meeting: Meet
     state = survivor._state_holder.state
     assert state.complete and state.participants[late._handler._this_node] == 1  # type: ignore[attr-defined]
     assert len(state.participants) == 2 and dead._this_node not in state.participants
-    time.sleep(4)  # as long as a node without a heartbeat would live
-    survivor.num_nodes_waiting()
+    own: Any = late._handler._this_node  # type: ignore[attr-defined]
+    begun = survivor._state_holder.state.last_heartbeats[own]
+
+    def has_lived() -> bool:
+        survivor.num_nodes_waiting()
+        return bool((survivor._state_holder.state.last_heartbeats[own] - begun).total_seconds() >= _LIFE_S)
+
+    wait_until(has_lived, "the new node's heartbeats, for longer than a node without any would live")
     assert len(survivor._state_holder.state.participants) == 2
     # The next restart is a meeting as ever.
     offer(meeting.store, "job", None)

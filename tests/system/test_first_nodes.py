@@ -169,34 +169,6 @@ def test_a_rank_dies_after_the_store_has_moved(tmp_path: Path) -> None:
 
 
 @drill
-def test_the_first_node_that_stood_still_finds_itself_out(tmp_path: Path) -> None:
-    """Agent and worker are stopped, another node takes the place, they go on: the worker must not, and does not."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--fault", "0:8:start:stop")
-        for job in nodes.jobs:
-            job.wait_for("READY")
-        (job,) = [job for job in nodes.jobs if 0 in job.pids()]
-        (other,) = [each for each in nodes.jobs if each is not job]
-        job.wait_for("^FAULT ")
-        worker = job.pids()[0]
-        os.kill(job.process.pid, signal.SIGSTOP)
-        other.wait_for(HOSTS, 1, 200)
-        new = nodes.start()
-        other.wait_for(IN_PLACE, 1, 400)
-        os.kill(job.process.pid, signal.SIGCONT)
-        os.kill(worker, signal.SIGCONT)
-        job.wait_for("this node was taken for lost", 1, 100)
-        assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
-        job.wait(400)
-        assert not job.hashes(), nodes.report()
-        undisturbed = plain(tmp_path, 2, 1, *STEP_S)
-        ends = {rank: value for each in (other, new) for rank, value in each.hashes().items()}
-        assert ends == undisturbed.end[0], nodes.report()
-        steps = [int(match[1]) for match in job.matches(r"^SEEN \d+ [\d,]+ \d+ (\d+)")]
-        assert max(steps) == 8, nodes.report()
-
-
-@drill
 def test_the_first_node_that_stood_still_takes_its_own_place_again(tmp_path: Path) -> None:
     """With new processes: the old ones must not go on."""
     with ExitStack() as stack:

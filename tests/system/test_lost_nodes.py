@@ -186,16 +186,18 @@ def test_a_node_lost_twice(tmp_path: Path) -> None:
 
 
 @drill
-def test_a_node_that_stood_still_finds_itself_out(tmp_path: Path) -> None:
-    """Agent and worker are stopped, another node takes the place, they go on: the worker must not, and does not."""
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_node_that_stood_still_finds_itself_out(tmp_path: Path, rank: int) -> None:
+    """Agent and worker are stopped, another node takes the place, they go on: the worker must not, and does not. The
+    first node (rank 0) hears of it from the one that has succeeded it."""
     with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--fault", "1:8:start:stop")
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--fault", f"{rank}:8:start:stop")
         for job in nodes.jobs:
             job.wait_for("READY")
-        (job,) = [job for job in nodes.jobs if 1 in job.pids()]
+        (job,) = [job for job in nodes.jobs if rank in job.pids()]
         (other,) = [each for each in nodes.jobs if each is not job]
         job.wait_for("^FAULT ")
-        worker = job.pids()[1]
+        worker = job.pids()[rank]
         os.kill(job.process.pid, signal.SIGSTOP)
         other.wait_for(OPEN, 1, 200)
         new = nodes.start()

@@ -9,13 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.policy import JobSoFar
+from mindx_elastic.guard.guard import Guard
+from mindx_elastic.guard.policy import age_of_run
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import CheckpointConfig, ModelCheckpoint, save_interval
 from mindx_elastic.train.clock import SaveClock
@@ -204,8 +210,8 @@ def test_a_training_measures_its_saves(
     config = CheckpointConfig(save_checkpoint_steps="auto", async_save=asynchronous, keep_checkpoint_max=100)
     callback = ModelCheckpoint(directory="out", config=config)
     told: list[int] = []
-    hear = callback.policy.hear
-    monkeypatch.setattr(callback.policy, "hear", lambda job: hear(replace(job, deaths=3, tell=told.append)))
+    begin = callback.policy.begin
+    monkeypatch.setattr(callback.policy, "begin", lambda job: begin(replace(job, deaths=3, tell=told.append)))
     with caplog.at_level("INFO", logger="mindx_elastic"):
         make_model().train(40, make_loader(), callback, progress=False)
     files = [read_header(path).info for path in Path("out").glob("*.safetensors")]
@@ -215,9 +221,35 @@ def test_a_training_measures_its_saves(
 
 def test_what_a_job_has_lived_through_is_in_its_name() -> None:
     began = time.strftime("%Y%m%dT%H%M%S", time.localtime(time.time() - 7200))
-    assert JobSoFar.of(f"{began}-0123abcd", 3, print).lived_s == pytest.approx(7200, abs=5)
-    assert JobSoFar.of("imported", 0, print).lived_s == 0
-    assert JobSoFar.of("", 0, print).lived_s == 0
+    assert age_of_run(f"{began}-0123abcd") == pytest.approx(7200, abs=60)
+    assert age_of_run("imported") == age_of_run("") == 0
+
+
+@pytest.mark.parametrize("config", [{"save_checkpoint_steps": "auto"}, {"save_checkpoint_seconds": 0.02}])
+def test_a_loop_of_its_own_saves_by_the_clock_as_well(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives the policy to a guard gets its schedule, too."""
+    monkeypatch.setattr(save_interval, "FIRST_S", 0.02)
+    callback = ModelCheckpoint(directory=tmp_path, config=CheckpointConfig(**config))
+    network = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    loader = ResumableLoader(TensorDataset(torch.ones(4000, 4)), batch_size=4)
+    with Guard(
+        directory=tmp_path,
+        model=network,
+        optimizer=optimizer,
+        loader=loader,
+        periodic=callback.periodic_policies(),
+    ) as guard:
+        for _ in guard.epochs(1):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                network(batch).sum().backward()
+                optimizer.step()
+                guard.step_end()
+    steps = [read_header(path).info.step for path in tmp_path.glob("*.safetensors")]
+    assert any(0 < step < 1000 for step in steps), steps
 
 
 @pytest.mark.parametrize("wrong", ["Auto", "5", "", "never"])
