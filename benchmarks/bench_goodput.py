@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from bench_recovery import (  # type: ignore[import-not-found]
+from bench_recovery import (
     METHODS,
     job,
     lines,

@@ -1,6 +1,6 @@
 """Seconds from a signal to a durable checkpoint: mindx_elastic beside torch.save, DCP and safetensors.
 
-    python benchmarks/bench_save.py [--gib 1] [--rounds 5] [--pause 0] [--directory DIR]
+    python benchmarks/bench_save.py [--gib 1] [--rounds 5] [--pause 0] [--directory DIR] [--ranks N]
 
 Each sample is a fresh process that builds the state (big and small tensors, as of a model with Adam), sends itself
 SIGTERM, and saves as soon as the signal is heard. Its first save is *cold* (nothing of the save path has run or has
@@ -8,6 +8,10 @@ touched its memory), the following ones are *warm*. Time ends when the file and 
 everybody: `torch.save` and `safetensors.save_file` are followed by fsync, DCP's writer runs with its `sync_files`.
 Rounds go through all methods in turn, in rotating order, because shared disks drift. mindx_elastic alone also
 computes digests meanwhile.
+
+With --ranks N, N replicas in DDP with a state of that size each, on one disk, under torchrun: the time from the signal
+to the moment at which the last rank is durable. Beside each other: full copies of all ranks, the state divided in two
+copies (the default from 3 ranks on), and in one (`remove_redundancy=True`). Each round is a job for each, in turn.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 METHODS = ("mindx_elastic", "torch.save", "dcp", "safetensors")
+WAYS = {"full copies": "never", "two copies": "always", "one copy": "always"}
+"""What N replicas write, and ``MINDX_DIVIDED_SAVES`` for it."""
 WARM_SAVES = 3
 _MIB = 1 << 20
 
@@ -39,12 +45,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="processes per method (default 5)")
     parser.add_argument("--directory", type=Path, default=Path(), help="disk to write to (default: here)")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each save (default 0)")
+    parser.add_argument("--ranks", type=int, default=1, help="replicas that save together (default 1)")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(_measure(args.child, args.gib, args.directory, args.pause)))
         return
+    if args.rank_of:
+        _train_until_stopped(args.rank_of, args.gib, args.directory)
+        return
     _print_setting(args.directory)
+    if args.ranks > 1:
+        _compare_ways(args)
+        return
     samples: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in METHODS}
     for round_number in range(args.rounds):
         for index in range(len(METHODS)):
@@ -81,6 +95,74 @@ def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[s
         seconds.append(time.monotonic() - start)
         _remove(target, directory)
     return {"cold": seconds[:1], "warm": seconds[1:]}
+
+
+def _compare_ways(args: argparse.Namespace) -> None:
+    ways = [way for way in WAYS if way != "two copies" or args.ranks > 2]
+    samples: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    for number in range(args.rounds):
+        for index in range(len(ways)):
+            way = ways[(index + number) % len(ways)]
+            with tempfile.TemporaryDirectory(prefix="bench_save-", dir=args.directory) as folder:
+                samples[way].append(_stop_job(way, args.ranks, args.gib, Path(folder)))
+    full = statistics.median(seconds for seconds, _ in samples["full copies"])
+    title = f"{args.ranks} ranks, {args.gib:g} GiB each, {args.rounds} stops each"
+    print(f"\n{title:<40} median s     min     max   bytes/state")
+    for way, found in samples.items():
+        seconds = [each for each, _ in found]
+        median, written = statistics.median(seconds), statistics.median(nbytes for _, nbytes in found)
+        ratio = "" if way == "full copies" else f"   {full / median:.2f}x faster"
+        share = written / (args.gib * (1 << 30))
+        print(f"  {way:<38} {median:>10.3f} {min(seconds):>7.3f} {max(seconds):>7.3f} {share:>13.2f}{ratio}")
+
+
+def _stop_job(way: str, ranks: int, gib: float, folder: Path) -> tuple[float, int]:
+    """Seconds from the signal to the last durable file, and the bytes of all files."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    command += ["--rank-of", way, "--gib", str(gib), "--directory", str(folder)]
+    env = {**os.environ, "MINDX_DIVIDED_SAVES": WAYS[way], "MINDX_ARENA_DIR": "none", "OMP_NUM_THREADS": "1"}
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, env=env, check=False, stdout=quiet, stderr=quiet)  # it ends by the signal
+    lines = [json.loads(line) for line in (folder / "ckpt" / "events.jsonl").read_text().splitlines()]
+    durable = [line["time"] for line in lines if line["event"] == "durable"]
+    if len(durable) != ranks:
+        raise SystemExit(f"{way}: {len(durable)} of {ranks} ranks are durable")
+    sent = float((folder / "sent").read_text())
+    files = list((folder / "ckpt").glob("rank_*/*.safetensors"))
+    return max(durable) - sent, sum(path.stat().st_size for path in files)
+
+
+def _train_until_stopped(way: str, gib: float, folder: Path) -> None:
+    """One rank: a network with momentum that fills `gib` together, stopped after some steps."""
+    import torch
+    import torch.distributed as dist
+
+    import mindx_elastic as mx
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    width = 2048
+    num_layers = max(1, int(gib * (1 << 30)) // 2 // (4 * width * width))
+    network = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(num_layers)))
+    model = torch.nn.parallel.DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    guard = mx.Guard(
+        model=model, optimizer=optimizer, directory=folder / "ckpt", grace_s=300, remove_redundancy=way == "one copy"
+    )
+    with guard:
+        for step in guard.steps(1000):
+            optimizer.zero_grad()
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+            guard.step_end()
+            if step == 2:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    (folder / "sent").write_text(repr(time.time()))
+                    os.kill(os.getpid(), signal.SIGTERM)
+                while guard.stopper.alarm is None:
+                    time.sleep(0.001)
+                guard.stopper.step_gate.wait_for_limit(60)
 
 
 def _make_state(nbytes: int) -> dict[str, Any]:

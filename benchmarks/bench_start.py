@@ -47,6 +47,7 @@ from mindx_elastic.guard.connections import IntervalPart
 from mindx_elastic.guard.job_layouts import JobLayouts
 from mindx_elastic.guard.start import AnsweredFlagsPart, FaultsPart, GroupInfoPart, PeersPart
 from mindx_elastic.inventory.findings import Findings
+from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.mirror.mirror import NodesPart
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import Checkpoint
@@ -145,6 +146,7 @@ class ReadsNothing:
 
     def __init__(self) -> None:
         self.path = Path()
+        self.small: OwnState | None = None
 
     def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Any]]:
         info = CheckpointInfo(

@@ -27,6 +27,7 @@ __all__ = [
     "RankInfo",
     "RedundancySettings",
     "RejoinSettings",
+    "SavingSettings",
     "Settings",
     "SharingSettings",
     "ShrinkSettings",
@@ -334,6 +335,25 @@ class MemorySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavingSettings:
+    """How replicas share the work of a save, see `guard.together`."""
+
+    divide: str = "auto"
+    """``MINDX_DIVIDED_SAVES``: ``auto`` divides the state of a stop among the ranks of a machine where that is worth
+    it, ``always`` also a small state, ``never`` has each rank write all it has."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> SavingSettings:
+        env = os.environ if env is None else env
+        divide = env.get("MINDX_DIVIDED_SAVES", "").strip() or "auto"
+        if divide not in ("auto", "always", "never"):
+            raise UsageError(
+                f"environment variable MINDX_DIVIDED_SAVES={divide!r}: give auto, always, never or nothing"
+            )
+        return cls(divide=divide)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RedundancySettings:
     """On how many nodes each checkpoint file is stored, see `mirror`."""
 
@@ -364,7 +384,7 @@ class RedundancySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProveSettings:
-    """Set by `mindx-elastic prove` for the runs that it starts."""
+    """Set by `mindx-elastic prove` and `drill` for the runs that they start."""
 
     control: Path | None = None
     """``MINDX_PROVE``: the control file of the run; None: an ordinary run."""

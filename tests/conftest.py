@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 
+import hypothesis
 import pytest
 
 from tests.harness import unignore_signals
 
 _SLOW_S = 3600
 """For tests that wait for real processes: there `watchdog` finds a hang, and shows the job's output."""
+
+
+if "CI" not in os.environ:  # there hypothesis itself does so, and repeats the same examples
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

@@ -29,6 +29,7 @@ from mindx_elastic.config import (
     RankInfo,
     RedundancySettings,
     RejoinSettings,
+    SavingSettings,
     Settings,
     SharingSettings,
     ShrinkSettings,
@@ -83,6 +84,7 @@ SETTINGS = (
     SharingSettings,
     ProveSettings,
     RejoinSettings,
+    SavingSettings,
     ShrinkSettings,
 )
 
@@ -142,6 +144,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
         "MINDX_ZYGOTE": settings.zygote or None,
+        "MINDX_DIVIDED_SAVES": SavingSettings.from_env(recorder).divide,
         "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",
         "MINDX_REJOIN": rejoin.generation,
         "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,

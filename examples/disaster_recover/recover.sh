@@ -22,10 +22,9 @@ while IFS= read -r word; do
 done < device/arguments
 
 runs() { # a zombie counts as dead
-    local pid state
-    pid=$(cat "device/$1.pid")
-    state=$(ps -o stat= -p "$pid" || true)
-    case $state in "" | Z*) return 1 ;; esac
+    local status
+    status=$(cat "/proc/$(cat "device/$1.pid")/status" 2> /dev/null) || return 1
+    case $status in *State:?[ZX]*) return 1 ;; esac
 }
 
 start() {
@@ -35,6 +34,8 @@ start() {
     echo $! > "device/$1.pid"
     echo "started again: $1 (pid $!)"
 }
+
+sleep 1 # a process that was killed a moment ago is still there
 
 names=("$@")
 if [ ${#names[@]} -eq 0 ]; then

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
 import signal
 import time
@@ -113,6 +114,7 @@ class Attempt:
         """This node was taken for lost, and its workers were ended."""
         self._stuck: dict[int, tuple[str, float]] = {}
         """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""
+        self._killed_at = -math.inf  # when the last of them were
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
@@ -214,14 +216,17 @@ class Attempt:
             return
         for rank, cause in ({} if is_recovering else self._context.late(statuses)).items():
             if rank in self.workers.live and rank not in self._stuck:
-                self._stuck[rank] = cause, time.monotonic()
+                self._killed_at = time.monotonic()
+                self._stuck[rank] = cause, self._killed_at
                 self.workers.kill(rank)
         stuck = self._context.hang.observe(statuses, time.monotonic_ns())
         announcement = self._context.hang.announcement
         if announcement:
             logger.info("%s", announcement)
         if stuck and self._deadline is None:
-            self._hear_hang(stuck, statuses)
+            # A killed process may take its time to end; the others wait for it meanwhile, and do not hang.
+            if not self._stuck or time.monotonic() - self._killed_at > _UNKILLABLE_S:
+                self._hear_hang(stuck, statuses)
         elif self._deadline is None:
             self._look_at_leavers(statuses)
 
@@ -419,8 +424,9 @@ class Attempt:
         if self._recovery is not None:
             reason = "it cannot be told which rank the others wait for"
             if culprits and not (reason := self._recovery.why_not(culprits)):
+                self._killed_at = time.monotonic()
                 for rank in culprits:
-                    self._stuck[rank] = cause, time.monotonic() - first.idle_s
+                    self._stuck[rank] = cause, self._killed_at - first.idle_s
                     self.workers.kill(rank)  # its connections end with it, and so does the others' wait
                 return
             self._recovery.refuse(culprits, cause, reason, stuck_s=first.idle_s)

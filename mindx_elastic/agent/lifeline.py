@@ -42,6 +42,8 @@ _BEAT_S = 1.0
 _BACK_S = 1.0  # a firewall that is reloaded ends connections, too
 _EXPECTED_S = 5.0
 _POLL_S, _STANDSTILL_S = 0.2, 2.0
+_DOUBTFUL_S = 5.0  # less than SILENCE_S: who stood still for so long may have been given up
+_SURELY_NEW_S = 2.0  # what comes so long after a standstill was said after it
 _CONNECT_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 0.2, 1.0, 0.05
 _MANY_TRIES = 150
 _MOST_BYTES, _PIECE_BYTES = 8192, 1 << 18
@@ -115,6 +117,10 @@ class LifelineHost:
         """The token of each node's agent."""
         self._looked = time.monotonic()
         """When the thread last saw what has come."""
+        self._woke: float | None = None
+        """When it last came out of a long standstill."""
+        self.is_out = False
+        """Another agent says that this node was succeeded, and must not go on."""
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
         self._says_bye = True
@@ -137,6 +143,15 @@ class LifelineHost:
                 if for_s >= (SILENCE_S if is_silent else _BACK_S):
                     found.append(Gone(node, peer.name, token, peer.ranks, is_silent, for_s))
         return found
+
+    def is_sure(self, line: Lifeline | None) -> bool:
+        """Whether this process has not stood still for long since it last heard of another agent: then the others have
+        not given it up. `line`: to the first node's agent; None: this is the first node. Any thread."""
+        with self._lock:
+            if time.monotonic() - self._looked > _DOUBTFUL_S:
+                return False  # it has just woken up
+            heard = max((peer.heard for peer in self._peers.values()), default=0.0) if line is None else line.answered
+            return self._woke is None or heard > self._woke + _SURELY_NEW_S
 
     def drain(self) -> None:
         """`fd` was readable."""
@@ -221,6 +236,8 @@ class LifelineHost:
         """After a standstill (SIGSTOP, a frozen container or job) all peers' times begin anew."""
         with self._lock:
             now = time.monotonic()
+            if now - self._looked > _DOUBTFUL_S:
+                self._woke = now
             if now - self._looked > _STANDSTILL_S:
                 for peer in self._peers.values():
                     peer.heard, peer.ended = max(peer.heard, now), max(peer.ended, now)
@@ -257,6 +274,10 @@ class LifelineHost:
             for line in lines:
                 talk.peer.heard = time.monotonic()
                 talk.peer.has_left = talk.peer.has_left or line + b"\n" == _BYE
+                if line + b"\n" == _OUT:
+                    self.is_out = True
+                    with suppress(OSError):  # full: the main thread will wake up anyway
+                        os.write(self._writer, b"!")
             if lines:
                 with suppress(OSError):  # full: it does not read, and the answer is one of many
                     connection.send(_BEAT)
@@ -339,10 +360,12 @@ class Lifeline:
         self.is_out = False
         """This node was taken for lost, and must not go on."""
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._says_bye = True
+        self._last_word = _BYE
         self._is_connected, self._stopping = threading.Event(), threading.Event()
         self._heard = self._looked = time.monotonic()
         """The last word of the first node's agent; when the thread last looked."""
+        self.answered = 0.0
+        """When that agent has last said a word."""
         self._ended: float | None = None
         self._gone: tuple[bool, float] | None = None
         """Silent or without a connection, and since when."""
@@ -364,9 +387,10 @@ class Lifeline:
         with suppress(BlockingIOError):
             os.read(self.fd, 512)
 
-    def close(self, *, says_bye: bool = True) -> None:
-        """At the end of the attempt: this node leaves by itself."""
-        self._says_bye = says_bye
+    def close(self, *, says_bye: bool = True, says_out: bool = False) -> None:
+        """At the end of the attempt: this node leaves by itself. `says_out`: the other side was succeeded, and must not
+        go on, in case that it ever wakes up."""
+        self._last_word = _OUT if says_out else _BYE if says_bye else b""
         self._stopping.set()
         self._wake()
         self._thread.join(_BEAT_S)
@@ -441,6 +465,7 @@ class Lifeline:
                     return
                 if not piece:
                     return
-                self._heard, self._host_has_left = time.monotonic(), _BYE in content
-            if self._says_bye:
-                connection.sendall(_BYE)
+                self._heard = self.answered = time.monotonic()
+                self._host_has_left = _BYE in content
+            if self._last_word:
+                connection.sendall(self._last_word)

@@ -11,6 +11,9 @@ wait. One of the agents hosts a new store, with the board of this recovery and o
 which); the others come to it, all tell their workers where it is (`rejoin.board.BOARD_FILE`), and from there on it is
 the first node. Who has not come within 10 s is lost, too.
 
+The store of the rendezvous, in which these things are settled, may be lost as well, with the node that hosts it. The
+recovery begins all the same, so that the workers come out, and waits for another one at the same endpoint (`endpoint`).
+
 Keys of the board, beside those of `rejoin.board` and `nodes`:
 
 ==========================  ============================================================================================
@@ -46,6 +49,7 @@ from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import NODES_REPLACED
+from mindx_elastic.rejoin.belonging import Deed
 from mindx_elastic.rejoin.board import BOARD_FILE
 from mindx_elastic.rejoin.lost_node import Answer, answer, why_in_vain
 from mindx_elastic.rejoin.protocol import Phase
@@ -82,10 +86,20 @@ class _Open:
 class _Succession:
     """The first node is lost, and the agents meet at the next one's."""
 
-    claim: Claim
+    claim: Claim | None
+    """None: it cannot be asked who that is, because the store of the rendezvous is lost."""
     gone: Gone
     late: float
-    """`time.monotonic` at which the others need not be waited for any longer."""
+    """`time.monotonic` at which the others need not be waited for any longer; without a claim: another store."""
+
+
+@dataclass
+class _Unsettled:
+    """This is the first node, and has lost others; the store of the rendezvous, which must hear of it, is lost, too."""
+
+    gone: list[Gone]
+    late: float
+    """`time.monotonic` at which another store need not be waited for any longer."""
 
 
 class WholeNodesRecovery(NodesRecovery):
@@ -105,8 +119,11 @@ class WholeNodesRecovery(NodesRecovery):
         self._nodes, self._place, self._connect_to, self._folder = nodes, place, connect_to, folder
         self._opens: list[_Open] = []
         self._succession: _Succession | None = None
+        self._unsettled: _Unsettled | None = None
         self._has_lost = self._is_named = False
         self._look_due = 0.0
+        self._endpoint_deed: Deed | None = None
+        """What the endpoint has said, since the store of the rendezvous was lost last."""
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -123,7 +140,8 @@ class WholeNodesRecovery(NodesRecovery):
         line = self._nodes.line
         if line is not None:
             line.drain()
-        return self._is_named or (line is not None and line.is_out)
+        host = self._nodes.host
+        return self._is_named or (line is not None and line.is_out) or (host is not None and host.is_out)
 
     def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
         generation = self._machine.generation + 1
@@ -176,16 +194,23 @@ class WholeNodesRecovery(NodesRecovery):
                 self._machine.note_refusal(f"{type(error).__name__}: {error}")
         if self._board is None and self.is_active:
             return self._machine.phase
-        return super().look()
+        was_active = self.is_active
+        phase = super().look()
+        if was_active and phase is Phase.RUN:
+            self._nodes.remember()  # another agent has a place now
+        return phase
 
     def close(self) -> None:
         super().close()
         self._withdraw()
+        self._nodes.give_up_seeking()
 
     def _look_at_place(self) -> None:
         now, board, generation = self._now, self._board, self._machine.generation
         assert now is not None and board is not None
-        if self._opens and self._opens[-1].place.generation == generation:
+        if self._unsettled is not None:
+            self._look_at_unsettled(self._unsettled)
+        elif self._opens and self._opens[-1].place.generation == generation:
             self._look_at_own_places(now, board)
         elif self._longer != generation and time.monotonic() > now.deadline:
             note = board.read([f"{generation}/open"]).get(f"{generation}/open")
@@ -218,8 +243,9 @@ class WholeNodesRecovery(NodesRecovery):
         super()._tell(trains=trains)
 
     def _hear_taker(self, now: Generation) -> None:
+        if self._board is None:  # there was none yet
+            return
         with suppress(*ERRORS):
-            assert self._board is not None
             keys = [f"{self._machine.generation}/taken/{node}" for node in range(self._nodes.num_nodes)]
             names = [str(note["name"]) for note in self._board.read(keys).values()]
             now.taken_by = printable("; ".join(names), _LONGEST)
@@ -250,7 +276,8 @@ class WholeNodesRecovery(NodesRecovery):
             self._tell_of_failure(RESTART)
         else:
             super()._give_up()
-        self._succession = None
+        self._succession = self._unsettled = None
+        self._nodes.give_up_seeking()
         self._withdraw()
 
     # --- a node is lost -----------------------------------------------------------------------------------------------
@@ -299,6 +326,7 @@ class WholeNodesRecovery(NodesRecovery):
             return ""
         generation = machine.generation + (not is_active)
         reason = f"{what}, during a recovery" if is_active else self.why_not(())
+        claim = None
         try:
             claim = self._nodes.claim(generation, refusal=reason)
             found = meaning(claim, node=self._nodes.node, first=gone.node)
@@ -308,8 +336,9 @@ class WholeNodesRecovery(NodesRecovery):
             if found is Meaning.RESTART:
                 reason = reason or claim.refusal or f"{what}, while the loss of another node is recovered"
         except ERRORS as error:
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            reason = reason or f"the store of the rendezvous cannot be asked who succeeds it ({printable(text, 200)})"
+            if not reason and not self._nodes.seek(generation, [gone.node]):
+                text = printable(f"{type(error).__name__}: {error}".partition("\n")[0], 200)
+                reason = f"the store of the rendezvous cannot be asked who succeeds it ({text})"
         if reason and is_active:
             machine.note_refusal(reason)
             return ""
@@ -318,17 +347,23 @@ class WholeNodesRecovery(NodesRecovery):
             return f"{what}; no recovery in place: {reason}"
         self._tell()
         machine.begin([])
-        self._board, self._seen, moment = None, generation, time.monotonic()
+        self._board, self._seen, self._endpoint_deed, moment = None, generation, None, time.monotonic()
         noticed = time.time()
         patience = SILENCE_S + self._timeout_s
         self._now = Generation(noticed - gone.for_s, noticed, what, moment + patience, node=gone.name)
-        self._succession = _Succession(claim, gone, moment + SILENCE_S)
+        late = moment + (self._timeout_s if claim is None else SILENCE_S)
+        self._succession = _Succession(claim, gone, late)
         self._tell_workers({"generation": generation})
+        if claim is None:
+            self._say_that_it_waits()
         return ""
 
     def _look_at_succession(self, now: _Succession) -> None:
         """Come to the new first node, and begin the recovery there. Raises ERRORS."""
         generation, node = self._machine.generation, self._nodes.node
+        if now.claim is None:
+            self._look_for_claim(now, generation)
+            return
         if self._board is None:
             self._move(now.claim, generation)
             return
@@ -336,6 +371,7 @@ class WholeNodesRecovery(NodesRecovery):
             return
         self._look_due = time.monotonic() + _LOOK_S
         board, key = self._board, f"{generation}/plan"
+        assert now.claim is not None
         if now.claim.node == node and not self._assembles(now, board, generation):
             return
         plan = board.read([key]).get(key)
@@ -349,6 +385,66 @@ class WholeNodesRecovery(NodesRecovery):
         logger.warning(
             "node %d hosts the workers' store now%s", now.claim.node, " (this one)" if now.claim.node == node else ""
         )
+
+    def _look_for_claim(self, now: _Succession, generation: int) -> None:
+        """Whether there is a store of the rendezvous again, and who succeeds the first node according to it. Raises
+        ERRORS."""
+        if self._meets_late(now.late) or time.monotonic() < self._look_due:
+            return
+        self._look_due = time.monotonic() + _LOOK_S
+        what = self._hear_endpoint()
+        claim = None
+        if what is Deed.CLAIM:
+            claim = self._nodes.claim(generation)
+        elif what is Deed.READ:
+            claim = self._nodes.read_claim(generation)
+        if claim is None:
+            return
+        found = meaning(claim, node=self._nodes.node, first=now.gone.node)
+        if found is Meaning.OUT:
+            self._is_named = True
+        elif found is Meaning.RESTART:
+            self._call_off(claim.refusal or f"{now.gone.name} is lost, while the loss of another node is recovered")
+        else:
+            assert self._now is not None
+            moment = time.monotonic()
+            now.claim, now.late = claim, moment + SILENCE_S
+            self._now.deadline = moment + SILENCE_S + self._timeout_s
+
+    def _say_that_it_waits(self) -> None:
+        logger.warning(
+            "the host of the rendezvous is lost; this node's ranks wait up to %.0f s for another one "
+            "(--rejoin-timeout): start the same command on the machine that has the address %s",
+            self._timeout_s,
+            self._nodes.endpoint,
+        )
+
+    def _meets_late(self, late: float) -> bool:
+        """Whether it is too late for another store of the rendezvous; then the recovery has been called off."""
+        if self._endpoint_deed is None and time.monotonic() > late:
+            self._call_off(
+                f"no other host of the rendezvous has come within {self._timeout_s:g} s (--rejoin-timeout); start the "
+                f"same command on the machine that has the address {self._nodes.endpoint}, and on the other nodes"
+            )
+            return True
+        if self._endpoint_deed is Deed.READ and time.monotonic() > late:
+            self._call_off(
+                "this agent has stood still, so that it may have been given up, and no other one has come to the host "
+                f"of the rendezvous at {self._nodes.endpoint} within {self._timeout_s:g} s (--rejoin-timeout)"
+            )
+            return True
+        return False
+
+    def _hear_endpoint(self) -> Deed | None:
+        """What is to be done at the endpoint; None: nothing yet, or this node is out, or the recovery is called off."""
+        if (found := self._nodes.found()) is not None:
+            self._endpoint_deed = found.deed
+            logger.info("the endpoint %s answers: %s", self._nodes.endpoint, found.deed.value)
+            if found.deed is Deed.OUT:
+                self._is_named = True
+            elif found.deed is Deed.RESTART:
+                self._call_off(f"at the endpoint {self._nodes.endpoint} the job has begun anew without this node")
+        return None if self._endpoint_deed in (Deed.OUT, Deed.RESTART) else self._endpoint_deed
 
     def _move(self, claim: Claim, generation: int) -> None:
         """The board, the plans and the agents' connections are at the new first node's."""
@@ -433,7 +529,16 @@ class WholeNodesRecovery(NodesRecovery):
             return ""
         generation = machine.generation + (now is Answer.BEGIN)
         lost = [gone.node, *(each.place.node for each in opens if now is Answer.OPEN)]
-        claim = self._nodes.settle_loss(generation, lost)
+        if self._unsettled is not None:
+            self._unsettled.gone.append(gone)
+            return ""
+        claim, is_settled = Claim(node=self._nodes.node), True
+        try:
+            claim = self._nodes.settle_loss(generation, lost)
+        except ERRORS:
+            is_settled = False
+            if not self._nodes.seek(generation, lost):
+                raise
         if claim.node != self._nodes.node and not claim.refusal:  # it has lost this one, and was faster
             self._is_named = True
             return ""
@@ -451,9 +556,43 @@ class WholeNodesRecovery(NodesRecovery):
             machine.begin([])
             self._tell_of_nodes(board, generation)
             self._board, noticed = board, time.time()
-            self._now = Generation(noticed - gone.for_s, noticed, what, 0.0)
-        self._open_place(gone)
+            self._now = Generation(noticed - gone.for_s, noticed, what, time.monotonic() + self._timeout_s)
+        if is_settled:
+            self._open_place(gone)
+            return ""
+        assert self._now is not None
+        self._now.node = self._now.node or gone.name
+        self._unsettled, self._endpoint_deed = _Unsettled([gone], self._now.deadline), None
+        self._say_that_it_waits()
         return ""
+
+    def _look_at_unsettled(self, now: _Unsettled) -> None:
+        """Whether there is a store of the rendezvous again: then the lost nodes' places are offered there. Raises
+        ERRORS."""
+        if self._meets_late(now.late) or time.monotonic() < self._look_due:
+            return
+        self._look_due = time.monotonic() + _LOOK_S
+        what, generation = self._hear_endpoint(), self._machine.generation
+        if what is None:
+            return
+        lost = {*(gone.node for gone in now.gone), *(each.place.node for each in self._opens)}
+        if what is Deed.CLAIM:
+            claim = self._nodes.settle_loss(generation, sorted(lost))
+        elif (read := self._nodes.read_claim(generation)) is None:
+            return
+        else:
+            claim = read
+        if claim.node != self._nodes.node and not claim.refusal:
+            self._is_named = True
+        elif claim.refusal:
+            self._call_off(claim.refusal)
+        else:
+            assert self._now is not None
+            deadline, self._unsettled = self._now.deadline, None
+            for gone in now.gone:
+                self._open_place(gone)
+            # The workers know of one time-out only, which has begun when the node was lost.
+            self._now.deadline = max(deadline, time.monotonic() + _LATER_S)
 
     def _open_place(self, gone: Gone) -> None:
         """Its place can be taken, behind those that are open already. Raises ERRORS."""

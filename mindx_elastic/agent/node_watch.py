@@ -6,19 +6,22 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from mindx_elastic.agent.endpoint import Finder, Found, Kept, address_of, identify, move, remember
 from mindx_elastic.agent.lifeline import Gone, Lifeline, LifelineHost
 from mindx_elastic.agent.nodes import connect
-from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
+from mindx_elastic.agent.rendezvous import HostedStoreRendezvous, reconnect
 from mindx_elastic.agent.vacancies import (
     Agent,
     Seeker,
     Vacancy,
     claim,
+    keys_of_agents,
     offer,
     root_store,
     say_who,
@@ -28,7 +31,7 @@ from mindx_elastic.agent.vacancies import (
 )
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.succession import Claim, keepers
 
@@ -44,11 +47,20 @@ class NodeWatch:
     ValueError, KeyError, TypeError."""
 
     def __init__(
-        self, handler: HostedStoreRendezvous, *, ranks: int, can_join: bool, stand_by: Callable[[], None]
+        self,
+        handler: HostedStoreRendezvous,
+        *,
+        ranks: int,
+        can_join: bool,
+        stand_by: Callable[[], None],
+        patience_s: float = 0.0,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
         """`ranks`: processes of this node. can_join: they can be started as new processes of a running job. `stand_by`
-        is called when this node begins to wait for a place."""
+        is called when this node begins to wait for a place. `patience_s`: how long a standby node waits for another
+        store of the rendezvous, where that is lost. `on_move` is called when `handler` uses another one."""
         self._handler, self._ranks, self._can_join = handler, ranks, can_join
+        self._on_move = on_move
         self._thread = ReadyThread("mindx-vacancies")
         self.node, self.num_nodes = 0, 1
         """Of this attempt."""
@@ -60,7 +72,20 @@ class NodeWatch:
         """To the first node's agent; None on the first node."""
         self._first_agent: Agent | None = None
         self._has_first_gone = False
-        handler.seeker = Seeker(handler.inner, self._claim_place, self._why_not, stand_by)
+        self._kept: list[Job[Kept]] = []
+        """What the meeting has left in the store of the rendezvous; the newest first."""
+        self._finder: Finder | None = None
+        self._own_claims: dict[int, Claim] = {}
+        """By recovery. A question to a store that stood still may be answered much later, beside another one."""
+        self._lock = threading.Lock()
+        handler.seeker = Seeker(
+            handler.inner,
+            self._claim_place,
+            self._why_not,
+            stand_by,
+            reconnect=lambda inner: reconnect(handler),
+            patience_s=patience_s,
+        )
 
     @property
     def place(self) -> Vacancy | None:
@@ -78,8 +103,12 @@ class NodeWatch:
         self.host, self.node, self.num_nodes = handler.lifelines, node, num_nodes
         self.first = 0 if self.place is None else self.place.host
         self._first_agent, self._has_first_gone = None, False
+        self._own_claims, self._kept = {}, []
         with suppress(Exception):  # any of torch's; then nobody succeeds the first node
             self._ask(partial(say_who, scope=handler.scope, agent=self._own(ranks)))
+        with suppress(Exception):  # then the host of the rendezvous may not be lost
+            handler.identity = self._ask(identify)
+        self.remember()
         if self.place is None and not self._open_line(ranks):
             return ""
         told, patience_s = [str(self.first)], _PATIENCE_S if self.place is None else 0.0
@@ -138,14 +167,86 @@ class NodeWatch:
         if self.host is not None:
             self.host.close(says_bye=not is_out)
         self.line = self.host = self._handler.lifelines = None
+        self._handler.identity = ""
+        self.give_up_seeking()
         if self._handler.seeker is not None:
             self._handler.seeker.was_out = is_out
 
-    def _hold(self, line: Lifeline | None) -> None:
-        """The one before ends without a goodbye: nobody is to wait for the node that it spoke for."""
+    def _hold(self, line: Lifeline | None, *, succeeds: bool = False) -> None:
+        """The one before ends without a goodbye: nobody is to wait for the node that it spoke for. `succeeds`: nor is
+        the one at its other end to go on."""
         if self.line is not None:
-            self.line.close(says_bye=False)
+            self.line.close(says_bye=False, says_out=succeeds)
         self.line = line
+
+    # --- the store of the rendezvous is lost --------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """What the others need, should the store of the rendezvous be lost."""
+        inner, scope, run_id = self._handler.inner, self._handler.scope, self._handler.get_run_id()
+        keys, num_nodes = keys_of_agents(run_id, scope, self.num_nodes), self.num_nodes
+        if address_of(inner) is None or not self._handler.identity:
+            return
+        thread = ReadyThread("mindx-meeting")
+        with suppress(RuntimeError):  # no more threads
+            job = thread.submit(lambda: remember(inner, root_store(inner), keys, num_nodes))
+            self._kept = [job, *self._kept[:2]]
+        thread.close(0.0)
+
+    def _what_is_kept(self) -> Kept | None:
+        for job in self._kept:
+            with suppress(Exception):  # of torch's: it has not answered
+                return job.wait(0.0)
+        return None
+
+    @property
+    def endpoint(self) -> str:
+        """``HOST:PORT`` of the rendezvous; empty: its store is none that has one."""
+        address = address_of(self._handler.inner)
+        return "" if address is None else f"{address[0]}:{address[1]}"
+
+    def seek(self, generation: int, lost: Sequence[int]) -> bool:
+        """The store of the rendezvous does not answer: look for it, or for another one at its address. Whether that can
+        be done."""
+        self.give_up_seeking()
+        if address_of(self._handler.inner) is None or not self._handler.identity or self._what_is_kept() is None:
+            return False
+        self._finder = Finder(
+            self._handler.inner,
+            run_id=self._handler.get_run_id(),
+            identity=self._handler.identity,
+            scope=self._handler.scope,
+            generation=generation,
+            node=self.node,
+            lost=lost,
+            kept=self._what_is_kept,
+            is_sure=self._is_sure,
+        ).start()
+        return True
+
+    def _is_sure(self) -> bool:
+        return self.host is not None and self.host.is_sure(self.line)
+
+    def found(self) -> Found | None:
+        """What `seek` has come to; None: nothing yet. A store in which the notes count is used from now on."""
+        if self._finder is None or (found := self._finder.found) is None:
+            return None
+        self._finder = None
+        if found.store is not None:
+            move(self._handler.inner, found)
+            self._handler.identity = found.identity
+            self._thread = ReadyThread("mindx-vacancies")  # the old one may be stuck
+            self._on_move()
+        return found
+
+    def give_up_seeking(self) -> None:
+        if self._finder is not None:
+            self._finder.stop()
+        self._finder = None
+
+    def read_claim(self, generation: int) -> Claim | None:
+        """Who hosts the board of this recovery; None: nobody yet."""
+        return self._ask(partial(claim, scope=self._handler.scope, generation=generation, own=None))
 
     # --- a place ------------------------------------------------------------------------------------------------------
 
@@ -214,13 +315,18 @@ class NodeWatch:
         def own() -> Claim:
             if refusal:
                 return Claim(node=self.node, refusal=refusal)
-            address, store_port = self._handler.host()
-            return Claim(node=self.node, address=address, port=store_port, lifeline=port)
+            with self._lock:
+                if generation not in self._own_claims:
+                    address, store_port = self._handler.host()
+                    mine = Claim(node=self.node, address=address, port=store_port, lifeline=port)
+                    self._own_claims[generation] = mine
+                return self._own_claims[generation]
 
         found = self._ask(partial(claim, scope=self._handler.scope, generation=generation, own=own))
         assert found is not None
         if found.node != self.node or found.refusal:
             self._handler.hosted = None
+            self._own_claims.pop(generation, None)
         return found
 
     def settle_loss(self, generation: int, lost: Sequence[int]) -> Claim:
@@ -236,13 +342,13 @@ class NodeWatch:
         """`found` is the first node from now on. Raises OSError where it cannot be reached."""
         address = (found.address, found.lifeline)
         if found.node == self.node:
-            self._hold(None)
+            self._hold(None, succeeds=True)
         else:
             line = self._line_to(address, self.node, ranks)
             if not line.start():
                 line.close(says_bye=False)
                 raise OSError(f"node {found.node}, which hosts the workers' store now, does not answer at {address}")
-            self._hold(line)
+            self._hold(line, succeeds=True)
         self._handler.lifeline = address
         self.first = found.node
         self._first_agent, self._has_first_gone = None, False

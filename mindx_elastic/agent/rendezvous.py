@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from mindx_elastic.agent.endpoint import is_store
 from mindx_elastic.agent.lifeline import LifelineHost
 from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
 from mindx_elastic.agreement.hosting import host_store
@@ -176,6 +177,9 @@ class HostedStoreRendezvous(RendezvousHandler):
         """Of this round, where there are other nodes. The caller closes them, unless another round begins."""
         self.lifeline: tuple[str, int] = ("", 0)
         """Where the first node's agent hears the others; port 0: it does not."""
+        self.identity = ""
+        """Of the store in which this attempt's agents have met; see `endpoint.identify`. Empty: between two attempts,
+        or not known."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.lifelines is not None:  # of a meeting that has come to nothing
@@ -254,6 +258,14 @@ class HostedStoreRendezvous(RendezvousHandler):
         return self.inner.get_run_id()
 
     def shutdown(self) -> bool:
+        """Not where others go on without this node: it must not close their rendezvous."""
+        with suppress(Exception):  # any of torch's; then it finds out by itself
+            inner: Any = self.inner
+            with inner._heartbeat_lock:
+                inner._state_holder.sync()
+            state = inner._state_holder.state
+            if state.complete and state.participants and inner._this_node not in state.participants:
+                return True
         return self.inner.shutdown()
 
 
@@ -265,8 +277,9 @@ _lock = threading.Lock()
 
 
 def reconnect(handler: RendezvousHandler) -> bool:
-    """Give `handler` a new connection if its own is broken. False: the store's host is gone, or this kind of handler
-    is not known.
+    """Give `handler` a new connection if its own is broken. False: the store's host is gone, or another one is in its
+    place, while the attempt that has met in the old one is under way (`endpoint`), or this kind of handler is not
+    known.
 
     Uses torch's private attributes; where they are not as in the versions known here, it does nothing, and the failure
     is handled as one that cannot be mended. Any thread; blocks for some seconds. Never raises.
@@ -301,6 +314,10 @@ def _reconnect(handler: RendezvousHandler) -> bool:
         )
         new.set_timeout(getattr(old, "timeout", _READ_TIMEOUT))
         if not _answers(new):
+            return False
+        known = getattr(handler, "identity", "")
+        if known and not is_store(new, handler.get_run_id(), known):
+            logger.debug("another store is at %s:%d now", old.host, old.port)
             return False
     except Exception as error:
         logger.debug("%s:%d cannot be reached: %s", old.host, old.port, error)
@@ -441,6 +458,10 @@ class Farewell:
             return []
         known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
         return ranks if known else []
+
+    def use(self, store: Any) -> None:
+        """The same from now on, in the place of the old one, whose host is lost."""
+        self._store = store
 
     def _bounded(self, work: Callable[[], _T], otherwise: _T) -> _T:
         """The store's machine may be gone, and a call to it has no time-out of its own."""

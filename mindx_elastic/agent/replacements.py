@@ -75,8 +75,10 @@ class Replacements:
             self._spares.renew(environment_of_spare(os.environ, self._context.envs[0]))
 
     def look(self, statuses: Mapping[int, Status]) -> None:
-        """Twice a second: fork the spares that are missing, once all ranks train."""
-        if self._spares is not None and statuses and all(status.boundaries for status in statuses.values()):
+        """Twice a second: fork the spares that are missing, once all ranks train: in a recovery they need the
+        processors."""
+        trains = len(statuses) == len(self._local) and all(status.boundaries for status in statuses.values())
+        if self._spares is not None and trains:
             self._spares.fill()
 
     def close(self) -> None:

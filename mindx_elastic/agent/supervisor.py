@@ -51,7 +51,7 @@ from mindx_elastic.agent.replacements import JOINER, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
-from mindx_elastic.agent.vacancies import Vacancy
+from mindx_elastic.agent.vacancies import Vacancy, round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
@@ -117,8 +117,14 @@ class Supervisor(LocalElasticAgent):
         if options.in_place and num_nodes > 1 and isinstance(spec.rdzv_handler, HostedStoreRendezvous):
             can_join = joining_command([str(each) for each in spec.args[_SHIM:]], sys.executable) is not None
             self._nodes = NodeWatch(
-                spec.rdzv_handler, ranks=spec.local_world_size, can_join=can_join, stand_by=self._stand_by
+                spec.rdzv_handler,
+                ranks=spec.local_world_size,
+                can_join=can_join,
+                stand_by=self._stand_by,
+                patience_s=options.rejoin_timeout_s,
+                on_move=self._move_store,
             )
+        self._farewell: Farewell | None = None
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
         self._has_said_why = False
@@ -182,6 +188,7 @@ class Supervisor(LocalElasticAgent):
         farewell = None
         if num_nodes > 1:
             farewell = Farewell(group.store, world_size=group.workers[0].world_size)
+        self._farewell = farewell
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
@@ -377,6 +384,9 @@ class Supervisor(LocalElasticAgent):
         if self._number >= 0 and self.ending.outcome == "stopped":
             return self.ending
         cause = f"{self.ending.cause}; then the nodes could not meet: {what}" if self._number >= 0 else what
+        if self._nodes is not None and self._nodes.endpoint and isinstance(error, CONNECTION_ERRORS):
+            where = f"the one with the address {self._nodes.endpoint} among them"
+            cause += f"; start the same command on all nodes, {where}"
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
 
     def note_error(self, error: Exception) -> None:
@@ -499,6 +509,15 @@ class Supervisor(LocalElasticAgent):
         joining = joining_command(whole[_SHIM + 1 :], sys.executable)
         assert joining is not None, "see NodeWatch"
         return (*whole[: _SHIM + 1], *joining)
+
+    def _move_store(self) -> None:
+        """The store of the rendezvous is another one now, with another host: what the nodes tell each other at the end
+        of the attempt goes over it."""
+        handler: Any = self._rdzv_handler
+        own: Any = self
+        own._store = own._worker_group.store = round_store(handler.inner)
+        if self._farewell is not None:
+            self._farewell.use(own._store)
 
     def _stand_by(self) -> None:
         """The job runs without this node, which may be needed in a moment."""

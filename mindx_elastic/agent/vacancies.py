@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from torch.distributed import PrefixStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed import DistNetworkError, PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousInfo
 
+from mindx_elastic.agent.endpoint import is_adopted
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin.succession import Claim
@@ -35,6 +36,7 @@ __all__ = [
     "Seeker",
     "Vacancy",
     "claim",
+    "keys_of_agents",
     "offer",
     "root_store",
     "round_store",
@@ -47,6 +49,7 @@ __all__ = [
 _PREFIX = "mindx-elastic"
 _LOOK_S = 0.1
 _PATIENCE_S = 10.0
+_PATIENCE_ADOPTED_S = 40.0  # the survivors have come to a new store, and wait 10 s for each other first
 _TRIES = 20
 _MOST_CHARS = 4000
 
@@ -149,6 +152,12 @@ def who_is(store: Any, run_id: str, scope: str, node: int, *, patience_s: float 
     return found
 
 
+def keys_of_agents(run_id: str, scope: str, num_nodes: int) -> list[str]:
+    """Where the agents of an attempt, and how many nodes it has, are to be read."""
+    root = f"{_PREFIX}/{run_id}"
+    return [f"{root}/nodes", *(f"{root}/agents/{scope}/{node}" for node in range(num_nodes))]
+
+
 def claim(store: Any, run_id: str, scope: str, generation: int, own: Callable[[], Claim] | None) -> Claim | None:
     """The claim that counts in a recovery, which is `own` if there was none; None: there is none. Blocks; raises what
     torch raises, ValueError, KeyError, TypeError, RecursionError."""
@@ -174,6 +183,18 @@ class _Redundant(Exception):
     """The rendezvous is complete without this node."""
 
 
+@dataclass
+class _Waiting:
+    """In front of a rendezvous."""
+
+    short_since: float | None = None
+    """`time.monotonic` since which the job has fewer nodes than it had."""
+    is_told: bool = False
+    """It has been said that this node waits."""
+    away_until: float | None = None
+    """Where the store was lost: until when another one is waited for, with the survivors in it."""
+
+
 class Seeker:
     """Waits in front of a rendezvous while its job runs without this node. Main thread.
 
@@ -187,45 +208,69 @@ class Seeker:
         claim: Callable[[Vacancy], bool],
         why_not: Callable[[Vacancy], str],
         stand_by: Callable[[], None] = lambda: None,
+        reconnect: Callable[[RendezvousHandler], object] = lambda handler: None,
+        patience_s: float = 0.0,
     ) -> None:
         """`claim`: whether the place is this node's now; raises what a board raises. `why_not`: why this node cannot
-        take it; empty: it can. `stand_by` is called when it begins to wait."""
+        take it; empty: it can. `stand_by` is called when it begins to wait. `reconnect` opens the connection to the
+        store of the rendezvous again, where another host has it now; `patience_s`: how long that is waited for."""
         self._handler, self._claim, self._why_not, self._stand_by = handler, claim, why_not, stand_by
+        self._reconnect, self._patience_s = reconnect, patience_s
         self._passed: set[str] = set()
         self.was_out = False
         """This node was taken for lost: the others go on, and torch may not know yet that it is none of them."""
 
     def seek(self) -> Vacancy | None:
         """The place that is this node's now; None: go into the rendezvous."""
-        store, holder = root_store(self._handler), getattr(self._handler, "_state_holder", None)
-        own = getattr(self._handler, "_this_node", None)
-        if store is None or holder is None or own is None or not hasattr(self._handler, "_heartbeat_lock"):
+        needed = ("_store", "_state_holder", "_this_node", "_heartbeat_lock")
+        if any(getattr(self._handler, name, None) is None for name in needed):
             return None
-        run_id, short_since, told = self._handler.get_run_id(), None, False
-        most = getattr(getattr(self._handler, "settings", None), "max_nodes", 0)
+        waiting = _Waiting()
         while True:
-            state = self._state(holder)
-            if state is None or state.closed or not state.complete:
-                return None
-            place = self._offered(store, run_id)
-            if place is not None and self._takes(place):
+            try:
+                is_over, place = self._look(waiting)
+            except (RendezvousConnectionError, DistNetworkError):
+                # Its host is lost. Where the job goes on without this node, its survivors wait for another one, too.
+                waiting.away_until = waiting.away_until or time.monotonic() + self._patience_s
+                if not waiting.is_told or time.monotonic() > waiting.away_until:
+                    raise
+                self._reconnect(self._handler)
+                time.sleep(_LOOK_S)
+                continue
+            if is_over:
                 return place
-            is_whole = len(state.participants) == self._num_nodes(store, run_id)
-            if own in state.participants and not (self.was_out and is_whole):
-                return None  # this is a restart
-            if len(state.participants) >= most:
-                short_since = None
-            elif len(state.participants) >= self._num_nodes(store, run_id):
-                return None  # none is lost: the job is to have one node more
-            else:
-                short_since = short_since or time.monotonic()
-                if time.monotonic() - short_since > _PATIENCE_S:
-                    return None
-            if not told:
-                told = True
-                logger.info("the job runs on %d nodes; this one waits for a place", len(state.participants))
-                self._stand_by()
             time.sleep(_LOOK_S)
+
+    def _look(self, waiting: _Waiting) -> tuple[bool, Vacancy | None]:
+        """Whether the wait is over, and the place."""
+        handler: Any = self._handler
+        store, own, run_id = handler._store, handler._this_node, handler.get_run_id()
+        state = self._state(handler._state_holder)
+        if state is None or state.closed:
+            return True, None
+        if not state.complete:
+            # Of a job that ran a moment ago, in a new store: its survivors come there before anybody else may begin.
+            return waiting.away_until is None or time.monotonic() > waiting.away_until, None
+        place = self._offered(store, run_id)
+        if place is not None and self._takes(place):
+            return True, place
+        num_nodes = self._num_nodes(store, run_id)
+        if own in state.participants and not (self.was_out and len(state.participants) == num_nodes):
+            return True, None  # this is a restart
+        if len(state.participants) >= getattr(getattr(handler, "settings", None), "max_nodes", 0):
+            waiting.short_since = None
+        elif len(state.participants) >= num_nodes:
+            return True, None  # none is lost: the job is to have one node more
+        else:
+            waiting.short_since = waiting.short_since or time.monotonic()
+            patience_s = _PATIENCE_ADOPTED_S if is_adopted(state) else _PATIENCE_S
+            if time.monotonic() - waiting.short_since > patience_s:
+                return True, None
+        if not waiting.is_told:
+            waiting.is_told = True
+            logger.info("the job runs on %d nodes; this one waits for a place", len(state.participants))
+            self._stand_by()
+        return False, None
 
     def next_rendezvous(self) -> tuple[Vacancy | None, RendezvousInfo | None]:
         """As `seek`, and where there is no place, a meeting: exactly one of the two. A node that has come to a meeting
@@ -239,7 +284,8 @@ class Seeker:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Within it, torch's wait for a meeting ends with `_Redundant` where that is over, and needs no more nodes."""
+        """Within it, torch's wait for a meeting ends with `_Redundant` where that is over, and needs no more nodes, or
+        where the survivors of a job have come meanwhile, which needs one in a lost one's place."""
         holder: Any = getattr(self._handler, "_state_holder", None)
         own = getattr(self._handler, "_this_node", None)
         if holder is None or own is None:
@@ -249,7 +295,10 @@ class Seeker:
 
         def sync_and_look() -> Any:
             done, state = sync(), holder.state
-            if state.complete and not state.closed and own in getattr(state, "redundancy_list", ()):
+            is_without = own in getattr(state, "redundancy_list", ()) or (
+                own not in state.participants and is_adopted(state)
+            )
+            if state.complete and not state.closed and is_without:
                 raise _Redundant
             return done
 

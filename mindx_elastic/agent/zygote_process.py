@@ -32,7 +32,7 @@ import sys
 import sysconfig
 import time
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -105,8 +105,19 @@ def _fork_orphan(descriptors: Sequence[int]) -> bool:
 # --- what is imported ---
 
 
+_LOOKS_FOR = {"tqdm.utils": "TQDM_"}
+"""Modules that go through the whole environment at their import, for variables that begin so. torch imports tqdm where
+it is installed."""
+
+
 class _Environment(type(os.environ)):  # type: ignore[misc]
     """`os.environ` that notes which variables are read."""
+
+    def items(self) -> ItemsView[str, str]:
+        prefix = _LOOKS_FOR.get(sys._getframe(1).f_globals.get("__name__", ""))
+        if prefix is None:
+            return super().items()  # type: ignore[no-any-return]
+        return {name: self[name] for name in super().__iter__() if name.startswith(prefix)}.items()
 
     def __getitem__(self, name: str) -> str:
         _read.add(name)

@@ -71,6 +71,9 @@ class Exchange(Protocol):
     def publish(self, name: str, value: str) -> None:
         """Main thread, after the start: make `value` known to all ranks."""
 
+    def tell(self, name: str, value: str) -> bool:
+        """As `publish`, in a stop: any thread, never blocks long, never raises. False: the store has not taken it."""
+
     def collect(self, name: str, timeout_s: float) -> list[str]:
         """Main thread, after the start: the values of all ranks, in rank order.
 
@@ -166,6 +169,10 @@ class LocalExchange(Gathering):
 
     def publish(self, name: str, value: str) -> None:
         self._values[name] = value
+
+    def tell(self, name: str, value: str) -> bool:
+        self.publish(name, value)
+        return True
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
         return [self._values[name]]

@@ -4,6 +4,7 @@ Keys, all under one prefix per attempt and guard:
 
 ==========================  =====================================================================
 ``request``                 the first stop request (compare-and-set), JSON
+``request/others``          how many ranks have asked for a stop and not been the first
 ``bell/{rank}``             rung once: wakes that rank's listener, which sleeps in `store.wait`
 ``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
 ``{round}/count``           how many ranks have offered; whoever makes it full concludes
@@ -19,7 +20,8 @@ have written is logged once and not obeyed: a rank goes on listening; a cell wit
 without sound offers ends with each rank acting alone. So a stranger who can write to the store can delay or prevent an
 agreement (a firewall must keep strangers out), but cannot make a rank ignore a stop.
 
-A round costs a rank O(1) store operations, and O(ranks) the one that concludes. We use connections of our own
+A stop costs a rank six store operations, whether one rank has heard the alarm or all have; O(ranks) values are written
+or read only by the one that concludes, and by the two that ring. We use connections of our own
 (`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
 
 Each rank has its own bell, so that a rank that ends can wake its own listener.
@@ -211,7 +213,7 @@ class StoreExchange(Gathering):
         message = self.seal.close("request", encode_request(mine))
 
         def ask() -> dict[str, Any]:
-            won, expected = None, b""
+            won, expected, found = None, b"", b""
             with self._lock:
                 for _ in range(_TRIES):
                     found = self._store.compare_set("request", expected, message)
@@ -221,8 +223,11 @@ class StoreExchange(Gathering):
                     except NotOursError as error:
                         self._warn_of_stranger("request", error)
                         expected = found
-                ranks = range(self.world_size)
-                self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
+                # Where a launcher signals all ranks, all of them ask: ranks squared, if each rang all bells. The winner
+                # rings, and the first other one, should the winner die before it does.
+                if won is None or found == message.encode() or self._store.add("request/others", 1) == 1:
+                    ranks = range(self.world_size)
+                    self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
             return mine if won is None else won
 
         try:
@@ -246,7 +251,7 @@ class StoreExchange(Gathering):
         has made it may have saved and left. False: that is done."""
         dead = [rank for rank in self.gone() if not self._has_offered(name, rank)]
         if dead:
-            self.abandon(f"{rank_list(dead)} {'is' if len(dead) == 1 else 'are'} gone")
+            self._abandon(f"{rank_list(dead)} {'is' if len(dead) == 1 else 'are'} gone", name)
         return not dead
 
     def _has_offered(self, name: str, rank: int) -> bool:
@@ -335,9 +340,12 @@ class StoreExchange(Gathering):
             return False
 
     def abandon(self, reason: str) -> None:
+        self._abandon(reason)
+
+    def _abandon(self, reason: str, *more: str) -> None:
         def settle() -> None:
             with self._lock:
-                for name in ("stop", "salvage"):
+                for name in dict.fromkeys(("stop", "salvage", *more)):
                     self._settle(name, Decision(None, reason))
 
         try:
@@ -447,6 +455,14 @@ class StoreExchange(Gathering):
         with self._lock:
             key = f"told/{name}/{self.rank}"
             self._store.set(key, self.seal.close(key, value))
+
+    def tell(self, name: str, value: str) -> bool:
+        try:
+            self._bounded(lambda: self.publish(name, value), _ANSWER_S)
+        except Exception as error:
+            logger.debug("rank %d could not tell the others its %r: %s", self.rank, name, error)
+            return False
+        return True
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
         keys = [f"told/{name}/{r}" for r in range(self.world_size)]

@@ -3,8 +3,8 @@
 A batch norm has three small buffers, and each call of torch for a tensor takes about as long as a hundred of its bytes
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
-wrong is checked before each reading: another tensor in the buffer's place, other memory or another shape of the same
-tensor.
+wrong is checked before each reading: another tensor in the buffer's place, other memory of the same tensor, or another
+meaning of that memory (see `capture.descriptions`).
 
 Rejected: to copy only what has another version. `torch.batch_norm` changes the running mean and variance without
 moving their ``_version`` (torch 2.13), and ``.data`` and numpy arrays of the same memory move none either.
@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.capture.descriptions import Descriptions
+
 __all__ = ["BufferBlock", "BufferReader", "view_of"]
 
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
-_data_ptr, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_data_ptr = torch.Tensor.data_ptr
 
 
 class BufferBlock:
@@ -32,11 +34,11 @@ class BufferBlock:
 
     def __init__(self, raw: bytes, slices: list[_Slice | None], outside: Sequence[torch.Tensor | None]) -> None:
         self.raw = raw
-        """The bytes of all plain tensors. The gaps between them are zero, so blocks are compared whole."""
+        """The bytes of all dense tensors. The gaps between them are zero, so blocks are compared whole."""
         self.slices = slices
         """The part of `raw` that each tensor is; None for one that is outside of it."""
         self.outside = outside
-        """Copies of the tensors that are not plain contiguous CPU memory; None for the others and for None."""
+        """Copies of the tensors that are not plain CPU memory; None for the others and for None."""
         self._views: list[torch.Tensor | None] | None = None
 
     @property
@@ -62,54 +64,59 @@ class BufferReader:
         """Those that it reads."""
         self.slices: list[_Slice | None] = []
         self._pieces: list[Any] = []
+        self._uneven: list[tuple[int, int]] = []
+        """Tensors whose elements lie apart, or are to be conjugated: by number, and where their piece is."""
+        plain: list[int] = []
         size = 0
-        plain = [i for i, tensor in enumerate(tensors) if tensor is not None and _is_plain(tensor)]
-        self._keeps = [tensors[i].untyped_storage() for i in plain]  # type: ignore[union-attr]  # addresses stay valid
-        for tensor in tensors:
-            if tensor is None or not _is_plain(tensor):
+        for i, tensor in enumerate(tensors):
+            if tensor is None or not _is_dense(tensor):
                 self.slices.append(None)
                 continue
             self.slices.append((size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-            if gap := -tensor.nbytes % _ALIGNMENT:
-                self._pieces += (_memory_of(tensor), bytes(gap))
-            else:
+            if _is_plain(tensor):
+                plain.append(i)
                 self._pieces.append(_memory_of(tensor))
+            else:
+                self._uneven.append((i, len(self._pieces)))
+                self._pieces.append(b"")
+            if gap := -tensor.nbytes % _ALIGNMENT:
+                self._pieces.append(bytes(gap))
             size += tensor.nbytes + gap
-        is_plain = set(plain)
-        self._others = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in is_plain]
+        self._keeps = [tensors[i].untyped_storage() for i in plain]  # type: ignore[union-attr]  # addresses stay valid
+        self._others = [i for i, t in enumerate(tensors) if t is not None and self.slices[i] is None]
+        self._not_plain = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in set(plain)]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
         of_plain = self._of_plain(self.tensors)
-        self._addresses, self._sizes = [*map(_data_ptr, of_plain)], [*map(_size, of_plain)]
-        tables = [i for i in plain if tensors[i].dim() > 1]  # type: ignore[union-attr]
-        self._tables = _getter(tables) if tables else None  # a vector has one stride
-        self._strides = [*map(_stride, self._tables(self.tensors))] if self._tables else []
-        self._other_shapes = [tensors[i].shape for i in self._others]  # type: ignore[union-attr]
+        self._addresses, self._descriptions = [*map(_data_ptr, of_plain)], Descriptions(of_plain)
+        self._other_kinds = self._kinds_of_others(self.tensors)
 
     def _of_plain(self, tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
         return tensors if self._plain is None else self._plain(tensors)
 
+    def _kinds_of_others(self, tensors: Sequence[Any]) -> list[object]:
+        live = [tensors[i] for i in self._not_plain]
+        return [(t.shape, t.dtype, t.device, t.layout, _is_plain(t)) for t in live]
+
     def fits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether `tensors`, as many, are the same ones, with the same memory and shapes."""
+        """Whether `tensors`, as many, are the same ones, with the same memory, and mean the same by it."""
         if not all(map(is_, tensors, self.tensors)):
             return False
         plain = self._of_plain(tensors)
-        if [*map(_data_ptr, plain)] != self._addresses or [*map(_size, plain)] != self._sizes:
+        if [*map(_data_ptr, plain)] != self._addresses or not self._descriptions.fit(plain):
             return False
-        if self._tables is not None and [*map(_stride, self._tables(tensors))] != self._strides:
-            return False
-        if not self._others:
-            return True
-        return [tensors[i].shape for i in self._others] == self._other_shapes  # type: ignore[union-attr]
+        return not self._not_plain or self._kinds_of_others(tensors) == self._other_kinds
 
-    def read_plain(self) -> bytes:
+    def read_raw(self) -> bytes:
         """What `BufferBlock.raw` is to be, now. Where the tensors still fit."""
+        for i, piece in self._uneven:
+            self._pieces[piece] = _bytes_of(self.tensors[i])  # type: ignore[arg-type]
         return b"".join(self._pieces)
 
     def read(self, earlier: BufferBlock | None = None) -> BufferBlock:
         """A copy as they are now. Where the tensors still fit. `earlier`: a block of this reader's whose tensors may be
         used again."""
-        raw = b"".join(self._pieces)
+        raw = self.read_raw() if self._uneven else b"".join(self._pieces)
         if not self._others:
             return BufferBlock(raw, self.slices, self._no_others)
         with torch.no_grad():
@@ -144,6 +151,12 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
+@torch.no_grad()
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    even = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(even.data_ptr(), even.nbytes) if even.nbytes else b""
+
+
 def _getter(indices: Sequence[int]) -> Any:
     """Gives those items of a sequence, as a sequence."""
     if len(indices) > 1:
@@ -151,13 +164,14 @@ def _getter(indices: Sequence[int]) -> Any:
     return lambda items: [items[i] for i in indices]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.is_contiguous()
         and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
     )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return _is_dense(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.tensor_memory import memory_of
+
 __all__ = ["UnknownArgumentError", "describe_arguments", "make_arguments", "sizes_in"]
 
 _MOST_VALUES = 1024
@@ -106,8 +108,8 @@ def _describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
         described["marks"] = _describe_marks(marks)
     limit = _FEW_VALUES if tensor.is_floating_point() else _MOST_VALUES
     if tensor.numel() <= limit and not tensor.is_complex():
-        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        described["values"] = base64.b64encode(values.numpy().tobytes()).decode()
+        values = tensor.detach().cpu().contiguous()
+        described["values"] = base64.b64encode(memory_of(values)).decode()
     return described
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
+from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
-from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, raw_rng, unpack_raw_rng
+from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
@@ -30,9 +31,12 @@ from mindx_elastic.errors import MismatchError, UsageError
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
 _has_changed = methodcaller("has_changed")
+_HEADER_ROOM = 512
+"""About the bytes that a tensor takes in a header, and the random generators."""
 _PROGRESS = tuple(field.name for field in fields(Position))
+_progress_of = attrgetter(*_PROGRESS)
 
-RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
+RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras", "neighbours")
 """Of what a checkpoint holds beside the job's objects."""
 
 
@@ -94,6 +98,7 @@ class Collector:
         self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
+        self._copies = [component.copy for component in self.components.values()]
         self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(self._adapted)
@@ -103,6 +108,7 @@ class Collector:
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
         self._ahead_rng: dict[str, Any] | None = None
+        self._raw_rng = RawRng()
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.boundary_event: Any = None
@@ -194,9 +200,9 @@ class Collector:
         for adapted in self._adapted:
             # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
-        for component in self.components.values():
-            component.copy()
-        self.rng = capture_rng(self.rng)
+        for copy in self._copies:
+            copy()
+        self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move
         self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop
         self._mark_devices()
@@ -238,19 +244,21 @@ class Collector:
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
         return state
 
-    def volatile(self) -> dict[str, Any]:
+    def volatile(self, *, everything: bool = False) -> dict[str, Any]:
         """The small part of the boundary's state that may differ from rank to rank where the weights do not. The
-        generators are as `raw_rng` gives them.
+        generators are as `raw_rng` gives them. `everything`: also objects that are too slow to copy at each boundary.
 
-        Nothing is copied. Call it in the training thread, right after `copy`.
+        Nothing is copied. Call it in the training thread, right after `copy`, or where `state` may be called.
         """
         modules = self._modules.items()
         state: dict[str, Any] = {
-            "rng": raw_rng(self.rng),
+            "rng": self._raw_rng.of(self.rng),
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules},
             "groups": {name: component.groups for name, component in self._optimizers.items()},
-            "plain": {name: component.state() for name, component in self._plain if not component.is_heavy},
+            "plain": {
+                name: component.state() for name, component in self._plain if everything or not component.is_heavy
+            },
         }
         if extras := {name: own for name, component in modules if (own := component.extras)}:
             state["extras"] = extras
@@ -260,10 +268,19 @@ class Collector:
             state["compiled_calls"] = self._compiled_calls
         return state
 
+    def expected_nbytes(self) -> int:
+        """About the size of a file of the whole state, also before the optimizers have any of theirs."""
+        tensors = {id(t): t for module in self._modules.values() for t in module.module.state_dict().values()}
+        tensors |= {id(t): t for optimizer in self._optimizers.values() for t in optimizer.tensors()}
+        known = [local_part(t) for t in tensors.values() if isinstance(t, torch.Tensor)]
+        coming = sum(optimizer.coming_nbytes() for optimizer in self._optimizers.values())
+        return sum(t.nbytes for t in known) + coming + _HEADER_ROOM * (1 + len(known))
+
     def _progress(self) -> dict[str, Any]:
-        position = self.position  # `asdict` copies deeply, which takes ten times as long
-        progress: dict[str, Any] = {name: getattr(position, name) for name in _PROGRESS}
-        return {**progress, "loop": self._loop} if self._loop else progress
+        progress: dict[str, Any] = dict(zip(_PROGRESS, _progress_of(self.position), strict=True))
+        if self._loop:
+            progress["loop"] = self._loop
+        return progress
 
     def copy_ahead(self) -> dict[str, Any]:
         """Forecast generators, buffers and named objects of the coming boundary. Training thread, after a forward.
@@ -272,9 +289,9 @@ class Collector:
         come out as foreseen; not those of a module whose buffers were replaced since the last boundary.
         """
         ahead = {name: module for name, module in self._foreseen.items() if module.copy_ahead()}
-        self._ahead_rng = capture_rng(self._ahead_rng)
+        self._ahead_rng = capture_rng(self.rng)
         state: dict[str, Any] = {
-            "rng": raw_rng(self._ahead_rng),
+            "rng": self._raw_rng.of(self._ahead_rng),
             "buffers": {name: module.buffers(ahead=True) for name, module in ahead.items()},
             "plain": self._forecast.look(),
         }

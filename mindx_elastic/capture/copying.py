@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["copy_items", "copy_tree", "map_tensors", "same_tree", "to_host"]
+__all__ = ["copy_items", "copy_tree", "map_containers", "map_tensors", "same_tree", "to_host"]
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
 """Immutable. A set: to look for a type in a tuple compares it with each one, and takes ten times as long."""
@@ -102,13 +102,31 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         done.clear()  # `walk` refers to itself: what it holds would stay until the garbage collector comes by
 
 
+def map_containers(value: Any) -> Any:
+    """`value` in containers of its own, as `map_tensors` makes them; everything else is the same object."""
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, dict):
+        copied = value.copy()
+        for key, item in value.items():
+            if type(item) not in _ATOMS:
+                copied[key] = map_containers(item)
+        return copied
+    if kind in (list, tuple):
+        return kind([map_containers(one) for one in value])
+    if kind is deque:
+        return deque([map_containers(one) for one in value], value.maxlen)
+    return value
+
+
 def _memory(tensor: torch.Tensor) -> object:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return id(tensor)  # a DTensor has no memory of its own, nor has a sparse tensor
     if tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
         return id(tensor)
-    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.untyped_storage().data_ptr(), *view)
+    view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *view)
 
 
 def to_host(state: Any, *, boundary_event: Any, copy: bool) -> Any:

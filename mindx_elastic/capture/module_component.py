@@ -21,7 +21,7 @@ from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
 from mindx_elastic.capture.pruning import Masks, original_names
 from mindx_elastic.capture.structure import Structure
-from mindx_elastic.capture.tables import buffers_of, parameters_of
+from mindx_elastic.capture.tables import buffers_of, named_parameters, parameters, parameters_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
@@ -63,7 +63,7 @@ class ModuleComponent:
         self.module = unwrap_module(module)
         _refuse_lazy(name, self.module)
         _reshard(self.module)
-        named = dict(self.module.named_parameters(remove_duplicate=False))
+        named = dict(named_parameters(self.module, remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
         self._named = named
         self.flags = Flags(self.module, named, _wrappers_of(module))
@@ -87,7 +87,7 @@ class ModuleComponent:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
+        return parameters(self.module)
 
     def live_parameters(self) -> list[torch.Tensor]:
         """Those that the module has at this moment, without a walk through it; sharded ones as `named` has them."""
@@ -104,7 +104,7 @@ class ModuleComponent:
         A parameter or module of the same name and shape is none of that, nor is a pruned parameter.
         """
         _reshard(self.module)
-        named = self._named = dict(self.module.named_parameters(remove_duplicate=False))
+        named = self._named = dict(named_parameters(self.module, remove_duplicate=False))
         self._sharded = named if self._sharded else {}
         self._masks.follow()
         self._loose.follow()
@@ -118,7 +118,7 @@ class ModuleComponent:
         """Whether the module has become what a start cannot make again, according to `follow`, which is not done."""
         if not self.structure.has_changed():
             return False
-        named = dict(self.module.named_parameters(remove_duplicate=False))
+        named = dict(named_parameters(self.module, remove_duplicate=False))
         return bool(self.structure.problems(original_names(named, Masks(self.module).places)))
 
     def _find_slots(self) -> None:
@@ -151,9 +151,13 @@ class ModuleComponent:
         if sum(map(len, self._tables)) != self._num_buffers:
             self._find_slots()  # a buffer was registered or deleted since
         if self._slots:
-            live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            try:
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            except KeyError:  # one was deleted, and another one registered
+                self._find_slots()
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
             if len(self._reader.slices) != len(live) or not self._reader.fits(live):
-                self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
+                self._reader = BufferReader(live)  # the first time, or a buffer was replaced, resized or retyped
             self._block = self._reader.read(self._block)
         if self._extras:
             self._extra_copies = self.look()
@@ -164,9 +168,14 @@ class ModuleComponent:
     def copy_ahead(self) -> bool:
         """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
         reader = self._reader
-        if self._slots and not reader.fits([*map(getitem, self._slot_tables, self._slot_keys)]):
-            return False
-        self._ahead = BufferBlock(reader.read_plain(), reader.slices, ())
+        if self._slots:
+            try:
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            except KeyError:
+                return False
+            if not reader.fits(live):
+                return False
+        self._ahead = BufferBlock(reader.read_raw(), reader.slices, ())
         return True
 
     def loose_ahead(self) -> dict[str, torch.Tensor]:
@@ -329,6 +338,8 @@ class ModuleComponent:
             return
         if how == "in place" and own.dtype == saved.dtype and own.untyped_storage().resizable():
             own.resize_(saved.shape)  # DDP and others may hold it
+        elif how == "in place" and type(own) is torch.Tensor and own.layout is saved.layout is torch.strided:
+            own.data = torch.empty_like(saved, device=own.device)  # was retyped; the object stays for the same reason
         elif (own.shape, own.dtype) != (saved.shape, saved.dtype):
             child._buffers[key] = torch.empty_like(saved, device=own.device)
 
@@ -366,7 +377,7 @@ class ModuleComponent:
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         """Parameters by name, tied ones under each; sharded ones as they were at the last change (see `state`)."""
-        return self._sharded or dict(self.module.named_parameters(remove_duplicate=False))
+        return self._sharded or dict(named_parameters(self.module, remove_duplicate=False))
 
     @property
     def is_sharded(self) -> bool:
@@ -411,7 +422,7 @@ def _is_part(saved: object, live: torch.Tensor | None) -> bool:
 
 
 def _refuse_lazy(name: str, module: nn.Module) -> None:
-    tensors = (*module.named_parameters(), *module.named_buffers())
+    tensors = (*named_parameters(module), *module.named_buffers())
     if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
         problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
         raise UnsupportedStateError(name, f"{problem}. Run one batch through the model before the guard is made")

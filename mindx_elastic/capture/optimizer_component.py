@@ -3,6 +3,7 @@ schedulers change them between two."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.copying import copy_items, copy_tree, map_tensors
+from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
@@ -66,6 +67,19 @@ class OptimizerComponent:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that it updates, in the order of their numbers in its state."""
         return [p for group in self.local.param_groups for p in group["params"]]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of its state that there are now."""
+        return [t for values in self.local.state.values() for _, t in _tensors_in(values, "")]
+
+    def coming_nbytes(self) -> int:
+        """A guess: what its first step adds to its state."""
+        found = 0
+        for group in self.local.param_groups:
+            moments = 2 + bool(group.get("amsgrad")) if "betas" in group else int(bool(group.get("momentum")))
+            new = (p for p in group["params"] if p.requires_grad and not self.local.state.get(p))
+            found += moments * sum(local_part(p).nbytes for p in new)
+        return found
 
     def copy(self) -> None:
         self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
@@ -134,14 +148,14 @@ class OptimizerComponent:
 
     def state(self) -> dict[str, Any]:
         optimizer, retired = self._without_retired()
-        state = dict(map_tensors(optimizer.state_dict(), local_part))
+        state = _with_local_parts(optimizer.state_dict())
         state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():
             state["sharded"] = sharded
         if self._named is not None:
             state["names"] = self._named
         if retired:
-            state["retired"] = map_tensors(retired, local_part)
+            state["retired"] = _with_local_parts(retired)
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
@@ -240,6 +254,21 @@ class OptimizerComponent:
             for key, value in saved.items():
                 if key in loaded:
                     loaded[key] = _with_dtypes_of(value, loaded[key])
+
+
+def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `state`, its tensors apart: with this rank's part of each DTensor."""
+    if _has_dtensor(state):
+        return dict(map_tensors(state, local_part))
+    return dict(map_containers(state))
+
+
+def _has_dtensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_dtensor, value.values()))
+    if isinstance(value, (list, tuple, deque)):
+        return any(map(_has_dtensor, value))
+    return isinstance(value, DTensor)
 
 
 def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:

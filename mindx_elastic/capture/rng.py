@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from mindx_elastic.core.mersenne import (
 from mindx_elastic.errors import MismatchError
 
 __all__ = [
+    "RawRng",
     "capture_rng",
     "equal_rng",
     "kept_rng",
@@ -79,6 +81,22 @@ def raw_rng(state: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+class RawRng:
+    """`raw_rng` of one captured state after another: the very same dict again while no generator has moved."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Any] = {}
+        self._raw: dict[str, Any] = {}
+
+    def of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Never change in place what it gives."""
+        # A part of a captured state is never changed, and the same object where its generator has not moved.
+        if state.keys() != self._of.keys() or not all(map(is_, state.values(), self._of.values())):
+            self._raw = raw_rng(state)
+            self._of = state
+        return self._raw
+
+
 def unpack_raw_rng(raw: dict[str, Any]) -> dict[str, Any]:
     """What `pack_rng` gives, from what `raw_rng` or `pack_rng` has given. Raises ValueError."""
     python, numpy = raw.get("python"), raw.get("numpy")
@@ -112,7 +130,7 @@ def equal_rng(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The streams that two captured states have differently: "python", "torch", "numpy", "cuda"."""
     moved = []
-    if one["python"] != other["python"]:
+    if one["python"] is not other["python"] and one["python"] != other["python"]:
         moved.append("python")
     if not _equal_bytes(one["torch"], other["torch"]):
         moved.append("torch")
@@ -129,6 +147,8 @@ def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _equal_numpy(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if isinstance(one, NumpyState):
         return bool(one == other)
     if isinstance(one, dict):

@@ -10,6 +10,8 @@ __all__ = ["TensorCopy"]
 
 _SMALL = 1 << 12  # bytes; compared in about a microsecond
 _FIRST = 10
+_WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Subclasses may have no memory of their own."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,6 +32,7 @@ class TensorCopy:
         """The tensor has been copied anew since."""
         self._always = tensor.is_inference()  # it has no counter
         self._version = -1 if self._always else tensor._version
+        self._description = self._describe()
         self._renewals = 0
         self._compares = closely and tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
         self._sum = _sum_of_bits(tensor) if is_original else 0
@@ -38,8 +41,15 @@ class TensorCopy:
 
     @property
     def is_stale(self) -> bool:
-        """The tensor's counter has moved since the copy, or it has none."""
-        return self._always or self._version != self.tensor._version
+        """The tensor's counter has moved since the copy, or it has none; or the tensor has other memory now or means
+        something else by it (``.data = ...``), which moves no counter."""
+        return self._always or self._version != self.tensor._version or self._description != self._describe()
+
+    def _describe(self) -> tuple[object, ...]:
+        tensor = self.tensor
+        if type(tensor) not in _WITH_ADDRESS or tensor.layout is not torch.strided:
+            return tensor.dtype, tensor.shape
+        return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
     def renew(self) -> None:
         """A boundary: copy the tensor if it has changed."""
@@ -60,6 +70,7 @@ class TensorCopy:
     @torch.no_grad()
     def _copy(self) -> None:
         self.value = self.tensor.detach().clone()
+        self._description = self._describe()
         if not self._always:
             self._version = self.tensor._version
 
@@ -67,6 +78,8 @@ class TensorCopy:
     def _is_same(self) -> bool:
         if self.value is None:
             return _sum_of_bits(self.tensor) == self._sum
+        if self.value.dtype != self.tensor.dtype:
+            return False
         return torch.equal(local_part(self.value), local_part(self.tensor))
 
 

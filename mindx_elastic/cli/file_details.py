@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mindx_elastic.persist.catalog import CatalogEntry
     from mindx_elastic.persist.format import Header
 
-__all__ = ["describe_file", "print_file"]
+__all__ = ["describe_file", "described_share", "print_file", "share_text"]
 
 _DATA_TAGS = ("$tensor", "$ndarray", "$blob")
 _PAIR_TAGS = ("$map", "$odict", "$counter")
@@ -58,7 +58,29 @@ def describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: boo
         "num_tensors": len(header.entries),
         "tensor_bytes": sum(tensor.end - tensor.start for tensor in header.entries.values()),
         "parts": _parts(header),
+        **described_share(header),
     }
+
+
+def described_share(header: Header) -> dict[str, Any]:
+    """Which parts of a divided state the file holds (from 1), and whose small states beside its own rank's."""
+    from mindx_elastic.persist.places import neighbours_in
+
+    held = header.held
+    return {
+        "divided_into": None if held is None else held.division.count,
+        "holds_parts": None if held is None else [part + 1 for part in held.parts],
+        "small_states_of": sorted(neighbours_in(header)),
+    }
+
+
+def share_text(share: dict[str, Any]) -> str:
+    """The same in words; empty: the file holds all of its rank's state."""
+    if share["divided_into"] is None:
+        return ""
+    parts = share["holds_parts"]
+    numbers = ", ".join(map(str, parts))
+    return f"part{'' if len(parts) == 1 else 's'} {numbers} of {share['divided_into']}"
 
 
 def _parts(header: Header) -> list[dict[str, Any]]:
@@ -135,6 +157,11 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", human_size(details["size_bytes"])),
         ("digests", verified),
     ]
+    if share_text(details):
+        lines.append(("divided", f"{share_text(details)} of the state; the rest is in the files of other ranks"))
+    if details["small_states_of"]:
+        ranks = ", ".join(map(str, details["small_states_of"]))
+        lines.append(("also holds", f"the small state (random numbers, buffers) of rank {ranks}"))
     lines += [("not exact" if n == 0 else "", note) for n, note in enumerate(details["unmanaged"])]
     lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
     lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []

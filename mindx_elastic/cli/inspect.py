@@ -27,9 +27,10 @@ from mindx_elastic.cli.common import (
     nothing_found,
     printable,
 )
-from mindx_elastic.cli.file_details import describe_file, print_file
+from mindx_elastic.cli.file_details import describe_file, described_share, print_file, share_text
 from mindx_elastic.cli.verify import check_entries, entries_at
 from mindx_elastic.core.printable import listed
+from mindx_elastic.core.rank_lists import rank_list
 
 if TYPE_CHECKING:
     from mindx_elastic.inventory.inventory import Inventory, Step
@@ -180,6 +181,7 @@ def _file(entry: CatalogEntry, findings: _Findings | None) -> dict[str, Any]:
         "created": info.created,
         "verified": None if findings is None else not problems,
         "problems": problems,
+        **({} if entry.header is None else described_share(entry.header)),
     }
 
 
@@ -266,6 +268,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
         for file in step["files"]:
             if file["problems"]:
                 lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
+        lines += _shares(step)
     lines += _notes(report)
     if report["problems"]:
         lines += ["", "cannot be used:"]
@@ -275,6 +278,18 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
     lines += ["", *_conclusion(report)]
     for line in lines:
         console.print(printable(line), soft_wrap=True)
+
+
+def _shares(step: dict[str, Any]) -> list[str]:
+    """Which ranks hold what of a step that they have divided."""
+    held: dict[str, list[int]] = {}
+    for file in step["files"]:
+        if text := share_text(file):
+            held.setdefault(text, []).append(file["rank"])
+    if not held:
+        return []
+    shown = [f"{text} in {rank_list(sorted(set(ranks)))}'s file" for text, ranks in held.items()]
+    return [f"step {step['step']} is divided: {listed(shown, 8, '; ')}"]
 
 
 def _notes(report: dict[str, Any]) -> list[str]:

@@ -15,12 +15,14 @@ import typer
 from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
 from mindx_elastic.cli.convert import convert_command
+from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.msrun import msrun_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
-from mindx_elastic.cli.prove import PROVE_SETTINGS, ProveCommand, prove_command
+from mindx_elastic.cli.prove import prove_command
 from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, run_command
+from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
 from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
 
@@ -41,8 +43,11 @@ app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SET
 app.command("msrun", help=unwrapped(msrun_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(
     msrun_command
 )
-app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=PROVE_SETTINGS, cls=ProveCommand)(
+app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=SCRIPT_SETTINGS, cls=ScriptCommand)(
     prove_command
+)
+app.command("drill", help=unwrapped(drill_command.__doc__), context_settings=SCRIPT_SETTINGS, cls=ScriptCommand)(
+    drill_command
 )
 app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
@@ -75,6 +80,7 @@ def _common(
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
     mindx-elastic prove -- train.py               stop and resume it, compare every step, name the first difference
+    mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost, how long it took, still the same?
     mindx-elastic inspect ckpt                    list the checkpoints, newest first
     mindx-elastic inspect ckpt --json | jq .      the same for a script
     mindx-elastic inspect ckpt/resnet-2_17.safetensors

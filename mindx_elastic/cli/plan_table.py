@@ -19,7 +19,7 @@ from rich.text import Text
 
 from mindx_elastic.cli.common import human_age, human_size, printable
 from mindx_elastic.core.moment import moment_name
-from mindx_elastic.core.rank_lists import rank_ranges
+from mindx_elastic.core.rank_lists import rank_list, rank_ranges
 from mindx_elastic.core.strategy import LayoutClass
 from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan
 
@@ -147,6 +147,11 @@ def _row(key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str
         what = f"rank {donor}'s file"
     else:
         what = "their own files" if several else "its own file"
+    if not assembled and any(each.others for each in ranks):
+        what += " and parts of others'"
+    small = sorted({each.small_from.rank for each in ranks if each.small_from is not None})
+    if small:
+        what += f", small state from {rank_list(small)}"
     return rank_ranges(each.rank for each in ranks), what, _sizes(ranks), _paths(ranks, directory)
 
 

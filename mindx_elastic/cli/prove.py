@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -22,42 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
 
 from mindx_elastic.cli.common import fail, make_console, printable
+from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mindx_elastic.prove.proof import Proof, Row
+    from mindx_elastic.prove.baseline import Proof, Row
 
-__all__ = ["PROVE_SETTINGS", "ProveCommand", "prove_command"]
+__all__ = ["prove_command"]
 
-PROVE_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 _STOPS = 5
-_MARK = "--mindx-script--"  # stands between the agent's options and the script
-
-
-class ProveCommand(TyperCommand):
-    """Leaves alone what comes after ``--``: the script, its options and its own ``--``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own, script = _split(args)
-        ctx.meta[_MARK] = script
-        return super().parse_args(ctx, own)
-
-
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options and the agent's; the script and its arguments. Without ``--`` the script is the first word that names
-    a Python file."""
-    if "--" in args:
-        at = list(args).index("--")
-        return list(args[:at]), list(args[at + 1 :])
-    for at, word in enumerate(args):
-        if word.endswith(".py") and not word.startswith("-"):
-            return list(args[:at]), list(args[at:])
-    return list(args), []
-
 
 _Stops = Annotated[str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")]
 _Steps = Annotated[
@@ -146,9 +115,9 @@ def prove_command(
     mindx-elastic prove --nproc-per-node 2 --kill -- train.py
     mindx-elastic prove --junit prove.xml -- -m project.train
     """
-    script, agent = list(ctx.meta[_MARK]), list(ctx.args)
+    script, agent = script_of(ctx), list(ctx.args)
     number = _number_of(stops)
-    _check(script, agent, junit, [name for parameter in ctx.command.params for name in parameter.opts])
+    check_line("prove", script, agent, junit, [name for parameter in ctx.command.params for name in parameter.opts])
     wanted = _Wanted(
         script=script,
         agent=agent,
@@ -161,40 +130,10 @@ def prove_command(
         keep=keep,
     )
     began = time.monotonic()
-    with _interruptible():
+    with interruptible():
         proof = _prove(wanted)
     _tell(proof, wanted, time.monotonic() - began, as_json=as_json, junit=junit)
     raise typer.Exit(proof.exit_code)
-
-
-def _check(script: Sequence[str], agent: Sequence[str], junit: Path | None, own: Sequence[str]) -> None:
-    """Refuse at once what would otherwise be found out by each run, or after the last one."""
-    if not script:
-        fail('name the script behind "--": mindx-elastic prove -- train.py')
-    if script[0] == "-m" and len(script) < 2:
-        fail("-m needs the name of a module")
-    if script[0] == "-m" and PathFinder.find_spec(script[1].partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        fail(f"-m {script[1]}: no such module")
-    if script[0] != "-m" and not os.path.isfile(script[0]):
-        fail(f"{script[0]}: no such file")
-    if agent and not agent[0].startswith("-"):
-        fail(f'{agent[0]} is no option; the script comes behind "--"')
-    if agent:
-        _check_agent(agent, own)
-    if junit is not None and (junit.is_dir() or not os.access(junit.absolute().parent, os.W_OK | os.X_OK)):
-        fail(f"--junit {junit}: no file can be written there")
-
-
-def _check_agent(agent: Sequence[str], own: Sequence[str]) -> None:
-    """`own`: the names of our options, one of which may have been meant."""
-    from mindx_elastic.agent.options import check_options
-
-    try:
-        check_options(agent)
-    except UsageError as error:
-        near = get_close_matches(agent[0].partition("=")[0], own, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        fail(f"{error}; neither of prove nor of mindx-elastic run{hint}" if "no such" in str(error) else str(error))
 
 
 def _number_of(stops: str) -> int | None:
@@ -203,21 +142,6 @@ def _number_of(stops: str) -> int | None:
     if not stops.isdecimal() or int(stops) < 1:
         fail(f"--stops {stops}: give a number from 1, or all")
     return int(stops)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the runs and removes their folders, as Ctrl-C does."""
-
-    def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + signum)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _prove(wanted: _Wanted) -> Proof:
@@ -284,7 +208,7 @@ def _table(proof: Proof) -> Table:
 
 
 def _print_result(console: Console, proof: Proof, seconds: float) -> None:
-    from mindx_elastic.prove.proof import steps_in_words
+    from mindx_elastic.prove.baseline import steps_in_words
     from mindx_elastic.prove.report import describe
 
     first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
@@ -319,7 +243,7 @@ def _print_notes(console: Console, proof: Proof, wanted: _Wanted) -> None:
 
 
 def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:
-    from mindx_elastic.prove.proof import steps_in_words
+    from mindx_elastic.prove.baseline import steps_in_words
 
     is_first = row is proof.rows[0]
     result = row.verdict.outcome

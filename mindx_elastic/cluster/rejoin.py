@@ -58,6 +58,7 @@ class ClusterMember(Member):
         self.is_joiner = 0 < len(link.group.new) < link.group.size
         self._timeout_s = max(self._timeout_s, _LEAST_TIMEOUT_S)
         self.page = _NoPage()
+        self._shares_orders = False  # there are no spares
         self.events: EventLog | None = None
         """Of the guard that is open."""
         self._untold: Verdict | None = None

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,17 @@ from mindx_elastic.persist.writer import write_checkpoint
 
 __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 
-_OF_EACH_RANK = {"rng", "loader", "progress", "gradient_order", "compiled_calls", "module_extras", "train", "callbacks"}
+_OF_EACH_RANK = {
+    "rng",
+    "loader",
+    "progress",
+    "gradient_order",
+    "compiled_calls",
+    "module_extras",
+    "neighbours",
+    "train",
+    "callbacks",
+}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
 _FEW_RANKS = 1 << 12
 _REFERENCES = ("$tensor", "$ndarray", "$blob")
@@ -70,6 +81,11 @@ def find_step(path: Path, step: int | None) -> OurStep:
             raise UsageError(
                 f"{path} is rank {info.rank}'s part of {info.world_size}: give the directory that holds all ranks, and "
                 f"--step {info.step}"
+            )
+        if file.header.held is not None and len(file.header.held.parts) < file.header.held.division.count:
+            raise UsageError(
+                f"{path} is one of the files among which {info.world_size} ranks have divided their state: give the "
+                f"directory that holds all of them, and --step {info.step}"
             )
         if step is not None and step != info.step:
             raise UsageError(f"{path} is of step {info.step}, not {step}")
@@ -177,7 +193,7 @@ class _Step:
     def _belong_together(
         self, name: str, file: RankFile, spec: TensorSpec | None, other: TensorSpec | None, owner: int
     ) -> bool:
-        same = self._digest(owner, name) == file.header.digests[name]
+        same = self._digest(owner, name) == file.header.digests.get(name, "")
         if name.partition(".")[0] in _OF_EACH_RANK:
             return True
         if not agree(spec, other):  # such as weights that ranks keep equal by themselves
@@ -211,14 +227,31 @@ class _Step:
             digest = self._digest(rank, name)
             same = [r for r in self.files if digest == self._digest(r, name)] if digest else []
             ranks = list(dict.fromkeys([rank, *sorted(same)]))
-            return first_healthy(name, ranks, lambda r: self._first(r, lambda file: file.tensor(name)))
+            return first_healthy(name, ranks, lambda r: self._first(r, lambda file: self._whole(file, name)))
 
         self._check_assumed(name, rank, spec)
 
         def part(holder: int) -> torch.Tensor | None:
-            return self._first(holder, lambda file: file.part_of(spec))
+            return self._first(holder, lambda file: self._whole(file, file.name_of(spec)))
 
         return assemble(name, spec.layout, spec.shape, part, self.scratch)
+
+    def _whole(self, file: RankFile, name: str | None) -> torch.Tensor | None:
+        """A tensor of a file, put together from the files of all ranks where they have divided it."""
+        divided = None if name is None else file.divided(name)
+        if name is None or divided is None:
+            return None if name is None else file.tensor(name)
+        everybody = [file, *(each for files in self.files.values() for each in files if each is not file)]
+        whole: torch.Tensor | None = None
+        for piece in divided.pieces:
+            rows = _first_sound([partial(each.rows_of, name, piece, file) for each in everybody])
+            if rows is None:
+                return None
+            if len(divided.pieces) == 1:
+                return rows
+            whole = self.scratch.empty(divided.shape, rows.dtype) if whole is None else whole
+            whole[piece.start : piece.stop] = rows
+        return whole
 
     def _check_assumed(self, name: str, rank: int, spec: TensorSpec) -> None:
         """That ranks are equal may be no more than likely (see `capture.layouts`): their digests tell.
@@ -244,18 +277,24 @@ class _Step:
 
     def _first(self, rank: int, read: Any) -> torch.Tensor | None:
         """From the first of the rank's files that has it sound."""
-        problem: CorruptCheckpointError | None = None
-        for file in self.files.get(rank, ()):
-            try:
-                found: torch.Tensor | None = read(file)
-            except CorruptCheckpointError as error:
-                problem = problem or error
-            else:
-                if found is not None:
-                    return found
-        if problem is not None:
-            raise problem
-        return None
+        return _first_sound([partial(read, file) for file in self.files.get(rank, ())])
+
+
+def _first_sound(reads: Sequence[Callable[[], torch.Tensor | None]]) -> torch.Tensor | None:
+    """What the first of `reads` gives that gives something and meets no damage. Raises CorruptCheckpointError where
+    nothing but damage was found."""
+    problem: CorruptCheckpointError | None = None
+    for read in reads:
+        try:
+            found = read()
+        except CorruptCheckpointError as error:
+            problem = problem or error
+        else:
+            if found is not None:
+                return found
+    if problem is not None:
+        raise problem
+    return None
 
 
 def _names(file: RankFile | None) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from mindx_elastic.convert.mapped import MappedFile
+from mindx_elastic.core.division import Divided, Piece, piece_name
 from mindx_elastic.core.strategy import LayoutRecord, TensorSpec
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UsageError
 from mindx_elastic.persist.format import Header
@@ -28,7 +29,7 @@ class RankFile:
         self._file: MappedFile | None = None
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """None where the file does not have it. Raises CorruptCheckpointError."""
+        """None where the file does not have it, or not all of it. Raises CorruptCheckpointError."""
         entry = self.header.entries.get(name)
         if entry is None:
             return None
@@ -63,14 +64,31 @@ class RankFile:
         names = volatile.get(component) if isinstance(volatile, dict) else None
         return isinstance(names, list) and rest in names
 
-    def part_of(self, spec: TensorSpec) -> torch.Tensor | None:
-        """This rank's part of `spec`, whatever the file calls it."""
+    def name_of(self, spec: TensorSpec) -> str | None:
+        """What the file calls this rank's part of `spec`. Raises MismatchError."""
         name = self._names.get(spec.key)
-        if name is None:
-            return None
-        if not agree(self.specs[name], spec):
+        if name is not None and not agree(self.specs[name], spec):
             raise MismatchError(f"{self.path}: {name} is laid out otherwise than in the other files", path=self.path)
-        return self.tensor(name)
+        return name
+
+    def divided(self, name: str) -> Divided | None:
+        """The tensor among those that replicas have divided; None: it is not one of them."""
+        held = self.header.held
+        return None if held is None else held.division.tensors.get(name)
+
+    def rows_of(self, name: str, piece: Piece, like: RankFile) -> torch.Tensor | None:
+        """The rows of `piece` of the tensor `name` that `like` has divided with its replicas; None: not in this file.
+        Raises CorruptCheckpointError."""
+        own, theirs = self.header.held, like.header.held
+        divided = like.divided(name)
+        if divided is None or theirs is None:
+            return None
+        if own is None:
+            whole = self.tensor(name) if self.header.tensor_types.get(name) == (divided.dtype, divided.shape) else None
+            return None if whole is None else whole[piece.start : piece.stop]
+        if own.key != theirs.key or piece.part not in own.parts:
+            return None
+        return self.tensor(piece_name(name, divided, piece))
 
 
 def agree(one: TensorSpec | None, other: TensorSpec | None) -> bool:
@@ -92,7 +110,7 @@ def _specs(path: Path, header: Header) -> dict[str, TensorSpec]:
     named = record.get("tensors", {})
     whole = record.get("default") is not None
     try:
-        places = {n: (e.dtype, e.shape) for n, e in header.entries.items() if whole or n in named}
+        places = {n: each for n, each in header.tensor_types.items() if whole or n in named}
         parsed = LayoutRecord.from_json(record)
         found = parsed.strategy(places).tensors
         if len(found) == len(places):

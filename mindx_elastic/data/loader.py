@@ -136,6 +136,11 @@ class ResumableLoader(DataLoader[Any]):
         return len(self)
 
     @property
+    def is_last(self) -> bool:
+        """Whether the batch that was handed out last is its epoch's last one."""
+        return self._engine.cursor.is_at_end
+
+    @property
     def num_shares(self) -> int:
         """Among how many ranks its samples are shared out."""
         return self._sampler.ranks()[1]

@@ -4,18 +4,19 @@ torch seeds a worker once and lets its streams run on, so augmentation depends o
 resumed without replaying it (torchdata's StatefulDataLoader restores the indices only). Here the streams are seeded
 for each sample, with a number that is a function of the sample; this takes about 8 us a sample.
 
-Many data sets draw nothing, and loading a small sample takes 2 us. So in the training process a data set that has not
-drawn in its first batch is *quiet*: its batches are loaded without seeds, and the streams are compared before and
-after, which takes about 3 us a batch. A batch that has moved one is loaded again, with seeds, and from then on there
-are always seeds. So what a sample is does not depend on it. Data sets are not taken for quiet that have generators of
-their own, or whose code names functions that read a stream without moving it (`generators.may_read_streams`).
+Many data sets draw nothing, or from one stream only, and loading a small sample takes 2 us. So in the training process
+only those streams are seeded that the data set has drawn from so far; the others are compared before and after each
+batch, which takes about 3 us a batch. A batch that has moved one of them is loaded again, with all seeds, and from then
+on that one is seeded, too. So what a sample is does not depend on it. All streams are always seeded for data sets that
+have generators of their own, or whose code names functions that read a stream without moving it
+(`generators.may_read_streams`).
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,16 +50,29 @@ __all__ = [
 ]
 
 _COLLATE = 3
+_PYTHON, _NUMPY, _TORCH = range(3)
+_States = tuple[Any, Any, torch.Tensor]
 
 
 def seed_streams(seed: int) -> None:
-    """Seed Python's, numpy's and torch's CPU global streams from one 64-bit number.
+    """Seed Python's, numpy's and torch's CPU global streams from one 64-bit number."""
+    for seed_one in _SEEDERS:
+        seed_one(seed)
 
-    Not `torch.manual_seed`: that one also seeds every accelerator (and costs 100 us).
-    """
+
+def _seed_python(seed: int) -> None:
     random.seed(seed)
+
+
+def _seed_numpy(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed >> 32)
+
+
+def _seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed >> 32)  # torch.manual_seed() seeds every accelerator and takes 100 us
+
+
+_SEEDERS: tuple[Callable[[int], None], ...] = (_seed_python, _seed_numpy, _seed_torch)
 
 
 def capture_streams() -> dict[str, Any]:
@@ -122,14 +136,18 @@ class SeparateStreams:
             _put_back(live)
 
 
-def _now() -> tuple[Any, Any, torch.Tensor]:
+def _now() -> _States:
     return python_state(), numpy_state(), torch_state()
 
 
-def _put_back(state: tuple[Any, Any, torch.Tensor]) -> None:
-    put_back_python(state[0])
-    put_back_numpy(state[1])
-    torch.default_generator.set_state(state[2])
+def _put_back(state: _States, streams: Iterable[int] = (_PYTHON, _NUMPY, _TORCH)) -> None:
+    python, numpy, generator = state
+    if _PYTHON in streams:
+        put_back_python(python)
+    if _NUMPY in streams:
+        put_back_numpy(numpy)
+    if _TORCH in streams:
+        torch.default_generator.set_state(generator)
 
 
 def advance_streams() -> None:
@@ -139,24 +157,31 @@ def advance_streams() -> None:
     torch.empty((), dtype=torch.int64).random_()
 
 
-def _has_moved(before: tuple[Any, Any, torch.Tensor]) -> bool:
-    """Whether a stream is another than in `before`, which `_now` has given. True where that cannot be told."""
-    python = python_state(before[0])
-    if python is not before[0] and python != before[0]:
-        return True
-    numpy = numpy_state(before[1])
-    if numpy is not before[1] and (type(numpy) is not NumpyState or numpy != before[1]):
-        return True
-    state = torch_state()
-    return state is not before[2] and not torch.equal(state, before[2])
+def _moved(before: _States, beside: frozenset[int] = frozenset()) -> frozenset[int]:
+    """The streams that are others than in `before`, which `_now` has given, and those of which that cannot be told.
+    Not asked of those in `beside`."""
+    found = []
+    if _PYTHON not in beside:
+        python = python_state(before[0])
+        if python is not before[0] and python != before[0]:
+            found.append(_PYTHON)
+    if _NUMPY not in beside:
+        numpy = numpy_state(before[1])
+        if numpy is not before[1] and (type(numpy) is not NumpyState or numpy != before[1]):
+            found.append(_NUMPY)
+    if _TORCH not in beside:
+        state = torch_state()
+        if state is not before[2] and not torch.equal(state, before[2]):
+            found.append(_TORCH)
+    return frozenset(found)
 
 
 class StreamUse:
     """What a loader has found out about its data set, for all of its iterations."""
 
     def __init__(self) -> None:
-        self.draws = False
-        """A sample or the collate function has drawn random numbers."""
+        self.drawn: frozenset[int] = frozenset()
+        """The streams that a sample or the collate function has drawn from."""
         self.may_read: bool | None = None
         """Their code may use a stream without moving it; None: it was not looked through yet."""
 
@@ -174,8 +199,8 @@ class SeededDataset(Dataset[Any]):
     too (mixup, cutmix); they get a seed made from the batch's first key. Where the data set brings its own batched
     ``__getitems__``, the whole batch is seeded from its first key. In the main process (`num_workers` 0) all streams
     are put back afterwards, so that dropout and the like are not disturbed. Nothing is seeded for torch's own data set
-    of plain tensors, which draws nothing: that would take longer than the loading; and for a quiet one (see above) in
-    the main process.
+    of plain tensors, which draws nothing: that would take longer than the loading; and in the main process only the
+    streams that are drawn from (see above).
     """
 
     def __init__(self, wrapped: Any, collate_fn: Callable[[Any], Any], use: StreamUse | None = None) -> None:
@@ -183,8 +208,8 @@ class SeededDataset(Dataset[Any]):
         self.wrapped = wrapped
         self.collate_fn = collate_fn
         self._use = use
-        self._is_quiet = False
-        self._seeded_to: tuple[Any, Any, torch.Tensor] | None = None  # while it is found out whether it draws
+        self._is_watched: bool | None = None  # None: the first batch is not loaded
+        self._seeded_to: _States | None = None  # while it is found out which streams it draws from
         self._draws = not _draws_nothing(wrapped, collate_fn)
         self._own: dict[str, Any] | None = None
         self._complete = False
@@ -197,7 +222,7 @@ class SeededDataset(Dataset[Any]):
             "_own": None,
             "_complete": False,
             "_use": None,
-            "_is_quiet": False,
+            "_is_watched": None,
             "_seeded_to": None,
             "_last": (None,) * 3,
         }
@@ -215,33 +240,53 @@ class SeededDataset(Dataset[Any]):
             dataset = self.wrapped
             return self.collate_fn([dataset[index] for _, index in keys])
         use = self._use
-        if use is None or use.draws or get_worker_info() is not None:
+        if use is None or self._is_watched is False or get_worker_info() is not None:
             return self._kept(self._load_batch, keys)
-        if not self._is_quiet:
+        if self._is_watched is None:
             return self._load_first_batch(keys, use)
-        last = self._last  # what has not moved since is taken over, not copied
+        last, drawn = self._last, use.drawn  # what has not moved since is taken over, not copied
         before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
         try:
-            batch = self._load_unseeded(keys)
-        except Exception:
-            if not _has_moved(before):
+            batch = self._load_watched(keys, drawn)
+        except BaseException as error:
+            moved = _moved(before, drawn)
+            _put_back(before)
+            if not moved or not isinstance(error, Exception):
                 raise
         else:
-            if not _has_moved(before):
+            moved = _moved(before, drawn)
+            _put_back(before, drawn | moved)
+            if not moved:
                 return batch
-        _put_back(before)
-        use.draws = True
+        use.drawn |= moved
         return self._kept(self._load_batch, keys)
 
-    def _load_unseeded(self, keys: list[tuple[int, Any]]) -> Any:
+    def _load_watched(self, keys: list[tuple[int, Any]], drawn: frozenset[int]) -> Any:
+        """As `_load_batch`, and only the streams `drawn` are seeded."""
         dataset = self.wrapped
+        seeders = [_SEEDERS[stream] for stream in drawn]
+        if not seeders:
+            if self._loads_batches:
+                return self.collate_fn(dataset.__getitems__([index for _, index in keys]))
+            return self.collate_fn([dataset[index] for _, index in keys])
+        first_seed = keys[0][0] if keys else 0
         if self._loads_batches:
-            return self.collate_fn(dataset.__getitems__([index for _, index in keys]))
-        return self.collate_fn([dataset[index] for _, index in keys])
+            for seed_one in seeders:
+                seed_one(first_seed)
+            samples = dataset.__getitems__([index for _, index in keys])
+        else:
+            samples = []
+            for seed, index in keys:
+                for seed_one in seeders:
+                    seed_one(seed)
+                samples.append(dataset[index])
+        for seed_one in seeders:
+            seed_one(mix(first_seed, _COLLATE))
+        return self.collate_fn(samples)
 
     def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
-        """With seeds, and find out whether anything has moved the streams after it was seeded."""
+        """With all seeds, and find out which streams have moved after they were seeded."""
         with preserved_streams(self._generators()):
             self._seeded_to = _now()
             batch = self._load_batch(keys)
@@ -250,13 +295,13 @@ class SeededDataset(Dataset[Any]):
         if use.may_read is None:
             use.may_read = may_read_streams([self.wrapped, self.collate_fn])
         self._last = _now()
-        self._is_quiet = self._complete and not (use.draws or use.may_read or self._generators())
+        self._is_watched = not (use.may_read or self._generators()) if self._complete else None
         self._loads_batches = _loads_batches(self.wrapped)
         return batch
 
     def _note_draws(self) -> None:
-        if self._seeded_to is not None and self._use is not None and _has_moved(self._seeded_to):
-            self._use.draws = True
+        if self._seeded_to is not None and self._use is not None:
+            self._use.drawn |= _moved(self._seeded_to, self._use.drawn)
 
     def _kept(self, load: Callable[[Any], Any], keys: Any) -> Any:
         if get_worker_info() is not None:

@@ -96,6 +96,11 @@ class ReplayLoader:
         """Epoch of the running iteration, or else of the next one."""
         return self._engine.cursor.next_epoch
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
+        return self._engine.cursor.is_at_end
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is `epoch`; see `ResumableLoader.set_epoch`."""
         epoch = whole_number("epoch", epoch, low=0)

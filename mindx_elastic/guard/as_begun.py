@@ -50,9 +50,13 @@ class AsBegun:
         ]
         self._functions = BoundFunctions(targets.values())
         self._has_gradients = torch.is_grad_enabled()
-        self._groups = _num_groups()
+        self.look_at_groups()
         self.variables: dict[str, str] | None = None
         """The program's own, at the first entry: names and digests."""
+
+    def look_at_groups(self) -> None:
+        """Those that there are now are made outside of the function: a spare gets its own after all else."""
+        self._groups = _num_groups()
 
     @property
     def problem(self) -> str:

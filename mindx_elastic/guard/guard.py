@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
-from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.gather import Part, all_or_none
+from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.collector import name_targets
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import logger
@@ -27,9 +26,11 @@ from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.guard.active import active, check_that_it_is_not_active, check_that_one_may_enter, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
+from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.ending import Ending
-from mindx_elastic.guard.fewer_ranks import FewerRanks, SizedGuard
+from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.final_save import check_guests_path
+from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
@@ -49,7 +50,7 @@ _T = TypeVar("_T")
 _HEARD_S = 5.0  # the watcher is told by this process itself
 
 
-class Guard(SizedGuard):
+class Guard(LayeredGuard):
     """Context manager around a training loop.
 
     ::
@@ -92,6 +93,8 @@ class Guard(SizedGuard):
     * `unmanaged`: ``"error"`` or ``"warn"`` where state of the training is certain not to be kept (an optimizer or a
       loader that is not named, ...); default ``MINDX_UNMANAGED`` or ``"error"``.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
+    * `remove_redundancy`: True: a machine's DDP ranks write each part of what they share once, and a resume needs all
+      their files. False: all of it, or from 3 ranks on at a stop each part twice, so that one file may be lost.
 
     Raises on entering: UsageError, UnmanagedStateError (also at boundaries), DirectoryInUseError, UnsafeDirectoryError,
     UnsupportedStateError, MismatchError, NoUsableCheckpointError. On every rank: what one of them raises, the others
@@ -122,9 +125,11 @@ class Guard(SizedGuard):
         trusted_users: Sequence[int | str] = (),
         snapshot_every: int | str | None = None,
         redundancy: int | None = None,
+        remove_redundancy: bool = False,
         layouts: Mapping[str, Layout] | None = None,
         unmanaged: str | None = None,
     ) -> None:
+        super().__init__()
         self._options = GuardOptions(
             directory=directory,
             prefix=prefix,
@@ -141,6 +146,7 @@ class Guard(SizedGuard):
             trusted_users=trusted_users,
             snapshot_every=snapshot_every,
             redundancy=redundancy,
+            remove_redundancy=remove_redundancy,
             layouts=layouts,
             unmanaged=unmanaged,
         )
@@ -163,35 +169,18 @@ class Guard(SizedGuard):
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._fewer = FewerRanks()
-        self._place: Place | None = None  # in recoveries in place
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
-        self._more: Mapping[str, object] = {}
-        self._kept: Sequence[object] = ()
-        self._shared_exchange: Exchange | None = None
-        self._last_parts: Sequence[Part] = ()
-
     # --- life ---
 
-    def start_with(self, exchange: Exchange | None, parts: Sequence[Part]) -> None:
-        """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
-        the guard's own), and tell each other `parts` when the state is back."""
-        self._shared_exchange, self._last_parts = exchange, parts
-        self._loops.is_layered = True
-
-    def expect_no_look_ahead(self) -> None:
-        """For layers above, before entering: their loop uses each batch before it fetches the next one."""
-        self._loaders.expect_no_look_ahead()
-
-    def look_into(self, variables: Mapping[str, Any], *, kept: Sequence[Any] = (), tail: str | None = None) -> None:
-        """For layers above, before entering: objects of the program by the names that it knows; those whose state the
-        layer keeps; what its code at an epoch's end needs the epoch's steps for."""
-        self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
-
     def __enter__(self) -> Guard:
+        self._enter(sys._getframe(1))
+        return self
+
+    def _enter(self, frame: FrameType) -> None:
         check_that_it_is_not_active(self)
-        self._loops.open(sys._getframe(1), self, self._targets)
+        self._loops.open(frame, self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             place = self._place
@@ -207,7 +196,6 @@ class Guard(SizedGuard):
             elif place is not None:
                 place.opened(self.stopper, self._around, self._loaders, self.ranks, self._ddp)
             self._stack = stack.pop_all()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -262,11 +250,10 @@ class Guard(SizedGuard):
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest
+        self._loaders.know((self._checks.at_entry() if trains else look(sys._getframe(1), {})).loaders)
         if trains:
-            self._checks.at_entry()
             self._loops.at_next_batch = self._checks.refreshed.at_next_batch
             stack.callback(self._checks.refreshed.leave)
-        if trains:
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self.ranks, *kept)
         self._start_stages(stack, settings, opening)
@@ -367,10 +354,6 @@ class Guard(SizedGuard):
 
         return run_in_place(block, lambda: self._targets)
 
-    def take_place(self, place: Place | None) -> None:
-        """For layers above, before entering: see `guard.running`."""
-        self._place = place
-
     # --- steps ---
 
     @property
@@ -381,10 +364,8 @@ class Guard(SizedGuard):
 
     @property
     def step(self) -> int:
-        """Number of the last boundary passed, over all epochs and restarts; 0 before the first.
-
-        What is done every so many steps goes by it: ``if guard.step % 100 == 0:``.
-        """
+        """Number of the last boundary passed, over all epochs and restarts; 0 before the first. What is done every so
+        many steps goes by it: ``if guard.step % 100 == 0:``."""
         self._loops.asked = True
         return self._loops.step
 

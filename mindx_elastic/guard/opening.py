@@ -35,6 +35,7 @@ from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.start_again import start_again
+from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import open_witness
 
@@ -169,15 +170,22 @@ class Opening:
             if page is not None and self._ranks.rank == 0:
                 page.set(save_every_s=seconds)
 
-        lived_s = age_of_run(self.start.run_id)
         for number, policy in enumerate(self.periodic):
             if isinstance(policy, ScheduledPolicy):
                 name = "" if place is None else f"{place.name}/{number}"
-                policy.begin(JobSoFar(self.start.attempt, lived_s, self._ranks, name, tell))
+                policy.begin(JobSoFar(self.start.attempt, age_of_run(self.start.run_id), self._ranks, name, tell))
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))
-        return [*self._last_parts, *more]
+        return [*self._last_parts, *self._saving_together(), *more]
+
+    def _saving_together(self) -> list[Part]:
+        """Whether and with which other ranks this one saves at a stop."""
+        saver = self.saver
+        can = saver.replicated and self.around.mirror is None and self.witness is None and not self.around.keeps_nothing
+        part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can)
+        saver.together = Together(self._exchange, self._ranks, self.collector, self._trust, part)
+        return [part]
 
     def meet_last(self) -> None:
         """Every rank is ready to train."""

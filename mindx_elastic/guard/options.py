@@ -52,6 +52,8 @@ class GuardOptions:
     """Steps between snapshots in shared memory, 0, or ``auto``; None: as the environment says."""
     redundancy: int | None = None
     """On how many nodes to keep each file; None: as the environment says."""
+    remove_redundancy: bool = False
+    """Whether ranks that hold the same write each part of it once; without effect beside `policies`."""
     unmanaged: str | None = None
     """``error`` or ``warn``: state that is certain not to be kept; None: as the environment says."""
     layouts: Mapping[str, Layout] | None = None
@@ -62,6 +64,8 @@ class GuardOptions:
             raise UsageError(f"directory={self.directory!r}: give the path of the folder for checkpoints")
         if self.final_save is not None and not isinstance(self.final_save, bool):
             raise UsageError(f"final_save={self.final_save!r}: give True, False or None")
+        if not isinstance(self.remove_redundancy, bool):
+            raise UsageError(f"remove_redundancy={self.remove_redundancy!r}: give True or False")
         if self.unmanaged not in (None, *MODES):
             raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
         check_policies([*self.exit_policies(), *self.periodic])
@@ -83,6 +87,7 @@ class GuardOptions:
                 self.flag_file,
                 self.append_info,
                 exceptions=self.save_on_exception,
+                remove_redundancy=self.remove_redundancy,
             ),
         )
 

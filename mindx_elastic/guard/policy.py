@@ -94,6 +94,8 @@ class ExitPolicy:
     take, in the thread that saves; returns where the file is afterwards. An OSError there is a warning."""
     final_name: Callable[[Position], str] | None = None
     """File name (no folder) for the last boundary of a training that ended by itself; None: this policy keeps none."""
+    remove_redundancy: bool = False
+    """Ranks that hold the same write each part of it once; else twice, or each of them all of it. See `together`."""
     needs_replica: bool = False
     """Refuse to save when a rank is gone and no other rank holds the same state: see `keep_consistent`."""
 
@@ -162,6 +164,7 @@ def breakpoint_policy(
     append_info: Sequence[object] = (),
     *,
     exceptions: bool = True,
+    remove_redundancy: bool = False,
 ) -> ExitPolicy:
     """The policy of a guard without callbacks: a breakpoint checkpoint for every alarm, `exceptions` or not."""
     if isinstance(signals, (int, str)) or not all(isinstance(number, int) for number in signals):
@@ -176,6 +179,7 @@ def breakpoint_policy(
         append_info=tuple(append_info),
         final_name=final_name(prefix),
         prefix=prefix,
+        remove_redundancy=remove_redundancy,
     )
 
 

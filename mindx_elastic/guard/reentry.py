@@ -24,7 +24,7 @@ from mindx_elastic.memory.memory_files import SmallRecord, find_snapshot, own_ri
 from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
 from mindx_elastic.plan.facts import ResumePlan, World
 from mindx_elastic.rejoin.copies import DONOR_RING
-from mindx_elastic.rejoin.member import Entry
+from mindx_elastic.rejoin.member import Entry, Found, RejoinFailed
 from mindx_elastic.resume.restore import FollowedPart, Resumed
 
 __all__ = ["ReentryPart"]
@@ -56,15 +56,20 @@ class ReentryPart(FollowedPart):
         pass
 
     def follow(self) -> None:
-        """Get the state of this rank together. Raises CorruptCheckpointError."""
+        """Get the state of this rank together. Raises CorruptCheckpointError, and MismatchError where it
+        is not there."""
         entry, verdict = self._entry, self._entry.verdict
+        try:
+            where = entry.where()
+        except RejoinFailed as error:
+            raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
         if entry.live is not None:
             live = Checkpoint(entry.info, dict(entry.live), {})
-            self.resumed = replace(self._resumed(live, entry.paths.get(self._ranks.rank, entry.path)), is_live=True)
+            self.resumed = replace(self._resumed(live, where.paths.get(self._ranks.rank, where.path)), is_live=True)
             return
         moment = (verdict.run_id, verdict.attempt, verdict.step)
-        source = verdict.sources[self._ranks.rank] if entry.source < 0 else entry.source
-        path = self._path_of(source, moment)
+        source = verdict.sources[self._ranks.rank] if where.source < 0 else where.source
+        path = self._path_of(where, source, moment)
         if self._arenas is None or not path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{path} is not in the job's shared memory", path=path)
         checkpoint = map_checkpoint(path, owners=self._trust.of(path))
@@ -80,22 +85,24 @@ class ReentryPart(FollowedPart):
         foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
         confirmed = moment if foreseen == 1 else None
         for ring in own_rings((), self._arenas, self._ranks.rank):
-            own = own_states(ring, self._trust.of(ring), confirmed=confirmed).get(moment)
-            found = replace(found, own=None if own is not None and own.forecast and foreseen == 0 else own)
+            own = own_states(ring, self._trust.of(ring)).get(moment)
+            if own is not None and own.forecast and (foreseen == 0 or not (own.trusted or confirmed)):
+                own = None
+            found = replace(found, own=own)
         if found.own is None or found.own.forecast:
             found = replace(
                 found,
-                own_records=self._records(self._ranks.rank, moment, confirmed),
-                donor_records=self._records(source, moment, confirmed),
+                own_records=self._records(where, self._ranks.rank, moment, confirmed),
+                donor_records=self._records(where, source, moment, confirmed),
             )
         self.resumed = found
 
-    def _path_of(self, source: int, moment: Moment) -> Path:
+    def _path_of(self, where: Found, source: int, moment: Moment) -> Path:
         """Where the state of `source` is in memory."""
         if not self._entry.verdict.rewinds:
-            return self._entry.paths[source]
+            return where.paths[source]
         if self._arenas is None:
-            raise CorruptCheckpointError("there is no shared memory", path=self._entry.path)
+            raise CorruptCheckpointError("there is no shared memory", path=where.path)
         return find_snapshot(self._arenas, source, moment)
 
     def _resumed(self, checkpoint: Checkpoint, path: Path) -> Resumed:
@@ -114,10 +121,10 @@ class ReentryPart(FollowedPart):
         )
         return Resumed(path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)
 
-    def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
+    def _records(self, where: Found, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
         rings = own_rings((), self._arenas, rank)
-        folder = self._entry.path.parent
-        if rank == self._entry.source and folder.name != f"rank_{rank}":  # the donor is on another node
+        folder = where.path.parent
+        if rank == where.source and folder.name != f"rank_{rank}":  # the donor is on another node
             rings = [folder / DONOR_RING]
         found = [each for ring in rings for each in small_records(ring, self._trust.of(ring), confirmed=confirmed)]
         return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]

@@ -17,6 +17,7 @@ from mindx_elastic.capture.compiled_calls import named_modules_of
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.living import living_objects
+from mindx_elastic.capture.tables import named_parameters, parameters
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -59,19 +60,19 @@ def _trained(targets: Mapping[str, Any]) -> dict[int, str]:
     return {
         id(parameter): f"{name}.{place}"
         for name, module in modules.items()
-        for place, parameter in module.named_parameters()
+        for place, parameter in named_parameters(module)
         if parameter.requires_grad and (id(parameter) in optimized or not optimized)
     }
 
 
 def _alone(targets: Mapping[str, Any], found: DdpModules) -> bool:
     """Whether some trained parameter is whole on this rank and in no DDP module of `found`."""
-    wrapped = {id(parameter) for _, module in found for parameter in module.parameters()}
+    wrapped = {id(parameter) for _, module in found for parameter in parameters(module)}
     return any(
         parameter.requires_grad and id(parameter) not in wrapped and not isinstance(parameter, DTensor)
         for target in targets.values()
         if isinstance(target, nn.Module)
-        for parameter in target.parameters()
+        for parameter in parameters(target)
     )
 
 
@@ -106,7 +107,7 @@ def replica_ranks(targets: Mapping[str, Any], found: DdpModules | None = None) -
     """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
     modules = [module for _, module in (ddp_modules(targets) if found is None else found)]
     groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
-    trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in module.parameters()}
+    trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in parameters(module)}
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
         return []
     return list(groups.pop())
@@ -117,14 +118,17 @@ def ignored_parameters(targets: Mapping[str, Any], found: DdpModules | None = No
     ignored = {
         id(parameter)
         for _, module in (ddp_modules(targets) if found is None else found)
-        for name, parameter in module.module.named_parameters()
+        if module.parameters_to_ignore
+        for name, parameter in named_parameters(module.module)
         if name in module.parameters_to_ignore
     }
+    if not ignored:
+        return frozenset()
     modules = {name: unwrap_module(t) for name, t in targets.items() if isinstance(t, nn.Module)}
     return frozenset(
         f"{name}.{place}"
         for name, module in modules.items()
-        for place, parameter in module.named_parameters()
+        for place, parameter in named_parameters(module)
         if id(parameter) in ignored
     )
 

@@ -7,7 +7,9 @@ new process of the dead rank.
 
 from __future__ import annotations
 
+import importlib
 import mmap
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -41,10 +43,10 @@ from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, joiner, nccl, sharded, spare, trial
+from mindx_elastic.rejoin import ahead, groups, joiner, nccl, sharded, spare, trial
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
+from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed, UnfitSpareError
 from mindx_elastic.rejoin.nodes_member import NodesMember
 from mindx_elastic.rejoin.protocol import InMemory, Report
 
@@ -55,6 +57,7 @@ _FINISHES_S = 0.2
 """Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
 cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
 _CONNECTIONS = 4  # of an exchange, and of a member
+_IMPORTED_LATER = ("torch.nn.utils.prune",)  # when a state is loaded
 _members: list[Member] = []
 _told: set[str] = set()
 _is_running = False  # `run_in_place` has been called
@@ -149,16 +152,19 @@ def _end_if_broken(error: BaseException | None) -> None:
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
     trial.pass_trial()
-    if spare.is_waiting():
-        _warm_up(targets())
+    begun, laid_out = _warm_up(targets()) if spare.is_waiting() else (None, {})
     member = _find_member(current_ranks(RankInfo.from_env()), targets())
     global _is_running
     _is_running = True
     if member is None:
         return block(None)
-    entry = _join(targets(), member) if member.is_joiner and not member.has_entered else None
+    entry = None
+    if member.is_joiner and not member.has_entered:
+        member.laid_out = laid_out
+        entry = _join(targets(), member)
     member.has_entered = True
-    begun = AsBegun(targets())
+    begun = AsBegun(targets()) if begun is None else begun
+    begun.look_at_groups()
     try:
         while True:
             try:
@@ -215,15 +221,30 @@ def tell_of_block(ranks: RankInfo) -> None:
         )
 
 
-def _warm_up(targets: Mapping[str, Any]) -> None:
-    """In a spare, before it is told its rank: what entering the guard will need, and no rank."""
+def _warm_up(targets: Mapping[str, Any]) -> tuple[AsBegun, Mapping[str, list[int]]]:
+    """In a spare, before it is told its rank: what entering the guard will need, and no rank. Returns what the objects
+    are, and in which order DDP's gradients arrive, for those modules that are ready for it."""
     open_ahead(_CONNECTIONS)
+    for name in _IMPORTED_LATER:
+        importlib.import_module(name)
     parameters = [p for t in targets.values() if isinstance(t, nn.Module) for p in t.parameters()]
     keep_reserve(take_reserve(len(parameters)))
     capture_rng()
     Collector(targets)
     own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)
+    ahead.grow_heap()
+    known = dict(os.environ)  # not itself, which is asked for the rank
+    settings, agent = RejoinSettings.from_env(known), AgentInfo.from_env(known)
+    laid_out: Mapping[str, list[int]] = {}
+    if agent is not None:
+        laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, settings.scope or str(agent.attempt))
+    return AsBegun(targets), laid_out
+
+
+def _complete(orders: Mapping[str, list[int]], ddp: groups.DdpModules) -> Mapping[str, list[int]]:
+    """The orders of all of `ddp`; empty where one is not known yet, or cannot be."""
+    return orders if ddp and all(orders.get(name) for name, _ in ddp) else {}
 
 
 def _tell_once(ranks: RankInfo, text: str) -> None:
@@ -236,6 +257,8 @@ def _tell_once(ranks: RankInfo, text: str) -> None:
 def _join(targets: Mapping[str, Any], member: Member) -> Entry:
     try:
         return member.join(ddp_modules(targets), joiner.end_setup, _receiver(member.ranks))
+    except UnfitSpareError as error:
+        spare.end_unfit(str(error))
     except RejoinFailed as error:
         member.refuse(member.generation, str(error))
         raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
@@ -341,6 +364,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
         open_gate=open_gate,
         end=stopper.end_unsaved,
         ddp=ddp,
+        orders=lambda: _complete(collector.gradient_order, ddp),
         finishes_s=0.0 if saver.replicated or len(collector.layouts.same_parts()) < 2 else _FINISHES_S,
         modules=collector.sharded_modules,
     )

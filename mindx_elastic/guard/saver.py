@@ -24,21 +24,25 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.together import Together, cover_path
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.format import CheckpointInfo, Held
+from mindx_elastic.persist.places import NEIGHBOURS
 from mindx_elastic.persist.reserve import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
-from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
+from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 
 __all__ = ["Saver"]
 
+_AGREE_S = 5.0  # the others come to the same step in a moment
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
 
@@ -85,6 +89,8 @@ class Saver:
         self.reenters = False
         """The guard is left to be entered again in a moment."""
         """Memory and a thread for a dying save in a process that can get no more."""
+        self.together: Together | None = None
+        """Saves with the other ranks at an agreed stop; None: the ranks have not met for that."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
         self.first_save: FirstSave | None = None
@@ -107,8 +113,12 @@ class Saver:
         root = self._resolved.get(directory, directory)
         return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
 
-    def save_dying(self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf) -> SaveResult:
+    def save_dying(
+        self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf, agreed: bool = False
+    ) -> SaveResult:
         """Write the boundary for all `policies`; the first one names the header's kind, the others get links.
+
+        agreed: all ranks save this boundary now, by the same policies, and may divide it among them (see `together`).
 
         The caller holds the update gate or is the training thread at a boundary. `time_left_s`: until the process must
         be gone; a third of it may be spent on what policies do once the file is durable, and as much of the rest on
@@ -123,16 +133,74 @@ class Saver:
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
         state = self._state()
         finishing = dict(zip(paths, policies, strict=True))
-        result = self._write(
+        write = partial(
+            self._write,
             paths[0],
-            state,
-            info,
             also=paths[1:],
             finish=lambda path: self._finish(finishing[path], path, time_left_s / 3),
             dying=True,
         )
+        together = self.together
+        if together is None or not together.is_possible or not agreed:
+            result = write(state, info)
+        else:
+            root = self._resolved.get(policies[0].directory, policies[0].directory)
+            result = self._write_together(together, write, state, info, (paths, root), began + time_left_s)
         if self.mirror is not None:
             self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
+        return result
+
+    def _write_together(
+        self,
+        together: Together,
+        write: Callable[..., SaveResult],
+        state: Any,
+        info: CheckpointInfo,
+        places: tuple[Sequence[Path], Path],
+        end: float,
+    ) -> SaveResult:
+        """Write this rank's share of the boundary, and wait until the whole of it is durable or covered. `places`: the
+        file's names, and the directory of the first. `end`: when the process must be gone (`time.monotonic`)."""
+        began = time.monotonic()
+        paths, root = places
+        tree, tensors = flatten(state)
+        agreed = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, (end - began) / 4)))
+        if agreed.small:
+            more_tree, more = flatten({NEIGHBOURS: {str(rank): small for rank, small in agreed.small.items()}})
+            tree, tensors = {**tree, **more_tree}, {**tensors, **more}
+        flat = (tree, tensors)
+
+        def cover(held: Held) -> None:
+            covers = [cover_path(path) for path in paths]
+            for path in covers:
+                make_directory_durable(path.parent)
+            layout = self.collector.layout()
+            result = write_checkpoint(covers[0], state, info, layout=layout, also=covers[1:], held=held, flat=flat)
+            self.events.emit(
+                "cover",
+                step=info.step,
+                reason=info.reason,
+                duration_s=result.duration_s,
+                nbytes=result.nbytes,
+                path=str(result.path),
+                outcome=f"parts {', '.join(str(part + 1) for part in held.parts)} of {held.division.count}",
+            )
+
+        settle = partial(together.settle, agreed, info.step, began=began, time_left_s=lambda: end - time.monotonic())
+        held = agreed.held
+        try:
+            result = write(state, info, held=held, flat=flat)
+        except BaseException:
+            settle(saved=False, find=list, cover=cover)
+            raise
+        try:
+            settle(
+                saved=True,
+                find=lambda: [] if held is None else together.scarce_parts(held, info.moment, paths[0], root),
+                cover=cover,
+            )
+        except (OSError, UnsupportedStateError) as error:
+            self._report(error, info, remedy=f"this rank's own share is durable in {result.path}")
         return result
 
     def _state(self, *, copy: bool = False) -> Any:
@@ -165,7 +233,7 @@ class Saver:
 
         def work(state: Any) -> bool:
             try:
-                self._write(path, state, info)
+                self._write_once(policy, path, state, info)
                 self.prune(policy)
             except Exception as error:
                 return self._report(error, info)
@@ -185,6 +253,18 @@ class Saver:
                 raise
             return self._report(error, info)
         return work(state)
+
+    def _write_once(
+        self, policy: ExitPolicy | PeriodicPolicy, path: Path, state: Any, info: CheckpointInfo
+    ) -> SaveResult:
+        """Write a save that all ranks make without waiting for each other: this rank's share, if the policy wants each
+        part once."""
+        together = self.together
+        if together is None or not getattr(policy, "remove_redundancy", False):
+            return self._write(path, state, info)
+        tree, tensors = flatten(state)
+        held = together.share(together.part.single, tree, tensors)
+        return self._write(path, state, info, held=held, flat=(tree, tensors))
 
     def _report(
         self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"
@@ -214,7 +294,7 @@ class Saver:
         info = self._info(position, kind="final", reason="end of the training", append_info=policy.append_info)
         try:
             state = self._state()
-            result = self._write(self.folder(policy.directory) / policy.final_name(position), state, info)
+            result = self._write_once(policy, self.folder(policy.directory) / policy.final_name(position), state, info)
         except Exception as error:
             return self._report(error, info, remedy="the training has ended well; older checkpoints are untouched")
         logger.info("step %d, the end of the training, saved in %s", info.step, result.path)
@@ -328,6 +408,8 @@ class Saver:
         also: Sequence[Path] = (),
         finish: Callable[[Path], Path] = lambda path: path,
         dying: bool = False,
+        held: Held | None = None,
+        flat: Flat | None = None,
     ) -> SaveResult:
         def write() -> SaveResult:
             for target in (path, *also):
@@ -340,6 +422,8 @@ class Saver:
                 also=also,
                 before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
                 reserve=self.reserve if dying else None,
+                held=held,
+                flat=flat,
             )
 
         try:

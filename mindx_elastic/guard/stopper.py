@@ -50,6 +50,7 @@ __all__ = ["LAST_MOMENT_S", "Stopper", "end_process"]
 LAST_MOMENT_S = 0.3
 """How long before the deadline a settled process ends, whatever its training thread does."""
 _PATIENCE_S = 3.0  # a salvaged rank's training thread may come out by itself for so long
+_CONNECTED_S = 0.3  # what ranks take for that in a recovery in place, if all of them are there
 _RECHECK_S = 1.0
 _FLUSH_S = 1.0
 _GATE_S = 0.05  # for the update gate where nothing should be in progress
@@ -422,9 +423,7 @@ class Stopper:
             self.exchange.announce(name, CANNOT)  # no rank waits for this one
         self._write(alarm, None)
         if can_wait:
-            self.step_gate.open_until(0)
-            latest = alarm.deadline.at - LAST_MOMENT_S
-            self.watcher.call_at(min(time.monotonic() + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
+            self._be_patient(alarm)
 
     def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
         self.exchange.announce("stop", CANNOT)  # ends the first round for ranks that still wait in it
@@ -443,9 +442,7 @@ class Stopper:
                 return
             self._write(alarm, problem)
         if can_wait:
-            self.step_gate.open_until(0)
-            latest = alarm.deadline.at - LAST_MOMENT_S
-            self.watcher.call_at(min(time.monotonic() + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
+            self._be_patient(alarm)
         else:
             self.state.wait_while(StopPhase.SAVING)
 
@@ -473,6 +470,11 @@ class Stopper:
         if not self.state.begin_writing():
             return
         step = self.saver.collector.position.step
+        # Only where every rank is known to be alive, at this step, with the time to wait for each other.
+        acts_together = not alone and alarm.kind not in ("exception", "peer")
+        agreed = acts_together and not problem and self.agreed_step == step
+        if acts_together and not agreed and self.saver.together is not None:
+            self.saver.together.decline()
         if alarm.kind == REFUSAL or self.saver.is_refused:
             self._save_nothing(alarm, step)
             return
@@ -482,6 +484,8 @@ class Stopper:
         # Before the first step there is nothing to lose, and a file of it would bind the next start to this very model.
         wanted = [p for p in policies_for(self.policies, alarm) if p.save and (step > 0 or p.kind == "eval")]
         durable = self._already_durable()
+        if agreed and (durable is not None or not wanted) and self.saver.together is not None:
+            self.saver.together.decline()
         if durable is not None:
             self._note_saved(durable, step)
             logger.info("step %d is already durable in %s", step, durable)
@@ -491,7 +495,7 @@ class Stopper:
                 logger.info("no step has been done yet: nothing to save")
             self.state.move(StopPhase.SAVED)
         elif consistent := keep_consistent(wanted, alarm.kind, replicated=self.saver.replicated):
-            self._write_files(alarm, consistent, step)
+            self._write_files(alarm, consistent, step, agreed=agreed)
         else:
             why = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
             self._refuse(step, why, "no consistent replica")
@@ -504,9 +508,11 @@ class Stopper:
         self.events.emit("save", step=step, reason=alarm.reason, outcome="refused: state that is not kept")
         self.state.move(StopPhase.FAILED)
 
-    def _write_files(self, alarm: Alarm, policies: Sequence[ExitPolicy], step: int) -> None:
+    def _write_files(self, alarm: Alarm, policies: Sequence[ExitPolicy], step: int, *, agreed: bool) -> None:
         try:
-            result = self.saver.save_dying(policies, alarm.reason, time_left_s=alarm.deadline.remaining_s())
+            result = self.saver.save_dying(
+                policies, alarm.reason, time_left_s=alarm.deadline.remaining_s(), agreed=agreed
+            )
         except Exception as error:
             # Whatever it is (also a bug, or a `state_dict` of the user's that raises): the claim must be given back,
             # or the other thread would wait for ever, and the job must leave in time.
@@ -552,9 +558,20 @@ class Stopper:
             # A process that is a second late does less harm than a file that is cut off.
             self.watcher.call_at(time.monotonic() + _RECHECK_S, lambda: self._end_at_deadline(alarm))
 
-    def _lose_patience(self, alarm: Alarm) -> None:
-        """Watcher thread, some time after a salvage."""
-        if not self.coming_out:
+    def _be_patient(self, alarm: Alarm) -> None:
+        """After a salvage: the training thread may come out by itself."""
+        self.step_gate.open_until(0)
+        now, latest = time.monotonic(), alarm.deadline.at - LAST_MOMENT_S
+        self.watcher.call_at(min(now + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
+        if self._member is not None and self._member.wants_out:
+            self.watcher.call_at(
+                min(now + _CONNECTED_S, latest), lambda: self._lose_patience(alarm, if_connecting=True)
+            )
+
+    def _lose_patience(self, alarm: Alarm, *, if_connecting: bool = False) -> None:
+        """Watcher thread. `if_connecting`: to ranks of a recovery that do not come any more, only then."""
+        is_connecting = self._member is not None and self._member.is_connecting
+        if not self.coming_out and (is_connecting or not if_connecting):
             self.leave_behind(alarm)
 
     def leave_behind(self, alarm: Alarm) -> None:

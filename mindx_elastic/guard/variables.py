@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, kind_of, variables_of
 from mindx_elastic.guard.iterators import is_iterator, position_of
 from mindx_elastic.prove.digests import digest
@@ -101,7 +102,7 @@ def _sample(value: Any) -> np.ndarray[Any, Any] | None:
         is_plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
         if not is_plain or not value.is_contiguous() or value.is_conj() or value.is_neg():
             return None
-        value = value.detach().reshape(-1).view(torch.uint8).numpy()
+        value = np.frombuffer(memory_of(value), dtype=np.uint8)
     elif value.dtype.hasobject or not value.flags.c_contiguous:
         return None
     flat = value.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""What a run under `mindx-elastic prove` notes at each step, and the stops and kills that it is told to make.
+"""What a run under `mindx-elastic prove` or `drill` notes at each step, and what it does to itself when told to.
 
 A guard has one only where ``MINDX_PROVE`` names a control file (`prove.control`). It looks at a step in up to four
 places:
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -50,6 +50,9 @@ from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.prove.control import STEPS, Control, read_control
 from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
+
+if TYPE_CHECKING:
+    from mindx_elastic.drill.inject import Injector
 
 __all__ = ["HEARD_S", "Witness", "open_witness"]
 
@@ -80,6 +83,15 @@ def open_witness(ranks: RankInfo) -> Witness | None:
     return None if path is None else Witness(read_control(path), ranks)
 
 
+def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
+    """What carries out the fault of this run; None: it has none."""
+    if control.fault is None:
+        return None
+    from mindx_elastic.drill.inject import Injector  # it replaces functions: no other run even loads it
+
+    return Injector(control.fault, ranks.rank, control.directories)
+
+
 class Witness:
     """One per entered guard."""
 
@@ -103,6 +115,7 @@ class Witness:
         """No batch of an epoch has come yet, since its begin or the end of the one before."""
         self._is_ended = False
         self._has_finished = False
+        self._injector = _open_injector(control, ranks)
         self._begin_step()
 
     # --- the guard's directories ---
@@ -158,8 +171,12 @@ class Witness:
                 handle = module.register_forward_pre_hook(self._forward_hook(name), prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
         _watch_iterations(stack, loaders, self)
+        if self._injector is not None:
+            self._injector.entered(self._series, position.step, self._signal, self._modules)
         self._write(
             "enter",
+            pid=os.getpid(),
+            workers=max((getattr(loader, "num_workers", 0) or 0 for loader in loaders), default=0),
             directory=str(directory),
             prefix=prefix,
             resumed=resumed,
@@ -198,7 +215,7 @@ class Witness:
         self._file = -1
 
     def _write(self, event: str, **content: Any) -> None:
-        line = {"event": event, "series": self._series, **content}
+        line = {"event": event, "series": self._series, "clock": time.monotonic(), **content}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
     # --- one step ---
@@ -250,6 +267,8 @@ class Witness:
                 "streams": self._streams(),
                 "sample": {**self._weights(), **self._options(), **self._flags()},
             }
+            if self._injector is not None:
+                self._injector.at_forward()
         given = self._inputs.setdefault(name, [])
         if len(given) < MOST_FORWARDS:
             given.append(_parts({"args": args, "kwargs": kwargs}).replace(" ", "_"))
@@ -289,6 +308,8 @@ class Witness:
             self._is_ended = True
             self._stopper.policies = tuple(replace(policy, save=False) for policy in self._stopper.policies)
             self._stopper.request("the proof ends here", 0)
+            return True
+        if self._injector is not None and self._injector.at_boundary(position.step):
             return True
         if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
             return False

@@ -12,10 +12,10 @@ from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, global_name, strategy_from_record
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
-from mindx_elastic.persist.format import CheckpointInfo, Header
-from mindx_elastic.persist.places import shape_of_node, tensor_places
+from mindx_elastic.persist.format import CheckpointInfo, Header, Held
+from mindx_elastic.persist.places import NEIGHBOURS, neighbours_in, shape_of_node, tensor_places
 from mindx_elastic.plan.assumptions import UNDESCRIBED, replica_digests_of
-from mindx_elastic.plan.facts import FileFact, Rejected, single_rank_strategy
+from mindx_elastic.plan.facts import FileFact, PartsHeld, Rejected, single_rank_strategy
 
 __all__ = [
     "Strategies",
@@ -23,7 +23,7 @@ __all__ = [
     "strategy_of",
 ]
 
-_NO_PART_OF_IT = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
+_NO_PART_OF_IT = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras", NEIGHBOURS)
 
 
 class Strategies:
@@ -101,7 +101,13 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
         unmanaged=tuple(info.unmanaged),
+        held=None if entry.header is None or entry.header.held is None else _parts_of(entry.header.held),
+        neighbours=tuple(sorted(neighbours_in(entry.header))) if entry.header is not None else (),
     )
+
+
+def _parts_of(held: Held) -> PartsHeld:
+    return PartsHeld(held.key, held.division.count, held.parts)
 
 
 def _base_of(info: CheckpointInfo) -> tuple[int, int] | None:
@@ -119,7 +125,7 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
     places = {
         place: node for place, node in tensor_places(header).items() if place.partition(".")[0] not in _NO_PART_OF_IT
     }
-    shapes = {place: (header.entries[n["$tensor"]].dtype, shape_of_node(n, header)) for place, n in places.items()}
+    shapes = {place: (header.type_of(n["$tensor"])[0], shape_of_node(n, header)) for place, n in places.items()}
     if record.get("version") != RECORD_VERSION:
         # Files that another program made with our writer.
         if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
@@ -134,7 +140,8 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
     described = {*record.get("modules", {p.partition(".")[0] for p in places}), *parameters}
     kept = {p: shape for p, shape in shapes.items() if p not in volatile and p.partition(".")[0] in described}
     strategy = (strategies or Strategies()).of_record(record, kept)
-    digests = {place: header.digests[node["$tensor"]] for place, node in places.items()}
+    # A tensor that is in parts has none: its replicas are known to be equal, and nothing is assumed of it.
+    digests = {place: header.digests.get(node["$tensor"], "") for place, node in places.items()}
     assumed = {global_name(p, parameters)[0]: (shapes[p][1], digests[p]) for p in kept}
     free = {p: (shapes[p], digests[p]) for p in places if p.partition(".")[0] not in described}
     return strategy, {**replica_digests_of(strategy, info.rank, assumed), **_undescribed_digests(free)}

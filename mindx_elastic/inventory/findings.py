@@ -29,9 +29,21 @@ from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, ow
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
 from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.storage import quarantine, quarantined
-from mindx_elastic.plan.facts import FileFact, Rejected
+from mindx_elastic.plan.facts import FileFact, PartsHeld, Rejected
 
-__all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "reader_trust", "scan"]
+__all__ = [
+    "Findings",
+    "Listing",
+    "Place",
+    "Share",
+    "Transport",
+    "decode_parts",
+    "encode_parts",
+    "list_files",
+    "put_aside",
+    "reader_trust",
+    "scan",
+]
 
 Place = tuple[int, str]
 """Index of a directory and path in it, the same on every rank."""
@@ -121,6 +133,8 @@ class Findings:
     """By rank, its own small states of steps, to be combined with a donor's file. `encode` omits the bytes."""
     unforeseen: set[Moment] = field(default_factory=set)
     """Boundaries that differ from their forecasts, according to some rank's file."""
+    foreseen: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Run -> attempt and step of its newest boundary that has come out as forecast, according to some rank's file."""
     attempts: dict[str, int] = field(default_factory=dict)
     """Highest attempt of each run, in memory or on disk."""
     known: dict[str, float] = field(default_factory=dict)
@@ -165,6 +179,7 @@ class Findings:
                 [
                     *(numbers[f.moment[0]], *f.moment[1:], places[digests[id(f.strategy)]]),
                     *(getattr(f, name) for name in _ROW),
+                    encode_parts(f.held),
                 ]
                 for f in facts
             ]
@@ -176,7 +191,9 @@ class Findings:
             "facts": rows(self.facts),
             "in_memory": rows(self.in_memory),
             "own": [
-                [rank, *moment, state.forecast] for rank, states in self.own.items() for moment, state in states.items()
+                [rank, *moment, state.forecast, state.trusted]
+                for rank, states in self.own.items()
+                for moment, state in states.items()
             ],
             "unforeseen": sorted(self.unforeseen),
             "claim": None if self.claim is None else [self.claim.run_id, self.claim.began],
@@ -195,8 +212,8 @@ class Findings:
         laid = [strategies[_text(digest)] for digest in content["strategies"]]
         disk, machine = _text(content["disk"]), _text(content["machine"])
         own: dict[int, dict[Moment, OwnState]] = {}
-        for rank, *moment, forecast in content["own"]:
-            own.setdefault(_whole(rank), {})[_moment(moment)] = OwnState(b"", bool(forecast))
+        for rank, *moment, forecast, trusted in content["own"]:
+            own.setdefault(_whole(rank), {})[_moment(moment)] = OwnState(b"", bool(forecast), bool(trusted))
         return cls(
             attempt=_whole(content["attempt"]),
             disk=disk,
@@ -208,6 +225,7 @@ class Findings:
             places={_text(path): (_whole(root), _text(name)) for path, (root, name) in content["places"].items()},
             own=own,
             unforeseen={_moment(each) for each in content["unforeseen"]},
+            foreseen={_text(run): (_whole(a), _whole(s)) for run, (a, s) in content["foreseen"].items()},
             attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
             known={run: _time(last) for run, last in content["known"].items()},
             claim=None if content["claim"] is None else Claim(_text(content["claim"][0]), _time(content["claim"][1])),
@@ -220,18 +238,18 @@ class Findings:
 
 _PLAIN = (
     *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "known", "anything", "other"),
-    "never_saved",
+    *("never_saved", "foreseen"),
 )
 _ROW = (
     *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("replica_digests", "base", "unmanaged"),
+    *("replica_digests", "base", "unmanaged", "neighbours"),
 )
 _WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
 
 
 def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy], where: str) -> FileFact:
     """Decode the facts of one file. Raises ValueError for a row that cannot come from a header."""
-    run, attempt, step, strategy, *values = row
+    run, attempt, step, strategy, *values, held = row
     named = dict(zip(_ROW, values, strict=True))
     sound = (
         all(isinstance(named[name], str) for name in ("path", "kind"))
@@ -246,14 +264,32 @@ def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy
     if not sound:
         raise ValueError("not the facts of a checkpoint file")
     base, unmanaged = named.pop("base"), tuple(named.pop("unmanaged"))
+    neighbours = tuple(_whole(rank) for rank in named.pop("neighbours"))
     return FileFact(
         moment=(runs[_whole(run)], _whole(attempt), _whole(step)),
         strategy=strategies[_whole(strategy)],
         where=where,
         base=None if base is None else (_whole(base[0]), _whole(base[1])),
         unmanaged=unmanaged,
+        held=decode_parts(held),
+        neighbours=neighbours,
         **named,
     )
+
+
+def encode_parts(held: PartsHeld | None) -> list[Any] | None:
+    """JSON-able; `decode_parts` is the way back."""
+    return None if held is None else [held.division, held.count, list(held.parts)]
+
+
+def decode_parts(content: Any) -> PartsHeld | None:
+    """Raises ValueError or TypeError."""
+    if content is None:
+        return None
+    division, count, parts = content
+    if not all(_whole(part) < _whole(count) for part in parts):
+        raise ValueError("a part of a divided state that does not exist")
+    return PartsHeld(_text(division), count, tuple(parts))
 
 
 def _text(value: object) -> str:
@@ -329,8 +365,12 @@ def scan(
             continue
         found.entries[str(entry.path)] = entry
         found.attempts[info.run_id] = max(info.attempt, found.attempts.get(info.run_id, 0))
-        if info.coordinates.get("foreseen") == 0:
+        foreseen = info.coordinates.get("foreseen")
+        if foreseen == 0:
             found.unforeseen.add(info.moment)
+        elif foreseen == 1:
+            newest = found.foreseen.get(info.run_id, (-1, -1))
+            found.foreseen[info.run_id] = max(newest, (info.attempt, info.step))
     strategies = Strategies()
     found.facts = _facts(on_disk, strategies, found.disk, only, found)
     found.in_memory = _facts(in_memory, strategies, found.machine, only, found)
@@ -438,6 +478,9 @@ def _moved(entry: CatalogEntry, directory: Path | None) -> bool:
         return False
     try:
         target = quarantine(entry.path, entry.problem or "unreadable", directory)
+    except FileNotFoundError:
+        logger.warning("%s is not used, and another rank has put it aside: %s", entry.path, entry.problem)
+        return True
     except OSError as error:
         logger.warning("%s cannot be moved to the quarantine (%s)", entry.path, error)
         return False

@@ -23,6 +23,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.inventory.findings import Findings, Place, Share
 from mindx_elastic.memory.known_runs import usable_runs
+from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
 from mindx_elastic.plan.assumptions import settle_assumptions
 from mindx_elastic.plan.candidate import Candidate, Context
@@ -86,6 +87,11 @@ class Step:
         return RankGaps(self.world_size, self.ranks)
 
     @property
+    def neighbours(self) -> set[int]:
+        """The ranks whose small state of it is in another rank's file."""
+        return {rank for fact in self.facts for rank in fact.neighbours}
+
+    @property
     def ranks(self) -> set[int]:
         """The ranks with a file to resume from."""
         return {fact.rank for fact in self.facts}
@@ -103,7 +109,7 @@ class Step:
     @property
     def is_complete(self) -> bool:
         """Whether a start resumes from it exactly, as an uninterrupted run would continue. Digests are not checked."""
-        if RankGaps(self.world_size, {*self.ranks, *self.own_states}):
+        if RankGaps(self.world_size, {*self.ranks, *self.own_states, *self.neighbours}):
             return False  # these ranks would begin with new random numbers at best
         return not (self.candidate.problem or self.candidate.inexact)
 
@@ -130,6 +136,7 @@ class Inventory:
         self.own_states: dict[Moment, set[int]] = {}
         """For each step the ranks that have their own small state of it."""
         self.unforeseen: set[Moment] = set()
+        self.foreseen: set[Moment] = set()
         self.runs: set[str] = set()
         """The runs whose snapshots may be used."""
         self.rejected: list[Rejected] = []
@@ -180,6 +187,7 @@ class Inventory:
         self.anything |= found.anything
         self.other |= found.other
         self.unforeseen |= found.unforeseen
+        self.foreseen |= {(run, *newest) for run, newest in found.foreseen.items()}
         self.entries |= found.entries
         self.launched = max(self.launched, found.attempt)
         for run, attempt in found.attempts.items():
@@ -193,13 +201,19 @@ class Inventory:
             if only not in (None, rank):
                 raise ValueError(f"rank {only} has found small states of rank {rank}")
             for moment, state in states.items():
-                if self.may_use(moment, forecast=state.forecast):
+                if self.may_use(moment, state):
                     self.own_states.setdefault(moment, set()).add(rank)
                     self._attempts[moment[0]] = max(moment[1], self._attempts[moment[0]])
 
-    def may_use(self, moment: Moment, *, forecast: bool) -> bool:
-        """Whether a rank's own small state of `moment` may be used: files of its run exist, and no forecast failed."""
-        return moment[0] in self._attempts and not (forecast and moment in self.unforeseen)
+    def may_use(self, moment: Moment, state: OwnState) -> bool:
+        """Whether a rank's own small state of `moment` may be used: files of its run exist, and no forecast failed.
+
+        The forecast of a process's first step has none before it that could have come true; that of another rank, of
+        the same boundary, says as much.
+        """
+        if moment[0] not in self._attempts:
+            return False
+        return not state.forecast or (moment not in self.unforeseen and (state.trusted or moment in self.foreseen))
 
     # --- files ---
 
@@ -459,7 +473,8 @@ def _order(file: _File) -> tuple[Any, ...]:
     """Sort key: a file that its rank can read itself goes before a copy that it would have to fetch."""
     fact = file.fact
     kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
-    return fact.moment, fact.rank, fact.rank not in file.seen_by, kind, -fact.created, fact.path
+    is_part = fact.held is not None
+    return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
 
 
 def _usable_runs(findings: Sequence[Findings]) -> set[str]:

@@ -218,7 +218,7 @@ class BoundaryLog:
         self._also_to = also_to
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
-        self._packers = {forecast: StatePacker(split="plain") for forecast in (False, True)}
+        self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
         self._run_id, self._attempt = "", 0
         self._trusted = False
         self._doubted = False  # once a forecast was wrong, none is trusted any more

@@ -111,6 +111,8 @@ class Memory:
             self._snapshotter = Snapshotter(
                 self._arena, collector, update_gate, schedule, describe, exchange, events, instead=instead
             )
+            if self._every != 0 and instead is None:
+                self._snapshotter.prepare(collector.expected_nbytes())
 
     def at_boundary(self, step: int, *, tail_follows: bool = False, after_tail: bool = False) -> None:
         """Training thread: the boundary `step` was passed.

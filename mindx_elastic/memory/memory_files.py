@@ -45,6 +45,9 @@ class OwnState:
     content: bytes
     forecast: bool
     """It never reached this boundary; the state is what it would have been there (see `memory.boundaries`)."""
+    trusted: bool = True
+    """Of a forecast: others of this rank have come true before. False in a process's first step: then it may be used
+    only where the boundary has come out as forecast on another rank."""
 
     def unpack(self) -> dict[str, Any]:
         """Raises CorruptCheckpointError."""
@@ -57,7 +60,7 @@ class OwnState:
             raise CorruptCheckpointError(f"a record of the boundary ring: {error}") from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SmallRecord(OwnState):
     """One of all that a ring holds."""
 
@@ -126,12 +129,12 @@ def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> li
     return [*in_memory, *(directory / f"rank_{rank}" / RING_COPY for directory in directories)]
 
 
-def own_states(ring: Path, owners: Owners | None = None, *, confirmed: Moment | None = None) -> dict[Moment, OwnState]:
-    """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same. `confirmed`: see
-    `small_records`."""
+def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnState]:
+    """What `ring` holds, by moment; a boundary goes before a forecast of the same. Whether a forecast may be used is
+    for the caller to ask (`OwnState.trusted`)."""
     found: dict[Moment, OwnState] = {}
-    for record in small_records(ring, owners, confirmed=confirmed):
-        found.setdefault(record.moment, OwnState(record.content, record.forecast))
+    for record in _all_records(ring, owners):
+        found.setdefault(record.moment, OwnState(record.content, record.forecast, record.trusted))
     return found
 
 
@@ -141,6 +144,10 @@ def small_records(ring: Path, owners: Owners | None = None, *, confirmed: Moment
     confirmed: a boundary that has come out on another rank as forecast there; a forecast of it counts, also one in a
     process's first step, before any other has come true.
     """
+    return [record for record in _all_records(ring, owners) if record.trusted or record.moment == confirmed]
+
+
+def _all_records(ring: Path, owners: Owners | None) -> list[SmallRecord]:
     try:
         records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
     except UntrustedFileError as error:
@@ -150,5 +157,4 @@ def small_records(ring: Path, owners: Owners | None = None, *, confirmed: Moment
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
         return []
-    found = [(SmallRecord(r.content, r.forecast, (r.run_id, r.attempt, r.step)), r.trusted) for r in records]
-    return [record for record, is_trusted in found if is_trusted or record.moment == confirmed]
+    return [SmallRecord(r.content, r.forecast, r.trusted, moment=(r.run_id, r.attempt, r.step)) for r in records]

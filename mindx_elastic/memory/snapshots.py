@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +38,8 @@ from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotReco
 from mindx_elastic.persist.format import (
     NO_DIGEST,
     CheckpointInfo,
+    HeaderDraft,
     TensorEntry,
-    draft_header,
     flatten,
     place_tensors,
     seal_header,
@@ -101,9 +101,20 @@ class Snapshotter:
         self._step_began: float | None = None
         self._extra = False
         self._nbytes = 0  # of the last snapshot; 0: not known
+        self._laid_out: SnapshotLayout | None = None
         self._reserved = self._reserving = self._hurry = False
+        self._ahead = 0  # bytes to get before the first boundary
         self.broken = False
         """Shared memory has no room, or the state has no form; said once, training goes on without snapshots."""
+
+    def prepare(self, nbytes: int) -> None:
+        """No step has been made yet, and a snapshot will have about `nbytes`: get the memory beside the first step.
+
+        A first snapshot that has to get it by itself takes several times as long, in the training thread.
+        """
+        with self._wanted:
+            self._ahead = nbytes
+            self._wake()
 
     def at_boundary(self, step: int) -> None:
         """The boundary `step` has just been passed, its volatile state is copied."""
@@ -174,10 +185,11 @@ class Snapshotter:
     def _run(self) -> None:
         while True:
             with self._wanted:
-                self._wanted.wait_for(lambda: self._pending or self._reserving or self._closed)
+                self._wanted.wait_for(lambda: self._pending or self._reserving or self._ahead or self._closed)
                 if self._closed and not self._pending:
                     return
                 pending, self._pending, self._reserving = self._pending, False, False
+                ahead, self._ahead = self._ahead, 0
             if pending:
                 try:
                     index = self._copy()
@@ -187,11 +199,22 @@ class Snapshotter:
                     self._gate.give_back()
                 if index is not None:
                     self._seal(index)
-            if not self._reserved and not self.broken:
+            if ahead and not self._nbytes:
+                self._reserve_ahead(ahead)
+            elif not self._reserved and self._nbytes and not self.broken:
                 self._reserve()
             with self._wanted:
-                self._working = self._pending or self._reserving
+                self._working = bool(self._pending or self._reserving or self._ahead)
                 self._wanted.notify_all()
+
+    def _reserve_ahead(self, nbytes: int) -> None:
+        # Where there is no room for a guess there may be enough for the state: its own reservation says so.
+        with suppress(ArenaError, OSError):
+            reserve_slots(
+                self._arena,
+                nbytes,
+                go_on=lambda: not (self._closed or self._pending or self._reserving or self._hurry),
+            )
 
     def _reserve(self) -> None:
         try:
@@ -203,8 +226,9 @@ class Snapshotter:
 
     def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
-        snapshot = lay_out(collector.state(), self._describe(), collector.layout())
+        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
         self._nbytes = snapshot.nbytes
+        self._laid_out = replace(snapshot, tensors={})  # keeps no tensor alive
         return snapshot
 
     def _copy(self) -> int | None:
@@ -328,19 +352,30 @@ class SnapshotLayout:
 
     info: CheckpointInfo
     header: bytes
-    entries: list[TensorEntry]
+    entries: Sequence[TensorEntry]
     tensors: dict[str, torch.Tensor]
+    draft: HeaderDraft
+    kinds: Sequence[object]
+    """Of the tensors, by name: snapshots with the same ones have the same entries."""
 
     @property
     def nbytes(self) -> int:
         return len(self.header) + (self.entries[-1].end if self.entries else 0)
 
 
-def lay_out(state: object, info: CheckpointInfo, layout: Mapping[str, Any] | None) -> SnapshotLayout:
-    """Find out what `state` will look like as a file; nothing is copied. Raises UnsupportedStateError."""
+def lay_out(
+    state: object, info: CheckpointInfo, layout: Mapping[str, Any] | None, earlier: SnapshotLayout | None = None
+) -> SnapshotLayout:
+    """Find out what `state` will look like as a file; nothing is copied. `earlier`: one whose places are taken over
+    where the tensors are of the same names, types and shapes. Raises UnsupportedStateError."""
     tree, tensors = flatten(state)
-    entries = place_tensors(tensors)
-    return SnapshotLayout(info, draft_header(info, tree, entries, layout), entries, tensors)
+    kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    if earlier is not None and earlier.kinds == kinds:
+        entries, draft = earlier.entries, earlier.draft
+    else:
+        entries = place_tensors(tensors)
+        draft = HeaderDraft(entries)
+    return SnapshotLayout(info, draft.header(info, tree, layout), entries, tensors, draft, kinds)
 
 
 def copy_snapshot(
@@ -395,17 +430,19 @@ def receive_snapshot(
 def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, boundary_event: Any, at: Callable[[str], None]) -> None:
     base = len(snapshot.header)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    address = whole.data_ptr()
+    start, memmove = whole.data_ptr() + base, ctypes.memmove
     streams: dict[torch.device, Any] = {}
     half = len(snapshot.entries) // 2
     for number, entry in enumerate(snapshot.entries):
         if number == half:
             at("copying")
-        if not entry.nbytes:
+        if entry.start == entry.end:
             continue
-        source = flat_bytes(snapshot.tensors[entry.name].detach())
-        if source.device.type == "cpu":
-            ctypes.memmove(address + base + entry.start, source.data_ptr(), entry.nbytes)
+        tensor = snapshot.tensors[entry.name]
+        # In most states all are: views of their bytes would take longer than the bytes of a small one.
+        source = tensor if tensor.is_cpu and tensor.is_contiguous() else flat_bytes(tensor.detach())
+        if source.is_cpu:
+            memmove(start + entry.start, source.data_ptr(), entry.end - entry.start)
             continue
         target = whole[base + entry.start : base + entry.end]
         if source.device.type != "cuda":

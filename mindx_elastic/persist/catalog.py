@@ -44,7 +44,9 @@ KIND_ORDER = ("breakpoint", "ttp", "request_exit", "final", "periodic", "manual"
 
 _SUFFIX = ".safetensors"
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
-_OUR_NAME = re.compile(r"(.*-\d+_\d+|.*_breakpoint|.*_final|.*_train|.*\.prev|ttp_rank_\d+.*)\.safetensors", re.DOTALL)
+_OUR_NAME = re.compile(
+    r"(.*-\d+_\d+|.*_breakpoint|.*_final|.*_train|.*\.prev|.*\.cover|ttp_rank_\d+.*)\.safetensors", re.DOTALL
+)
 _SNIFF_BYTES = 4096  # our metadata stands at the very beginning
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
@@ -167,11 +169,13 @@ def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | N
     return CatalogEntry(path, header, None, False, looks_ours(path), header.file_size, status.st_mtime)
 
 
-def preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:
-    """Sort key of the good entries of one step: by rank, and within a rank in the order in which to try them."""
+def preference(entry: CatalogEntry) -> tuple[int, bool, bool, int, float, str]:
+    """Sort key of the good entries of one step: by rank, and within a rank in the order in which to try them. A file
+    with a part of a divided state comes behind whole ones."""
     info = _info(entry)
     kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
-    return info.rank, not info.resumable, kind, -info.created, str(entry.path)
+    is_part = entry.header is not None and entry.header.held is not None
+    return info.rank, not info.resumable, is_part, kind, -info.created, str(entry.path)
 
 
 def _info(entry: CatalogEntry) -> CheckpointInfo:

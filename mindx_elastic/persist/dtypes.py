@@ -45,7 +45,9 @@ def to_stored(tensor: torch.Tensor) -> torch.Tensor:
 
     A view of the same memory, except that lazily conjugated and negated tensors are computed.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype in NAMES:
         return tensor
     if tensor.dtype.is_complex:

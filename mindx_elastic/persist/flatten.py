@@ -62,6 +62,9 @@ def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        # Most tensors are alone at their address, so that an identity is worked out for few of them.
+        self._first: dict[int, torch.Tensor] = {}
+        self._first_name: dict[int, str] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self._in_key = False
 
@@ -172,17 +175,12 @@ class _Encoder:
         return node
 
     def _tensor(self, value: torch.Tensor, where: str, depth: int) -> Tree:
-        problem = _tensor_problem(value)
         if self._in_key:
-            problem = "a tensor cannot be a dictionary key or a member of a set"
-        if problem:
-            raise UnsupportedStateError(where or "state", problem)
+            raise UnsupportedStateError(where or "state", "a tensor cannot be a dictionary key or a member of a set")
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+            raise UnsupportedStateError(where or "state", _tensor_problem(value))
         stored = to_stored(value)
-        key = _identity(value)
-        name = self._names.get(key)
-        if name is None:
-            name = self._names[key] = self._add(stored, where)
-        node: dict[str, Tree] = {"$tensor": name}
+        node: dict[str, Tree] = {"$tensor": self._name(value, stored, where)}
         if value.dtype not in NAMES:
             node["dtype"] = str(value.dtype).removeprefix("torch.")
         if stored.dim() > MAX_DIMS:
@@ -191,9 +189,24 @@ class _Encoder:
             node["strides"] = list(stored.stride())  # channels_last and transposed weights stay as fast as they were
         if value.requires_grad:
             node["grad"] = True
-        if isinstance(value, torch.nn.Parameter):
+        if type(value) is torch.nn.Parameter:  # isinstance() would cost as much as all of the above
             node["parameter"] = True
         return node
+
+    def _name(self, value: torch.Tensor, stored: torch.Tensor, where: str) -> str:
+        """A new name, or that of the same view of the same memory."""
+        address = value.data_ptr()  # of an empty tensor: null
+        first = self._first.get(address)
+        if first is None:
+            self._first[address] = value
+            name = self._first_name[address] = self._add(stored, where)
+            return name
+        self._names.setdefault(_identity(first), self._first_name[address])
+        key = _identity(value)
+        known = self._names.get(key)
+        if known is None:
+            known = self._names[key] = self._add(stored, where)
+        return known
 
     def _add(self, tensor: torch.Tensor, where: str) -> str:
         # Lone surrogates are legal in a Python string and illegal in a file that other readers open.
@@ -240,9 +253,8 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the same view of the same memory."""
     if tensor.numel() == 0:
         return ("empty", id(tensor))  # the address of an empty tensor is null, which would tie unrelated ones
-    storage = tensor.untyped_storage().data_ptr()
-    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, storage, tensor.dtype, *view)
+    view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, *view)
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
@@ -255,7 +267,7 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
     return True
 
 
-def _tensor_problem(tensor: torch.Tensor) -> str | None:
+def _tensor_problem(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return f"nested tensors cannot be stored; {_REMEDY}"
     if tensor.layout != torch.strided:
@@ -263,9 +275,7 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"{kind} of layout {tensor.layout} cannot be stored; {_REMEDY}"
     if tensor.is_quantized:
         return f"quantized tensor of type {tensor.dtype} cannot be stored; {_REMEDY}"
-    if tensor.is_meta:
-        return "a tensor on the meta device has no data; give it memory (to_empty) first"
-    return None
+    return "a tensor on the meta device has no data; give it memory (to_empty) first"
 
 
 def _why_unsupported(value: object) -> str:

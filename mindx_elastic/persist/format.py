@@ -12,6 +12,10 @@
 ``mindx.digests`` (JSON, tensor -> xxh3-128 hex of its bytes) and ``mindx.header_digest``: xxh3-128 over all bytes
 before the data, itself taken as zeros. So a digest covers every bit of the file, and a header that another program has
 rewritten is refused.
+
+A file that replicas have divided among themselves holds some parts of the state only (`core.division`): it has
+``mindx.division`` (JSON: the division, and ``parts``, those that it holds) and schema "2", so that older versions
+refuse it instead of taking it for a damaged one. Its tree is the whole state's.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
+from mindx_elastic.core.division import Division
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
@@ -50,8 +56,11 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_WORLD_SIZE",
     "SCHEMA",
+    "SCHEMA_DIVIDED",
     "CheckpointInfo",
     "Header",
+    "HeaderDraft",
+    "Held",
     "TensorEntry",
     "draft_header",
     "flatten",
@@ -63,6 +72,8 @@ __all__ = [
 ]
 
 SCHEMA = "1"
+SCHEMA_DIVIDED = "2"
+"""Of files with ``mindx.division``."""
 DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 18
 """A plan makes lists of as many ranks as a file claims."""
@@ -78,11 +89,12 @@ _MAX_APPEND_INFO_DEPTH = 64
 _MAX_LAYOUT_DEPTH = 16
 _MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that JSON cannot hold as an object takes three levels
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGESTS = re.compile(r"(?:[0-9a-f]{32},)*")  # matched against all at once
 _DIGESTS_KEY = b'"mindx.digests":'
 _HEADER_DIGEST_KEY = b'"mindx.header_digest":'
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_HEADER_ITEMS = 1_000_000
+_PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
 _HEADER_DIGEST = re.compile(re.escape(_HEADER_DIGEST_KEY) + rb'"([0-9a-f]{32})"')
 
 
@@ -168,7 +180,7 @@ class CheckpointInfo:
 
 def _is_deeper(value: object, limit: int) -> bool:
     """Whether JSON-able `value` is nested deeper than `limit` lists and dicts; a cycle counts as deeper."""
-    level = [value]
+    level = [value] if isinstance(value, (Mapping, list, tuple)) else []
     for _ in range(limit + 1):
         inner: list[object] = []
         for each in level:
@@ -176,7 +188,7 @@ def _is_deeper(value: object, limit: int) -> bool:
                 inner += each.values()
             elif isinstance(each, (list, tuple)):
                 inner += each
-        level = [each for each in inner if isinstance(each, (Mapping, list, tuple))]
+        level = [each for each in inner if type(each) not in _PLAIN_TYPES and isinstance(each, (Mapping, list, tuple))]
         if not level:
             return False
         if len(level) > _MAX_HEADER_ITEMS:
@@ -240,8 +252,7 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
     return None
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor's place in the file."""
 
     name: str
@@ -263,6 +274,22 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Which parts of a divided state a file holds."""
+
+    division: Division
+    parts: tuple[int, ...]
+    """Ascending."""
+    sample: str = ""
+    """A digest of some elements of the whole state: equal in the files of ranks that held the same."""
+
+    @property
+    def key(self) -> str:
+        """Equal for files whose parts fit together."""
+        return f"{self.division.digest}/{self.sample}"
+
+
+@dataclass(frozen=True)
 class Header:
     """Everything before the data section, checked against itself and against the file's size."""
 
@@ -277,50 +304,108 @@ class Header:
     """Offset of the data section in the file, bytes."""
     file_size: int
     """Bytes."""
+    held: Held | None = None
+    """None: the file holds all of its state."""
+
+    @property
+    def tensor_types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type name and shape of all tensors of the state, in this file or not."""
+        divided = {} if self.held is None else self.held.division.tensors
+        pieces = set() if self.held is None else {name for name, _, _ in self.held.division.pieces(self.held.parts)}
+        own = {name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name not in pieces}
+        return {**own, **{name: (tensor.dtype, tensor.shape) for name, tensor in divided.items()}}
+
+    def type_of(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type name and shape of a tensor that the tree refers to, in this file or not. Raises KeyError."""
+        if self.held is not None and (divided := self.held.division.tensors.get(name)) is not None:
+            return divided.dtype, divided.shape
+        entry = self.entries[name]
+        return entry.dtype, entry.shape
 
 
 def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
     """Place tensors (of types in `dtypes.NAMES`) into the data section, widest elements first, then as given."""
+    by_width: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for item in tensors.items():
+        by_width.setdefault(item[1].element_size(), []).append(item)
     entries = []
+    shapes: dict[torch.Size, tuple[int, ...]] = {}  # one object each: the garbage collector looks at every one
     position = 0
-    for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
-        tensor = tensors[name]
-        end = position + tensor.numel() * tensor.element_size()
-        entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), position, end))
-        position = end
+    for width in sorted(by_width, reverse=True):
+        for name, tensor in by_width[width]:
+            end = position + tensor.numel() * width
+            shape = shapes.get(tensor.shape)
+            if shape is None:
+                shape = shapes[tensor.shape] = tuple(tensor.shape)
+            entries.append(TensorEntry(name, NAMES[tensor.dtype], shape, position, end))
+            position = end
     return entries
 
 
 def draft_header(
-    info: CheckpointInfo, tree: Tree, entries: Sequence[TensorEntry], layout: Mapping[str, Any] | None = None
+    info: CheckpointInfo,
+    tree: Tree,
+    entries: Sequence[TensorEntry],
+    layout: Mapping[str, Any] | None = None,
+    held: Held | None = None,
 ) -> bytes:
-    """All bytes before the data section, a multiple of `DATA_ALIGNMENT`, with zeros for all digests.
+    """See `HeaderDraft.header`."""
+    return HeaderDraft(entries).header(info, tree, layout, held)
 
-    The start of the data must be known before it is written, the digests only afterwards: `seal_header` fills them in,
-    in place. Raises UnsupportedStateError when the header would be too long for any reader.
-    """
-    metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
-        "mindx.schema": SCHEMA,
-        "mindx.header_digest": NO_DIGEST,
-        "mindx.checkpoint": info.to_json(),
-        "mindx.tree": json.dumps(tree, separators=(",", ":")),
-        "mindx.digests": json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST)),
-    }
-    if layout:
-        try:
-            metadata["mindx.layout"] = json.dumps(layout)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedStateError("layout", f"{error}; give numbers, strings, lists and dicts") from None
-    content: dict[str, Any] = {"__metadata__": metadata}
-    for entry in entries:
-        offsets = [entry.start, entry.end]
-        content[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
-        problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
-        raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
-    return struct.pack("<Q", len(text)) + text
+
+class HeaderDraft:
+    """Headers of files with the same tensors: what is said of each tensor is written once."""
+
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
+        self._entries = ",".join(_entry_texts(entries))
+        self._digests = json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST))
+
+    def header(
+        self,
+        info: CheckpointInfo,
+        tree: Tree,
+        layout: Mapping[str, Any] | None = None,
+        held: Held | None = None,
+    ) -> bytes:
+        """All bytes before the data section, a multiple of `DATA_ALIGNMENT`, with zeros for all digests.
+
+        The start of the data must be known before it is written, the digests only afterwards: `seal_header` fills them
+        in, in place. Raises UnsupportedStateError when the header would be too long for any reader.
+        """
+        metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
+            "mindx.schema": SCHEMA if held is None else SCHEMA_DIVIDED,
+            "mindx.header_digest": NO_DIGEST,
+            "mindx.checkpoint": info.to_json(),
+            "mindx.tree": json.dumps(tree, separators=(",", ":")),
+            "mindx.digests": self._digests,
+        }
+        if layout:
+            try:
+                metadata["mindx.layout"] = json.dumps(layout)
+            except (TypeError, ValueError) as error:
+                raise UnsupportedStateError("layout", f"{error}; give numbers, strings, lists and dicts") from None
+        if held is not None:
+            record = {"parts": list(held.parts), "sample": held.sample, **held.division.to_json()}
+            metadata["mindx.division"] = json.dumps(record, separators=(",", ":"))
+        described = json.dumps(metadata, separators=(",", ":"))
+        rest = f",{self._entries}" if self._entries else ""
+        text = f'{{"__metadata__":{described}{rest}}}'.encode()
+        text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+        if len(text) > MAX_HEADER_BYTES:
+            problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
+            raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
+        return struct.pack("<Q", len(text)) + text
+
+
+def _entry_texts(entries: Iterable[TensorEntry]) -> Iterator[str]:
+    """Each entry's JSON; a third of the time that a dict of dicts takes."""
+    quoted = json.JSONEncoder().encode
+    kinds: dict[tuple[str, tuple[int, ...]], str] = {}
+    for name, dtype, shape, start, end in entries:
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            kind = kinds[dtype, shape] = f'"dtype":"{dtype}","shape":{json.dumps(shape, separators=(",", ":"))}'
+        yield f'{quoted(name)}:{{{kind},"data_offsets":[{start},{end}]}}'
 
 
 def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
@@ -433,8 +518,10 @@ def _metadata(content: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
     if found is not None:
         zeroed = raw[: found.start(1)] + NO_DIGEST.encode() + raw[found.end(1) :]
         if not sealed or xxhash.xxh3_128(zeroed).hexdigest().encode() == found[1]:
-            if schema != SCHEMA:
-                raise _ForeignError(f"schema {schema}; this version reads {SCHEMA}: install a newer mindx_elastic")
+            if schema not in (SCHEMA, SCHEMA_DIVIDED):
+                raise _ForeignError(
+                    f"schema {schema}; this version reads {SCHEMA} and {SCHEMA_DIVIDED}: install a newer mindx_elastic"
+                )
             return metadata
     raise ValueError("its digest does not match: bits have changed, or another program has rewritten it")
 
@@ -445,7 +532,7 @@ def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, s
     if size != data_start + data_size:
         raise ValueError(f"the file has {size} bytes instead of {data_start + data_size}; truncated or overwritten")
     digests = json.loads(metadata["mindx.digests"])
-    if digests.keys() != entries.keys() or not all(_DIGEST.fullmatch(text) for text in digests.values()):
+    if digests.keys() != entries.keys() or not _DIGESTS.fullmatch("".join([f"{text}," for text in digests.values()])):
         raise ValueError("the digests do not belong to the tensors")
     layout = json.loads(metadata.get("mindx.layout", "{}"))
     if not isinstance(layout, dict) or _is_deeper(layout, _MAX_LAYOUT_DEPTH):
@@ -454,32 +541,85 @@ def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, s
     if _is_deeper(tree, _MAX_TREE_DEPTH):  # readers walk it recursively
         raise ValueError(f"the tree is nested deeper than {_MAX_TREE_DEPTH} levels")
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
-    return Header(info, tree, entries, digests, layout, data_start, size)
+    held = None
+    if metadata["mindx.schema"] == SCHEMA_DIVIDED:
+        held = _held(json.loads(metadata["mindx.division"]), entries)
+    return Header(info, tree, entries, digests, layout, data_start, size, held)
+
+
+def _held(record: Any, entries: Mapping[str, TensorEntry]) -> Held:
+    division = Division.from_json(record)
+    parts = tuple(record["parts"])
+    if not all(type(part) is int and 0 <= part < division.count for part in parts) or list(parts) != sorted({*parts}):
+        raise ValueError("the parts of a divided state that the file claims to hold do not exist")
+    for name, tensor in division.tensors.items():
+        if tensor.dtype not in BY_NAME:
+            raise ValueError(f"tensor {name:.80}: unknown type {tensor.dtype!r:.80}")
+    pieces = division.pieces(parts)
+    for name, whole, piece in pieces:
+        entry, tensor = entries.get(name), division.tensors[whole]
+        if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape_of(piece)):
+            raise ValueError(f"tensor {name:.80} is not the piece of a divided state that it should be")
+    stray = (division.tensors.keys() & entries.keys()) - {name for name, _, _ in pieces}
+    if stray:
+        raise ValueError(f"tensor {min(stray):.80} is here, and the file should not hold it")
+    sample = record["sample"]
+    if not isinstance(sample, str) or len(sample) > _MAX_TEXT:
+        raise ValueError("the sample of a divided state is not a text")
+    return Held(division, parts, sample)
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    _check_names_and_numbers(content)
     entries = []
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # of each type and shape, of which there are few
     for name, value in content.items():
         start, end = value["data_offsets"]
-        shape = value["shape"]
-        if _SURROGATE.search(name):
-            raise ValueError(f"tensor {name!a:.80}: a name with surrogates")
-        if len(shape) > MAX_DIMS:
-            raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in (start, end, *shape)):
-            raise ValueError(f"tensor {name:.80}: malformed shape or offsets")
-        if value["dtype"] not in BY_NAME:
-            raise ValueError(f"tensor {name:.80}: unknown type {value['dtype']!r:.80}")
-        itemsize = BY_NAME[value["dtype"]].itemsize
-        if end - start != math.prod(shape) * itemsize:
-            raise ValueError(f"tensor {name:.80}: {end - start} bytes do not fit its shape and type")
-        if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
-            raise ValueError(f"tensor {name:.80}: its shape needs more bytes than a tensor can have")
-        entries.append(TensorEntry(name, value["dtype"], tuple(shape), start, end))
-    entries.sort(key=lambda entry: (entry.start, entry.end))
+        shape, dtype = tuple(value["shape"]), value["dtype"]
+        nbytes = sizes.get((dtype, shape))
+        if nbytes is None:
+            nbytes = sizes[dtype, shape] = _nbytes(name, dtype, shape, end - start)
+        if end - start != nbytes:
+            raise _misfit(name, end - start)
+        entries.append(TensorEntry(name, dtype, shape, start, end))
+    entries.sort(key=itemgetter(3, 4))  # start, end
     position = 0
     for entry in entries:
-        if entry.start != position:
+        if entry[3] != position:
             raise ValueError(f"tensor {entry.name} starts at {entry.start} instead of {position}: gap or overlap")
-        position = entry.end
-    return {entry.name: entry for entry in entries}
+        position = entry[4]
+    return {entry[0]: entry for entry in entries}
+
+
+def _check_names_and_numbers(content: Mapping[str, Any]) -> None:
+    """Look at all of them at once, and for the first bad one only where there is one."""
+    numbers: list[Any] = []
+    for value in content.values():
+        numbers += value["data_offsets"]
+        numbers += value["shape"]
+    sound = set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 1 << 62
+    if sound and not _SURROGATE.search("\n".join(content)):
+        return
+    for name, value in content.items():
+        if _SURROGATE.search(name):
+            raise ValueError(f"tensor {name!a:.80}: a name with surrogates")
+        if not all(type(each) is int and 0 <= each < 1 << 62 for each in (*value["data_offsets"], *value["shape"])):
+            raise ValueError(f"tensor {name:.80}: malformed shape or offsets")
+
+
+def _misfit(name: str, nbytes: int) -> ValueError:
+    return ValueError(f"tensor {name:.80}: {nbytes} bytes do not fit its shape and type")
+
+
+def _nbytes(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> int:
+    """`nbytes` if a tensor of this type and shape has so many. Raises ValueError otherwise."""
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
+    if dtype not in BY_NAME:
+        raise ValueError(f"tensor {name:.80}: unknown type {dtype!r:.80}")
+    itemsize = BY_NAME[dtype].itemsize
+    if math.prod(shape) * itemsize != nbytes:
+        raise _misfit(name, nbytes)
+    if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
+        raise ValueError(f"tensor {name:.80}: its shape needs more bytes than a tensor can have")
+    return nbytes

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import flatten
@@ -45,7 +46,7 @@ def pack_state(state: object, *, at: Sequence[str] = ()) -> list[memoryview]:
     pieces = [memoryview(struct.pack("<Q", len(text)) + text)]
     for tensor in tensors.values():
         if tensor.numel():
-            pieces.append(flat_bytes(tensor.detach().cpu()).numpy().data)
+            pieces.append(memory_of(flat_bytes(tensor.detach().cpu())))
     return pieces
 
 

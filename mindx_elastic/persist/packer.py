@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ class StatePacker:
     """Packs a state that is a dict: one section for each item, and for each item in the dict named `split`, so that one
     that has another shape each time costs the others nothing. Not for several threads."""
 
-    def __init__(self, split: str) -> None:
-        self._split = split
+    def __init__(self, split: str, frozen: str = "") -> None:
+        """`frozen`: the item of this name is never changed in place, so the very same one is packed once."""
+        self._split, self._frozen = split, frozen
+        self._last: tuple[object, bytes] = None, b""
         self._packers: dict[str, SectionPacker] = {}
         self._split_packers: dict[str, SectionPacker] = {}
 
@@ -68,6 +71,11 @@ class StatePacker:
             packer = packers.get(key)
             if packer is None:
                 packer = packers[key] = SectionPacker(key)
+            if key == self._frozen:
+                if self._last[0] is not part:
+                    self._last = part, b"".join(packer.pack(part))
+                pieces.append(self._last[1])
+                continue
             pieces += packer.pack(part)
         return b"".join(pieces)
 
@@ -186,6 +194,8 @@ def _taker_of_items(kind: type | None, values: list[Any], takes: list[Any]) -> A
     kinds = [*map(type, values)]
     constants = [i for i, take in enumerate(takes) if take is None]
     expected = [values[i] for i in constants]
+    constants_of = itemgetter(*constants) if len(constants) > 1 else None
+    expected_of = constants_of(values) if constants_of is not None else None
     # In the order of the values, for so are the numbers counted: runs of numbers, and what has its own function.
     others = [(i, take) for i, take in enumerate(takes) if take is not None]
     are_numbers = all(take is _number for _, take in others)
@@ -198,7 +208,10 @@ def _taker_of_items(kind: type | None, values: list[Any], takes: list[Any]) -> A
         if is_all_numbers:
             numbers += value
             return
-        if [value[i] for i in constants] != expected:
+        if constants_of is not None:
+            if constants_of(value) != expected_of:
+                raise _OtherShape
+        elif [value[i] for i in constants] != expected:
             raise _OtherShape
         if are_numbers:
             numbers += [value[i] for i in places]

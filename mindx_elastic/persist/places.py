@@ -8,14 +8,30 @@ from typing import Any
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.format import Header
 
-__all__ = ["shape_of_node", "tensor_places"]
+__all__ = ["NEIGHBOURS", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
 
+NEIGHBOURS = "neighbours"
+"""The component that holds other ranks' small states of the step: rank -> packed (`memory.memory_files.OwnState`)."""
 _LONGEST_PLACE = 1 << 16
 
 
 def tensor_places(header: Header) -> dict[str, dict[str, Any]]:
     """The ``$tensor`` nodes of the tree by their path. Tied tensors have several paths and one name in the file."""
-    return dict(_walk(header.tree, "", 0))
+    return places_in(header.tree)
+
+
+def neighbours_in(header: Header) -> dict[int, Tree]:
+    """The ranks whose small states the file holds beside its own, each with the node of the tree."""
+    nodes = header.tree.get(NEIGHBOURS) if isinstance(header.tree, dict) else None
+    if not isinstance(nodes, dict):
+        return {}
+    found = {int(rank): node for rank, node in nodes.items() if rank.isascii() and rank.isdigit() and len(rank) < 8}
+    return {rank: node for rank, node in found.items() if rank < header.info.world_size}
+
+
+def places_in(tree: Tree) -> dict[str, dict[str, Any]]:
+    """The same of a tree that is not in a file yet."""
+    return dict(_walk(tree, "", 0))
 
 
 def _walk(node: Tree, where: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -42,5 +58,5 @@ def _walk(node: Tree, where: str, depth: int) -> Iterator[tuple[str, dict[str, A
 
 def shape_of_node(node: Mapping[str, Any], header: Header) -> tuple[int, ...]:
     """The shape of the tensor as the program knows it: complex numbers are stored as pairs."""
-    shape = header.entries[node["$tensor"]].shape
+    _, shape = header.type_of(node["$tensor"])
     return shape[:-1] if str(node.get("dtype", "")).startswith("complex") else shape

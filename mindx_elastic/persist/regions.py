@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mindx_elastic.core.layout import Box
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.format import Header, TensorEntry
 
@@ -93,7 +94,7 @@ class _Reader:
             rows.copy_(runs.view(-1).view(place.dtype).view(rows.shape))
 
     def _read(self, target: torch.Tensor, offset: int) -> None:
-        view = target.reshape(-1).view(torch.uint8).numpy().data if target.numel() else memoryview(b"")
+        view = memory_of(target)
         done = 0
         while done < len(view):
             try:

@@ -48,6 +48,8 @@ class _Decoder:
             return [self.decode(item, depth + 1) for item in node]
         if not isinstance(node, dict):
             return node
+        if len(node) == 1 and "$tensor" in node:  # most nodes; as _tensor(), with nothing to be made of it
+            return self._tensors[node["$tensor"]]
         tag = next((key for key in node if key.startswith("$")), None)
         if tag is None:
             return {key: self.decode(item, depth + 1) for key, item in node.items()}

@@ -22,9 +22,17 @@ import torch
 
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
-from mindx_elastic.persist.format import CheckpointInfo, draft_header, flatten, place_tensors, read_header, seal_header
-from mindx_elastic.persist.packed import flat_bytes
+from mindx_elastic.persist.format import (
+    CheckpointInfo,
+    Held,
+    draft_header,
+    flatten,
+    place_tensors,
+    read_header,
+    seal_header,
+)
 from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.storage import (
     check_free_space,
@@ -37,10 +45,14 @@ from mindx_elastic.persist.storage import (
     quarantine,
 )
 
-__all__ = ["SaveResult", "keep_older", "previous_path", "write_checkpoint"]
+__all__ = ["Flat", "SaveResult", "keep_older", "pieces_of", "previous_path", "write_checkpoint"]
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of reading the older file that come from this process's limits and not from the file."""
+
+
+Flat = tuple[Tree, dict[str, torch.Tensor]]
+"""A state as `flatten` gives it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ def write_checkpoint(
     also: Sequence[StrPath] = (),
     before_publish: Callable[[Path], None] = lambda temp: None,
     reserve: Reserve | None = None,
+    held: Held | None = None,
+    flat: Flat | None = None,
 ) -> SaveResult:
     """Write `state` to `path` and return when it is durable. Blocks; any thread; two calls may run at once.
 
@@ -72,7 +86,8 @@ def write_checkpoint(
     stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same bytes (hard
     links, or copies where links are not possible), each published atomically, once `path` is durable. before_publish:
     called with the finished temporary file just before it gets the name `path`; an OSError there fails the save.
-    reserve: memory and a thread for a process that may get no more of either.
+    reserve: memory and a thread for a process that may get no more of either. held: the parts to write of a state that
+    replicas divide; None: all of it. flat: what `flatten` gives for `state`, where the caller knows it already.
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
@@ -87,14 +102,34 @@ def write_checkpoint(
     if sys.byteorder != "little":
         raise UsageError("the file format is little-endian, this machine is not")
     info = info if info.torch_version else replace(info, torch_version=torch.__version__)
-    tree, tensors = flatten(state)
+    tree, tensors = flatten(state) if flat is None else flat
+    if held is not None:
+        tensors = pieces_of(tensors, held)
     others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve)
+    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held)
     try:
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
         raise _save_error(error, save) from error
     return SaveResult(path, save.nbytes, time.monotonic() - started, info)
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor], held: Held) -> dict[str, torch.Tensor]:
+    """What a file with these parts of `tensors` holds: views of the pieces, and all that is not divided.
+
+    Raises UsageError where the division is not one of these tensors.
+    """
+    divided = held.division.tensors
+    found = {name: tensor for name, tensor in tensors.items() if name not in divided}
+    for name, tensor in divided.items():
+        own = tensors.get(name)
+        if own is None or (NAMES[own.dtype], tuple(own.shape)) != (tensor.dtype, tensor.shape):
+            raise UsageError(f"the division that the ranks have agreed on is not of this state: {name}")
+    for name, whole, piece in held.division.pieces(held.parts):
+        if name in found:
+            raise UsageError(f"two tensors of the divided state are called {name}")
+        found[name] = tensors[whole][piece.start : piece.stop]
+    return found
 
 
 def previous_path(path: StrPath) -> Path:
@@ -116,6 +151,7 @@ class _Save:
         layout: Mapping[str, Any],
         before_publish: Callable[[Path], None] = lambda temp: None,
         reserve: Reserve | None = None,
+        held: Held | None = None,
     ) -> None:
         self.before_publish, self.reserve_held = before_publish, reserve
         self.path, self.also, self.info = path, also, info
@@ -123,7 +159,7 @@ class _Save:
         self.durable = False
         self.tensors = tensors
         self.entries = place_tensors(tensors)
-        self.header = draft_header(info, tree, self.entries, layout)
+        self.header = draft_header(info, tree, self.entries, layout, held)
         self.nbytes = len(self.header) + (self.entries[-1].end if self.entries else 0)
 
     def run(self) -> None:
@@ -145,7 +181,7 @@ class _Save:
         pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
         blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held)
         with contextlib.closing(blocks):
-            digests = {entry.name: blocks.put(flat_bytes(self.tensors[entry.name])) for entry in self.entries}
+            digests = {entry.name: blocks.put_tensor(self.tensors[entry.name]) for entry in self.entries}
             blocks.finish()
             self.write_header(blocks, digests)
 

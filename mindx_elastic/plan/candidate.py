@@ -17,7 +17,7 @@ from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import differing_components
-from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, World, no_file
+from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, World, completing, no_file
 from mindx_elastic.plan.targets import bytes_by_rank, same_part, same_parts, target_of
 
 __all__ = ["Candidate", "Context"]
@@ -48,6 +48,7 @@ class Candidate:
         for fact in facts:
             found.setdefault(fact.rank, []).append(fact)
         self._files = {rank: tuple(found[rank]) for rank in sorted(found)}
+        self._lacking = self._leave_out_fragments()
         sizes = sorted({fact.world_size for fact in facts})
         self.world_size = sizes[0] if len(sizes) == 1 else 0
         """Ranks that wrote it; 0: not clear."""
@@ -89,12 +90,34 @@ class Candidate:
 
     def _judge(self, sizes: Sequence[int]) -> str:
         if not self._files:
-            return "none of its files can be used"
+            return self._lacking or "none of its files can be used"
         if len(sizes) > 1:
             return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
         if max(self._files) >= self.world_size or min(self._files) < 0:
             return f"a file of rank {max(self._files)} in a world of {self.world_size}"
         return "" if self._take_own_files() else self._judge_parts()
+
+    def _leave_out_fragments(self) -> str:
+        """Leave out files of a divided state of which some part is in no file. Returns what is missing, in words."""
+        missing: dict[tuple[str, int], set[int]] = {}
+        kept: dict[int, tuple[FileFact, ...]] = {}
+        for rank, facts in self._files.items():
+            whole = []
+            for fact in facts:
+                reader = rank if fact.visible_to is None else min(fact.visible_to, default=rank)
+                if completing(fact, self._files, reader) is not None:
+                    whole.append(fact)
+                elif fact.held is not None:
+                    key = (fact.held.division, fact.held.count)
+                    missing.setdefault(key, set(fact.held.lacking)).intersection_update(fact.held.lacking)
+            if whole:
+                kept[rank] = tuple(whole)
+        had, self._files = self._files, kept
+        return "; ".join(
+            f"of the state that its ranks have divided, {_parts_text(parts, count)} in no usable file "
+            f"(files of {rank_list(tuple(had))} are there)"
+            for (_, count), parts in missing.items()
+        )
 
     def _take_own_files(self) -> bool:
         """The simplest plan: the same world, and each rank has a file of its own with all that it wants.
@@ -114,7 +137,10 @@ class Candidate:
             file = next((fact for fact in self._files.get(rank, ()) if fact.seen_by(rank)), None)
             if file is None or not self._fits(file.strategy, rank, fitting):
                 return False
-            shares.append(RankPlan(rank, file))
+            others = completing(file, self._files, rank)
+            if others is None:
+                return False
+            shares.append(RankPlan(rank, file, others=others))
         self._target = world.strategy or self._source
         self._assignment = _Assignment(self._files, self._source, self._source, frozenset(), ())
         self._assignment.take_own_files(shares)
@@ -221,6 +247,13 @@ class Candidate:
         return f"{part}: no usable file of {rank_list(ranks)}, which held it"
 
 
+def _parts_text(parts: Collection[int], count: int) -> str:
+    if not parts:
+        return f"some of {count} parts are"  # no rank can see all of them
+    numbers = listed([str(part + 1) for part in sorted(parts)], 8)
+    return f"part{'s' if len(parts) > 1 else ''} {numbers} of {count} {'are' if len(parts) > 1 else 'is'}"
+
+
 class _Assignment:
     """Which file each new rank reads. `problem` is empty when every rank of `target` gets what it needs."""
 
@@ -268,7 +301,7 @@ class _Assignment:
         for rank in range(self._source.world_size):
             own = self._file(rank, rank)
             if own is not None:
-                self.shares.append(RankPlan(rank, own))
+                self.shares.append(self._whole(rank, own))
                 continue
             groups = groups or {r: group for group in self._source.replica_groups() for r in group}
             group = groups.get(rank, (rank,))
@@ -276,10 +309,12 @@ class _Assignment:
             donors = [file for r in healthy_first if (file := self._file(r, rank)) is not None]
             if donors:
                 turn = turns[group] = turns.get(group, -1) + 1
-                self.shares.append(RankPlan(rank, donors[turn % len(donors)]))
+                self.shares.append(self._whole(rank, donors[turn % len(donors)]))
             elif problem := self._assemble(rank):
                 return problem
-            if rank not in self._own_states:
+            small = self._file_with_small_state(rank)
+            self.shares[-1] = replace(self.shares[-1], small_from=small)
+            if small is None and rank not in self._own_states:
                 donor = self.shares[-1].file.rank
                 borrowing.append(f"rank {rank} takes rank {donor}'s file and has no random numbers of its own")
         self.lacks_rank_state = bool(borrowing)
@@ -328,7 +363,7 @@ class _Assignment:
             for turn in range(len(order)):
                 base = base or self._file(order[(rank + turn) % len(order)], rank)
                 if base is not None:
-                    self.shares.append(RankPlan(rank, base, assembled=not whole))
+                    self.shares.append(replace(self._whole(rank, base), assembled=not whole))
                     return ""
         return f"rank {rank} cannot see any file of it: {_NOT_SHARED}"
 
@@ -344,7 +379,28 @@ class _Assignment:
         return self._ranks_with[name] or self._order
 
     def _file(self, old: int, reader: int) -> FileFact | None:
-        return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)
+        return next((fact for fact in self._files.get(old, ()) if self._can_read(fact, reader)), None)
+
+    def _can_read(self, fact: FileFact, reader: int) -> bool:
+        return fact.seen_by(reader) and (fact.held is None or completing(fact, self._files, reader) is not None)
+
+    def _whole(self, rank: int, file: FileFact) -> RankPlan:
+        """`rank` reads `file`, and what it lacks of a divided state from others."""
+        return RankPlan(rank, file, others=completing(file, self._files, rank) or ())
+
+    def _file_with_small_state(self, rank: int) -> FileFact | None:
+        """A file of another rank that has the small state of `rank`, which has no file of its own."""
+        holders = self._holders_of_small_state.get(rank, ())
+        return next((fact for fact in holders if fact.seen_by(rank)), None)
+
+    @cached_property
+    def _holders_of_small_state(self) -> Mapping[int, list[FileFact]]:
+        found: dict[int, list[FileFact]] = {}
+        for facts in self._files.values():
+            for fact in facts:
+                for neighbour in fact.neighbours:
+                    found.setdefault(neighbour, []).append(fact)
+        return found
 
     @cached_property
     def _states(self) -> Mapping[str, list[TensorSpec]]:

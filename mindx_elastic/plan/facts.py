@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,11 +18,13 @@ __all__ = [
     "DYING_KINDS",
     "FileFact",
     "KnownFaults",
+    "PartsHeld",
     "RankPlan",
     "Refusal",
     "Rejected",
     "ResumePlan",
     "World",
+    "completing",
     "no_file",
     "single_rank_strategy",
 ]
@@ -30,6 +33,21 @@ _MANY = 100_000
 
 DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
 """Kinds of files that are written, or made of memory, when a job dies. A failing device may have spoilt them."""
+
+
+@dataclass(frozen=True)
+class PartsHeld:
+    """What a file holds of a state that replicas have divided among their files (`core.division`)."""
+
+    division: str
+    """The key of the division: parts of different ones, or of states that are not the same, do not fit together."""
+    count: int
+    """Parts of the whole state."""
+    parts: tuple[int, ...]
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        return tuple(sorted(set(range(self.count)) - set(self.parts)))
 
 
 @dataclass(frozen=True)
@@ -61,9 +79,24 @@ class FileFact:
     """Digests of the tensors that the file assumes other ranks to hold, too; see `plan.assumptions`."""
     unmanaged: tuple[str, ...] = ()
     """What was known against an exact resume when it was written: state of the program that no file has."""
+    held: PartsHeld | None = None
+    """Which parts it holds of a divided state; None: it holds all that its strategy says."""
+    neighbours: tuple[int, ...] = ()
+    """The ranks whose small state of the step (random numbers, buffers) it holds beside its own."""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
+
+    def parts_in(self, other: FileFact) -> frozenset[int]:
+        """The parts of the state that this file's replicas have divided which `other` holds, of the same step."""
+        if self.held is None or self.world_size != other.world_size:
+            return frozenset()
+        if other.held is not None:
+            fits = (self.held.division, self.held.count) == (other.held.division, other.held.count)
+            return frozenset(other.held.parts) if fits else frozenset()
+        # A whole file, of a rank that saved alone. It has the same tensors only if it says so.
+        is_replica = self.strategy is other.strategy or self.strategy.digest == other.strategy.digest
+        return frozenset(range(self.held.count)) if is_replica else frozenset()
 
     @property
     def echoes(self) -> Mapping[str, str]:
@@ -132,6 +165,10 @@ class RankPlan:
     """Its tensors are put together from parts of several files (`ResumePlan.holders`)."""
     nbytes: int = 0
     """Bytes of tensors to read."""
+    others: tuple[FileFact, ...] = ()
+    """The files with the parts that `file` lacks, where the replicas have divided the state."""
+    small_from: FileFact | None = None
+    """The file that has this rank's own small state, where `file` is a donor's."""
 
     @property
     def donor(self) -> int | None:
@@ -185,12 +222,16 @@ class ResumePlan:
         order = [*(each for each in ranks if each == reader), *others[turn:], *others[:turn]]
         for part in (slice(0, 1), slice(1, None)):  # a rank's further files of the step only when there is no other
             for rank in order:
-                yield from (fact for fact in self.files[rank][part] if fact.seen_by(reader))
+                yield from (
+                    fact
+                    for fact in self.files[rank][part]
+                    if fact.seen_by(reader) and completing(fact, self.files, reader) is not None
+                )
 
     def used_paths(self) -> set[str]:
         """The files that some rank may read; for huge worlds all of the step's, since readers are spread over them."""
         readers = [share.rank for share in self.ranks if share.assembled]
-        used = {share.file.path for share in self.ranks if share.assembled}
+        used = {fact.path for share in self.ranks if share.assembled for fact in (share.file, *share.others)}
         num_shards = sum(group.layout.num_shards for group in self.source.classes)
         if len(readers) * num_shards > _MANY:
             return used | {fact.path for facts in self.files.values() for fact in facts[:1]}
@@ -198,7 +239,8 @@ class ResumePlan:
             for shard in range(group.layout.num_shards):
                 for reader in readers:
                     first = next(self.holders(group.layout, shard, reader), None)
-                    used |= set() if first is None else {first.path}
+                    if first is not None:
+                        used |= {first.path, *(each.path for each in completing(first, self.files, reader) or ())}
         return used
 
 
@@ -222,6 +264,25 @@ class Refusal:
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.reasons)) or "there is no checkpoint"
+
+
+def completing(fact: FileFact, files: Mapping[int, Sequence[FileFact]], reader: int) -> tuple[FileFact, ...] | None:
+    """The files from which `reader` takes the parts that `fact` lacks; empty: it lacks none. None: some part is in no
+    file that the reader can see. `files`: of the same step, by rank."""
+    if fact.held is None:
+        return ()
+    lacking = set(fact.held.lacking)
+    found: list[FileFact] = []
+    ranks = list(files) if lacking else []
+    turn = bisect(ranks, fact.rank)  # the parts are mostly in the next ranks' files, and not all are read from one
+    for rank in (*ranks[turn:], *ranks[:turn]):
+        for other in files[rank]:
+            if other.path != fact.path and other.seen_by(reader) and (has := lacking & fact.parts_in(other)):
+                found.append(other)
+                lacking -= has
+                if not lacking:
+                    return tuple(found)
+    return None if lacking else tuple(found)
 
 
 def no_file(ranks: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import StrPath
-from mindx_elastic.plan.facts import DYING_KINDS, Refusal, ResumePlan
+from mindx_elastic.plan.facts import DYING_KINDS, RankPlan, Refusal, ResumePlan
 from mindx_elastic.platforms.small_files import write_whole
 
 __all__ = [
@@ -73,7 +73,8 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     total_bytes                         of tensors, that all ranks read together
     ranks                               [{rank, path, donor, assembled, bytes}] for each new rank, in order; donor null:
                                         its own file; assembled: its tensors come from several files, and `path` gives
-                                        the rest
+                                        the rest; where replicas have divided a step also parts_from (further files)
+                                        and small_state_from (the file with the random numbers of a rank without one)
     replica_groups                      [{ranks, donor}] of the old world; donor: lowest healthy rank with a file, or
                                         null
     restore_ranks, restore_ranks_map    see the module; the map as an object
@@ -134,10 +135,21 @@ def _plan_values(plan: ResumePlan, shown: Callable[[str], str]) -> dict[str, Any
                 "donor": each.donor,
                 "assembled": each.assembled,
                 "bytes": each.nbytes,
+                **_of_divided(each, shown),
             }
             for each in plan.ranks
         ],
     }
+
+
+def _of_divided(each: RankPlan, shown: Callable[[str], str]) -> dict[str, Any]:
+    """Further files, where replicas have divided their state or keep each other's small one. Not in the .pb."""
+    found: dict[str, Any] = {}
+    if each.others:
+        found["parts_from"] = [shown(fact.path) for fact in each.others]
+    if each.small_from is not None:
+        found["small_state_from"] = shown(each.small_from.path)
+    return found
 
 
 def _donor(plan: ResumePlan, group: tuple[int, ...]) -> int | None:
@@ -163,6 +175,8 @@ def _relative(path: str, directory: StrPath) -> str:
 
 # --- protobuf ---
 
+_RANK_FIELDS = ("rank", "path", "donor", "assembled", "bytes")
+
 
 def plan_to_bytes(document: Mapping[str, Any]) -> bytes:
     """resume_plan.pb (the message ``ResumePlan`` of resume_plan.proto), from what `plan_to_json` gives."""
@@ -180,7 +194,8 @@ def plan_to_bytes(document: Mapping[str, Any]) -> bytes:
         for name, size in (document[key] or {}).items():
             getattr(message, key).add(name=_text(name), size=size)
     for each in document["ranks"]:
-        message.rank.add(**{**each, "path": each["path"].encode("utf-8", "surrogatepass")})
+        known = {name: each[name] for name in _RANK_FIELDS}
+        message.rank.add(**{**known, "path": each["path"].encode("utf-8", "surrogatepass")})
     for each in document["replica_groups"]:
         message.replica_group.add(rank=each["ranks"], donor=each["donor"])
     for key, donor in document["restore_ranks_map"].items():

@@ -1,4 +1,4 @@
-"""The control file: what `prove` tells the guards of one run, and where they write what they have seen.
+"""The control file: what `prove` and `drill` tell the guards of one run, and where they write what they have seen.
 
 ``MINDX_PROVE`` names it. A run is one start of the script, on all its ranks.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Control:
     last: tuple[int, int] | None = None
     """Series and step of the last boundary; None: see `steps`."""
     alarm: Alarm | None = None
+    fault: Mapping[str, Any] | None = None
+    """What `drill` breaks, see `drill.faults`."""
 
     def is_last(
         self, series: int, step: int, passed: int, num_batches: int, took_s: float | None, *, in_all: int
@@ -92,6 +95,7 @@ def read_control(path: Path) -> Control:
             streams=paths["streams"],
             last=None if last is None else (int(last[0]), int(last[1])),
             alarm=None if alarm is None else Alarm(**alarm),
+            fault=content.get("fault"),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(

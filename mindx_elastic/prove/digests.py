@@ -12,6 +12,8 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.core.tensor_memory import memory_of
+
 __all__ = ["digest", "leaves", "outline", "shape_of", "stream_bytes"]
 
 _MOST_TEXT = 80
@@ -122,7 +124,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
             if local.layout is not torch.strided:
                 local = local.to_dense()
             flat = local.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-            return _hash(head, flat.view(torch.uint8).numpy())
+            return _hash(head, memory_of(flat))
         except (RuntimeError, TypeError, NotImplementedError):  # a tensor subclass or dtype without plain bytes
             return _hash(head, repr(local.tolist() if local.numel() < 1 << 16 else local).encode())
 

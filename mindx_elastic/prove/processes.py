@@ -128,6 +128,7 @@ class Zygote:
                 start_new_session=True,
             )
         theirs.close()
+        self.pid = self._popen.pid
         self._log = log
 
     def problem(self, folder: Path | None = None) -> str:

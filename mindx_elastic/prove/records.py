@@ -48,6 +48,8 @@ class Step:
     """At the boundary."""
     end: Sample = field(default_factory=dict)
     """At the boundary."""
+    clock: float = 0.0
+    """`time.monotonic` of the machine when its boundary was noted."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -78,6 +80,11 @@ class Life:
     """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
     alarm: int | None = None
     """The boundary at which it was stopped or killed."""
+    pid: int = 0
+    clock: float = 0.0
+    """`time.monotonic` of the machine when it had entered."""
+    workers: int = 0
+    """Of its loader with the most."""
 
 
 def read_lives(folder: Path) -> list[Life]:
@@ -101,6 +108,7 @@ def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
             _apply(known, event["end"])
             names = ("series", "directory", "prefix", "resumed", "epoch", "world_size")
             life = Life(rank=rank, entered=dict(known), **{name: event[name] for name in names})
+            life.pid, life.clock, life.workers = (event.get(name, 0) for name in ("pid", "clock", "workers"))
         elif life is None:
             return None
         elif kind == "step":
@@ -148,4 +156,5 @@ def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
         scalars={f"scalar|{name}": value for name, value in event["scalars"].items()},
         streams=event["streams"],
         end=dict(known),
+        clock=event.get("clock", 0.0),
     )

@@ -7,18 +7,26 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mindx_elastic.core.printable import printable
-from mindx_elastic.prove.proof import Proof, Row
+from mindx_elastic.prove.baseline import Proof, Row
+from mindx_elastic.prove.causes import Explained
 
-__all__ = ["SCHEMA", "describe", "to_json", "to_junit"]
+__all__ = ["SCHEMA", "describe", "describe_cause", "describe_run", "to_json", "to_junit"]
 
 SCHEMA = 1
 
 
 def describe(row: Row) -> list[str]:
-    """A row's difference in lines: what, the usual cause, what to write, what else differs, which variables."""
-    found = row.verdict.explained
-    if found is None:
-        return []
+    """A row's difference in lines."""
+    return [] if row.verdict.explained is None else describe_cause(row.verdict.explained)
+
+
+def describe_run(row: Row) -> list[str]:
+    """The same, and the end of what the run has printed."""
+    return [*describe(row), *row.verdict.lines]
+
+
+def describe_cause(found: Explained) -> list[str]:
+    """What differs, the usual cause, what to write, what else differs, which variables."""
     lines = [found.what]
     lines += [f"usual cause: {found.cause}"] if found.cause else []
     lines += [f"what to write: {found.remedy}"] if found.remedy else []

@@ -13,8 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from mindx_elastic.config import MemorySettings
+from mindx_elastic.core.signal_handlers import handlers_held
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_proof_folder, remove_dead_proofs, remove_proof
 from mindx_elastic.prove.control import Alarm, Control
@@ -48,6 +50,8 @@ class Outcome:
     code: int
     lives: Sequence[Life]
     log: Path
+    folder: Path = Path()
+    """Of the run."""
     errors: Sequence[Mapping[str, str]] = ()
     """Exceptions that the script has ended with: ``type``, ``text``, ``rank``."""
     writes: Sequence[str] = ()
@@ -94,9 +98,14 @@ class Runs:
         keep: Path | None = None,
         timeout_s: float = 300.0,
         on_step: Callable[[int], None] = lambda step: None,
+        as_given: bool = False,
+        on_end: Callable[[int], None] = lambda pid: None,
     ) -> None:
         """`fresh`: a new interpreter for each run. `keep`: the folder for everything, which then stays. `timeout_s`:
-        how long a run may pass no step and print nothing. `on_step`: hears the newest step."""
+        how long a run may pass no step and print nothing. `on_step`: hears the newest step. `as_given`: the agent gets
+        no option that the user has not given. `on_end`: called with the process id of a run that has ended or hangs,
+        before what it has left behind is ended."""
+        self._as_given, self._on_end = as_given, on_end
         self.command, self._keep, self._timeout_s, self._on_step = command, keep, timeout_s, on_step
         self.is_fresh = fresh
         self.why_fresh = "" if not fresh else "--fresh"
@@ -107,7 +116,7 @@ class Runs:
         self._stack = ExitStack()
         with ExitStack() as stack:
             self.folder = self._make_folder(stack)
-            self._memory = _make_memory(stack)
+            self.memory = _make_memory(stack)
             self._streams = self.folder / "streams"
             self._streams.mkdir()
             if not self.is_fresh:
@@ -126,6 +135,11 @@ class Runs:
         directories = self.folder / f"checkpoints_{self._chains}"
         directories.mkdir(mode=0o700)
         return Chain(directories)
+
+    @property
+    def own_processes(self) -> set[int]:
+        """Process ids of those that fork: they are no part of a run."""
+        return {zygote.pid for zygote in self._zygotes}
 
     def drop(self, chain: Chain) -> None:
         """Remove its checkpoints, unless they are to be kept."""
@@ -146,29 +160,39 @@ class Runs:
         steps: int = 0,
         last: tuple[int, int] | None = None,
         alarm: Alarm | None = None,
+        fault: Mapping[str, Any] | None = None,
         hashes: int = 0,
         env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> Outcome:
         """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
-        where the environment names none. Other arguments: see `Control`."""
+        where the environment names none. `env`: further variables. `fresh`: they count for the interpreter's start.
+        Other arguments: see `Control`."""
         self._number += 1
         folder = self.folder / f"run_{self._number:03d}"
         folder.mkdir(mode=0o700)
         control = Control(
-            folder=folder, directories=chain.directories, streams=self._streams, steps=steps, last=last, alarm=alarm
+            folder=folder,
+            directories=chain.directories,
+            streams=self._streams,
+            steps=steps,
+            last=last,
+            alarm=alarm,
+            fault=fault,
         )
         variables = {**os.environ, **(env or {})}
         variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), "PYTHONDONTWRITEBYTECODE": "1"}
-        if self._memory is not None:
-            variables["MINDX_ARENA_DIR"] = str(self._memory)
+        if self.memory is not None:
+            variables["MINDX_ARENA_DIR"] = str(self.memory)
         for name in _UNSET:
             variables.pop(name, None)
         under_agent = self.command.agent is not None or (alarm is not None and alarm.kill)
         request = self._request(folder, variables, under_agent=under_agent)
-        process = self._start(request, hashes, fresh=bool(env))
+        process = self._start(request, hashes, fresh=fresh)
         try:
             hung_s = self._wait(process, folder, request.log)
             code = process.poll()
+            self._on_end(process.pid)
         finally:
             process.end()
         outcome = _read(folder, request.log, code if code is not None else 1, hung_s)
@@ -181,7 +205,7 @@ class Runs:
             return Request(command=self.command.script, env=env, log=log, notes=folder / NOTES_FILE)
         script = ("-m", "mindx_elastic.prove.script", *self.command.script)
         agent = self.command.agent or ()
-        if not any(word.startswith(("--snapshot-every", "--snapshot_every")) for word in agent):
+        if not self._as_given and not any(word.startswith(("--snapshot-every", "--snapshot_every")) for word in agent):
             agent = (*agent, "--snapshot-every", "1")  # a kill soon after the start must find one
         command = ("-m", "mindx_elastic", "run", *agent, "--run-dir", str(folder / "agent"), *script)
         if not self.is_fresh:
@@ -212,9 +236,11 @@ class Runs:
         self._checked: dict[Zygote, str] = {}
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         for number in range(1 if os.environ.get("PYTHONHASHSEED", "random") != "random" else 2):
-            zygote = Zygote(env, self.folder / f"zygote_{number}.log")
-            stack.callback(zygote.close)
-            self._zygotes.append(zygote)
+            # Else Ctrl-C may leave a process that nobody knows: it would go on importing torch when all else has ended.
+            with handlers_held():
+                zygote = Zygote(env, self.folder / f"zygote_{number}.log")
+                stack.callback(zygote.close)
+                self._zygotes.append(zygote)
 
     def _wait(self, process: Process, folder: Path, log: Path) -> float:
         """Until its end; the seconds after which it counts as stuck, 0 if it does not."""
@@ -275,6 +301,7 @@ def _read(folder: Path, log: Path, code: int, hung_s: float) -> Outcome:
         code=code,
         lives=read_lives(folder),
         log=log,
+        folder=folder,
         errors=by_kind["error"],
         writes=list(dict.fromkeys(note["text"] for note in by_kind["write"])),
         variables=list(dict.fromkeys(note["text"] for note in by_kind["variable"])),

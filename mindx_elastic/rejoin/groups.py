@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -34,6 +35,7 @@ __all__ = [
     "my_groups",
     "problem",
     "rebuild_buckets",
+    "reduce_in_replay",
     "rename_default_store",
     "reset_ddp",
     "set_default_store",
@@ -232,11 +234,12 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
     it is not possible."""
     if not _rebuilds(module):
         return ""
-    group = module.process_group
+    group, alone = module.process_group, _alone(frozenset(each.device.type for each in module.parameters()))
     # DDP's backward wants results, which a group without peers does not give.
-    module._update_process_group(_alone(frozenset(parameter.device.type for parameter in module.parameters())))
+    module._update_process_group(alone)
     try:
-        said = replay_gradient_order(module, order)
+        with _replaying_in(alone):
+            said = replay_gradient_order(module, order)
         if said is not None:
             return f"{name}: {said}"
         module.reducer._rebuild_buckets()
@@ -244,6 +247,27 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
         module._update_process_group(group)
     module._has_rebuilt_buckets = module.require_forward_param_sync = True
     return ""
+
+
+def reduce_in_replay(tensor: torch.Tensor, *, async_op: bool) -> Any:
+    """What a communication hook of DDP gets from its `all_reduce` while the buckets are laid out: that of this process
+    alone. Raises LookupError where none are being laid out."""
+    if not _replays:
+        raise LookupError
+    work = _replays[-1].allreduce([tensor])
+    return work if async_op else work.wait()
+
+
+@contextmanager
+def _replaying_in(group: Any) -> Iterator[None]:
+    _replays.append(group)
+    try:
+        yield
+    finally:
+        _replays.pop()
+
+
+_replays: list[Any] = []
 
 
 @functools.cache

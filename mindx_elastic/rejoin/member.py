@@ -24,6 +24,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import RANKS_REPLACED
 from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin.ahead import share_orders
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.failures import Failures
@@ -31,7 +32,7 @@ from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
-__all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
+__all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed", "UnfitSpareError"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
@@ -44,8 +45,24 @@ class LeavesToRejoin(BaseException):
     ``except Exception`` does not swallow it; one that swallows everything meets it again at its next boundary."""
 
 
+class UnfitSpareError(Exception):
+    """This process was a spare, and another one must take the place; it has told the others nothing yet."""
+
+
 class RejoinFailed(Exception):
     """There is no in-place recovery this time; the text says why."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the state is in memory."""
+
+    path: Path
+    """The donor's snapshot in shared memory; where all go back to snapshots, the job's folder there."""
+    paths: Mapping[int, Path]
+    """The snapshots of the living ranks that others take state from."""
+    source: int = -1
+    """The rank whose snapshot this one finds in the memory of its node; -1: as the verdict says, on one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,29 +71,17 @@ class Entry:
 
     generation: int
     verdict: Verdict
-    path: Path
-    """The donor's snapshot in shared memory; where all go back to snapshots, the job's folder there."""
-    paths: Mapping[int, Path]
-    """The snapshots of the living ranks that others take state from."""
+    where: Callable[[], Found]
+    """Where the state is in memory. In a new process it waits until the donor has put it there, and raises RejoinFailed
+    where that does not come about: so it is asked for when the state is to be loaded, not before."""
     live: Mapping[str, Any] | None
     """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
     layouts: Sequence[Any] = ()
     """With `live`: a tensor of every layout that the job has."""
-    source: int = -1
-    """The rank whose snapshot this one finds in the memory of its node; -1: as the verdict says, on one node."""
     home: Path | None = None
     """The directory that names the folder in shared memory, where the survivors' is the same one."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """Where the state is in memory: see `Entry`."""
-
-    path: Path
-    paths: Mapping[int, Path]
-    source: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,8 @@ class Host:
     end: Callable[[str], NoReturn]
     """End this process, because of what the text says, without a save and without a word to the others."""
     ddp: DdpModules
+    orders: Callable[[], Mapping[str, list[int]]] = dict
+    """The order in which the gradients of each of `ddp` arrive; empty: it is not known yet."""
     finishes_s: float = 0.0
     """How long collectives that need no dead rank have until they are cut as well."""
     modules: Sequence[torch.nn.Module] = ()
@@ -115,7 +122,7 @@ class Member:
     """One per process."""
 
     def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
-        self.ranks, self._timeout_s = ranks, settings.timeout_s
+        self.ranks, self._timeout_s, self._folder = ranks, settings.timeout_s, agent.folder
         self.generation = settings.generation
         """Of the last recovery that this process took part in."""
         self.is_joiner = settings.generation > 0
@@ -128,7 +135,10 @@ class Member:
         self.arena: Any = None
         """The rank's shared memory, between a guard that is left and entered again: see `take_arena`."""
         self.sockets: SocketsPart | None = None
+        self.laid_out: Mapping[str, list[int]] = {}
+        """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
         self._attempt = settings.scope or str(agent.attempt)
+        self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
         """While the guard is open."""
         self._failures: Failures | None = None
@@ -137,6 +147,8 @@ class Member:
         self._lock = threading.Lock()
         self._wants_out = threading.Event()
         self._is_out = threading.Event()
+        self.is_connecting = False
+        """The training thread waits for the other ranks in torch, where a stop cannot reach it."""
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
         self._orders: Mapping[str, Sequence[int]] = {}
@@ -222,6 +234,9 @@ class Member:
         """Training thread, before a boundary is passed: raises LeavesToRejoin where the program has caught an error of
         the step that comes from another rank's death. What it did without the others is part of no boundary."""
         self.before_update()
+        if self._shares_orders and self._host is not None and (orders := self._host.orders()):
+            self._shares_orders = False
+            share_orders(self._folder, self._attempt, orders)
         if self._has_failed() and (self.wants_out or self._hears_soon()):
             raise LeavesToRejoin
 
@@ -288,22 +303,25 @@ class Member:
         live: Mapping[str, Any] | None = None
         info: Any = None
         layouts: Sequence[Any] = ()
+        if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
+            raise RejoinFailed(said)
+        # Before the state is copied: the new process opens its guard meanwhile.
+        self.is_connecting = True
+        try:
+            groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
+        finally:
+            self.is_connecting = False
+        self._times["connected"] = time.time()
         if self._donates(verdict):
             self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
             live, info, layouts = host.live()
-        if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
-            raise RejoinFailed(said)
-        groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
-        self._times["connected"] = time.time()
         found = self._get_state(board, host, generation, verdict, host.receive)
         self.generation = generation
         return Entry(
             generation=generation,
             verdict=verdict,
-            path=found.path,
-            paths=found.paths,
-            source=found.source,
+            where=lambda: found,
             live=live,
             info=info,
             layouts=layouts,
@@ -389,6 +407,21 @@ class Member:
         self._take_in(verdict, reports, {rank: notes[key] for rank, key in keys.items()})
         return verdict
 
+    def _find_state(self, board: Board, generation: int, verdict: Verdict, receive: Receive) -> Callable[[], Found]:
+        """In a new process, with connections to all ranks: see `Entry.where`."""
+        found: list[Found] = []
+
+        def where() -> Found:
+            if not found:
+                try:
+                    found.append(self._get_state(board, None, generation, verdict, receive))
+                except RejoinFailed as error:
+                    self.refuse(generation, str(error))
+                    raise
+            return found[0]
+
+        return where
+
     def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> tuple[Path, dict[int, Path]]:
         """What the donor has said: its path, and those of all donors."""
         note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
@@ -420,7 +453,7 @@ class Member:
 
     def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
-        `joiner`. `receive`: as `Host.receive`. Raises RejoinFailed."""
+        `joiner`. `receive`: as `Host.receive`. Raises RejoinFailed and UnfitSpareError."""
         generation = self.generation
         self._times = {"built": time.time()}
         board = self._board(generation)
@@ -428,22 +461,17 @@ class Member:
         if self.ranks.rank not in verdict.dead:
             raise RejoinFailed(f"rank {self.ranks.rank} is alive")
         for name, module in ddp:
-            if said := groups.rebuild_buckets(name, module, list(self._orders.get(name, []))):
+            order = list(self._orders.get(name, []))
+            if name not in self.laid_out and (said := groups.rebuild_buckets(name, module, order)):
                 raise RejoinFailed(said)
+            if self.laid_out.get(name, order) != order:
+                raise UnfitSpareError(f"the gradients of {name} arrive in another order than when it was forked")
         end_setup()
         self._comes_in(board, generation)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        found = self._get_state(board, None, generation, verdict, receive)
-        return Entry(
-            generation=generation,
-            verdict=verdict,
-            path=found.path,
-            paths=found.paths,
-            source=found.source,
-            live=None,
-            home=self._home,
-        )
+        where = self._find_state(board, generation, verdict, receive)
+        return Entry(generation=generation, verdict=verdict, where=where, live=None, home=self._home)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

@@ -27,7 +27,7 @@ from mindx_elastic.rejoin.succession import keepers
 __all__ = ["NodesMember"]
 
 _LOOK_S = 0.005
-_MEET_S = 15.0  # the agents meet anew, which takes 10 s where another one is lost, too
+_MEET_S = 30.0  # the agents meet anew, which takes 10 s where another one is lost, too; first they may wait for a store
 _OTHER_NODE_S = 5.0  # the agents' word that no other node has come is to be faster
 _AFAR_S = 3.0  # a death has to go through the store to another node's agent
 
@@ -177,6 +177,11 @@ class NodesMember(Member):
             self._take_records(board, generation, path, verdict)
         source = verdict.donor if source is None else source
         return Found(path, {source: path}, source)
+
+    def _find_state(self, board: Board, generation: int, verdict: Verdict, receive: Receive) -> Callable[[], Found]:
+        where = super()._find_state(board, generation, verdict, receive)
+        where()  # at once: the donor waits until this node has its file, and opening the guard waits for the donor
+        return where
 
     def _hear_of_nodes(self, board: Board, generation: int) -> None:
         """Which node the first one is, and where the small records go. What is not said is as it was."""

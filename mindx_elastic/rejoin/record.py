@@ -39,7 +39,7 @@ IN_PLACE, RESTART, STOPPED, FINISHED = "in place", "restart", "stopped", "finish
 finished its training meanwhile, so that there is a restart only if another one of that node has not."""
 SPARE, FORKED, FRESH, BY_HAND = "spare", "zygote", "fresh", "by hand"
 """Values of `StandIn.by`: a warm spare, a fork of the zygote, a new interpreter, somebody in a dynamic cluster."""
-STAGES = ("detect", "heard", "out", "agreed", "donated", "state", "connected", "ready", "first_step")
+STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "ready", "first_step")
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
 _OUTCOMES = (IN_PLACE, RESTART, STOPPED, FINISHED)

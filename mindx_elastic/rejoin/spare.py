@@ -17,12 +17,22 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.rejoin import joiner
 
-__all__ = ["PIPE_VARIABLE", "UNFIT", "WAITS", "environment_of_spare", "is_waiting", "know_rank", "prepare", "promotion"]
+__all__ = [
+    "PIPE_VARIABLE",
+    "UNFIT",
+    "WAITS",
+    "end_unfit",
+    "environment_of_spare",
+    "is_waiting",
+    "know_rank",
+    "prepare",
+    "promotion",
+]
 
 UNFIT = 76
 """Exit code of a spare that cannot be this job's rank after all."""
@@ -199,15 +209,21 @@ def _replace_default_group() -> None:
         if not any(each is one for one in known) and each is not sys._getframe() and not _is_frame(each)
     ]
     if others or any(module._comm_hooks for module in modules):
-        what = "DDP has a communication hook" if not others else f"a {type(others[0]).__name__} holds the default group"
-        sys.stderr.write(f"mindx-elastic: this spare cannot take a rank: {what}\n")
-        sys.stderr.flush()
-        os._exit(UNFIT)
+        end_unfit(
+            "DDP has a communication hook" if not others else f"a {type(others[0]).__name__} holds the default group"
+        )
     _replaced[provisional] = c10d._get_default_group
     dist.destroy_process_group()
     _make.pop()()
     for module in modules:
         module._update_process_group(c10d._get_default_group())
+
+
+def end_unfit(reason: str) -> NoReturn:
+    """This process was a spare, and cannot be a rank of the job after all; it has told the others nothing yet."""
+    sys.stderr.write(f"mindx-elastic: this spare cannot take a rank: {reason}\n")
+    sys.stderr.flush()
+    os._exit(UNFIT)
 
 
 def _is_frame(value: object) -> bool:

@@ -10,9 +10,12 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.inventory.findings import Transport
+from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.format import open_checkpoint
-from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
+from mindx_elastic.persist.places import neighbours_in
+from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, read_some, verify_file
 from mindx_elastic.persist.storage import quarantine
+from mindx_elastic.plan.facts import FileFact
 from mindx_elastic.resume.reshard import assemble
 from mindx_elastic.resume.shares import Share
 
@@ -38,6 +41,8 @@ class ShareReader:
         self._transport, self._trust = transport, trust
         self.path = Path()
         """The file that was read last."""
+        self.small: OwnState | None = None
+        """The rank's own small state, from a neighbour's file; None: the plan does not ask for it."""
 
     def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
         """Return the rank's state; or None and what could not be read, also of the files that it verifies for others.
@@ -49,7 +54,30 @@ class ShareReader:
         ]
         if problems:
             return None, problems
+        self.small = None
+        if share.small_from is not None and (unread := self._read_small(*share.small_from)):
+            return None, [unread]
         return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
+
+    def _read_small(self, fact: FileFact, number: int) -> Problem | None:
+        """Read this rank's own small state from another rank's file. Returns the problem."""
+        path = Path(fact.path)
+        if problem := self._outside(path):
+            return fact.rank, number, problem
+        try:
+            with open_checkpoint(path, self._trust.of(path)) as (fd, header):
+                node = neighbours_in(header).get(self._rank)
+                if header.info.moment != fact.moment or node is None:
+                    return fact.rank, number, f"{path} is of another step by now"
+                self.small = OwnState(read_some(fd, header, node, path), forecast=False)
+                self.small.unpack()
+        except UntrustedFileError as error:
+            return fact.rank, number, str(error)
+        except CheckpointError as error:
+            return fact.rank, number, self._put_aside(path, str(error))
+        except OSError as error:
+            return fact.rank, number, f"{path.name} cannot be read: {error}"
+        return None
 
     # --- whole files ---
 
@@ -59,7 +87,9 @@ class ShareReader:
             if isinstance(path, str):
                 problems.append(path)
                 continue
-            checkpoint, problem = self._read_file(path)
+            checkpoint, problem, where = self._read_file(path, share)
+            if where is not None:
+                return None, [(*where, problem)]
             if checkpoint is not None and checkpoint.info.moment != share.plan.moment:
                 checkpoint, problem = None, f"{path} is of another step by now"
             if checkpoint is not None:
@@ -93,17 +123,23 @@ class ShareReader:
                 return ""
         return f"{path} is outside of the checkpoint directory and is not touched"
 
-    def _read_file(self, path: Path) -> tuple[Checkpoint | None, str]:
-        if problem := self._outside(path):
-            return None, problem
+    def _read_file(self, path: Path, share: Share) -> tuple[Checkpoint | None, str, tuple[int, int] | None]:
+        """The file's content, or the problem and, if that is with one of `share.others`, whose it is and its number."""
+        places = {Path(fact.path): (fact.rank, number) for fact, number in share.others}
+        for each in (path, *places):
+            if problem := self._outside(each):
+                return None, problem, places.get(each)
         try:
-            return read_checkpoint(path, verify=True, owners=self._trust.of(path)), ""
-        except UntrustedFileError as error:  # exchanged since it was looked at
-            return None, str(error)
+            owners = self._trust.of(path)
+            return read_checkpoint(path, verify=True, owners=owners, others=list(places)), "", None
+        except (UntrustedFileError, MismatchError) as error:  # exchanged since it was looked at
+            return None, str(error), places.get(_path_of(error, path))
         except CheckpointError as error:
-            return None, self._put_aside(path, str(error))
+            bad = _path_of(error, path)
+            return None, self._put_aside(bad, str(error)), places.get(bad)
         except OSError as error:
-            return None, f"{path.name} cannot be read: {error}"
+            bad = _path_of(error, path)
+            return None, f"{bad.name} cannot be read: {error}", places.get(bad)
 
     def _put_aside(self, path: Path, problem: str) -> str:
         """Move a damaged file to quarantine; returns the problem for the log."""
@@ -114,6 +150,8 @@ class ShareReader:
                 return f"{path} is damaged: {problem}"
             target = quarantine(path, problem, root)
             return f"{path.name} is damaged and now in {target.parent.relative_to(root)}/: {problem}"
+        except FileNotFoundError:  # all ranks that read parts of it find that at once
+            return f"{path.name} is damaged, and another rank has put it aside: {problem}"
         except OSError as error:
             return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
 
@@ -147,6 +185,12 @@ class ShareReader:
             path = getattr(error, "path", None) or getattr(error, "filename", None)
             found = [] if path is None or Path(path) == self.path else _places_of(share, Path(path))
             return None, [(*(found or [(share.rank.file.rank, share.number)])[0], str(error))]
+
+
+def _path_of(error: Exception, path: Path) -> Path:
+    """The file that an error is about; `path` where it does not say."""
+    named = getattr(error, "path", None) or getattr(error, "filename", None)
+    return path if named is None else Path(named)
 
 
 def _places_of(share: Share, path: Path) -> list[tuple[int, int]]:

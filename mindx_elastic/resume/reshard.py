@@ -17,15 +17,17 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.core.division import Divided, Piece, piece_name
 from mindx_elastic.core.layout import REPLICATE, Box, Layout, local_places, overlap
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import TensorSpec, global_name
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.format import Header, open_checkpoint, unflatten
 from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
 from mindx_elastic.persist.regions import read_box
-from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan
+from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, completing
 
 __all__ = ["Parts", "assemble"]
 
@@ -82,12 +84,12 @@ class Parts:
                     common = overlap(whole, wanted) if spec.shape else ()
                     if common is None:
                         continue
-                    file = self.file(next(self.plan.holders(spec.layout, shard, self.reader)))
+                    fact = next(self.plan.holders(spec.layout, shard, self.reader))
                     if out is None:
-                        out = torch.empty(shape, dtype=file.dtype(spec))
+                        out = torch.empty(shape, dtype=self.file(fact).dtype(spec))
                     inside = _shift(common, whole, theirs)
                     target = out[tuple(slice(a, b) for a, b in _shift(common, wanted, place))]
-                    self.num_bytes += file.read(spec, inside, target)
+                    self.num_bytes += self._read(fact, spec, inside, target)
                     missing -= target.numel()
             if not missing and out is not None:
                 break
@@ -96,6 +98,28 @@ class Parts:
         if missing:
             raise MismatchError(f"{missing} elements of {spec.name} are in no file of step {self.plan.step}")
         return out
+
+    def _read(self, fact: FileFact, spec: TensorSpec, box: Box, out: torch.Tensor) -> int:
+        """Read a box of what the rank of `fact` held of `spec`; pieces that its file lacks come from its replicas'."""
+        file = self.file(fact)
+        name = file.name_of(spec)
+        divided = None if file.header.held is None else file.header.held.division.tensors.get(name)
+        if divided is None:
+            return file.read(spec, box, out)
+        others = completing(fact, self.plan.files, self.reader) or ()
+        num_bytes, (first, last) = 0, box[0]
+        for piece in divided.pieces:
+            start, stop = max(first, piece.start), min(last, piece.stop)
+            if start >= stop:
+                continue
+            holder = next(
+                (each for each in (fact, *others) if each.held is None or piece.part in each.held.parts), None
+            )
+            if holder is None:
+                raise MismatchError(f"rows of {spec.name} are in no file of step {self.plan.step}")
+            rows = out[start - first : stop - first]
+            num_bytes += self.file(holder).read_piece(name, divided, piece, ((start, stop), *box[1:]), rows)
+        return num_bytes
 
     def _places_of(self, layout: Layout, shape: tuple[int, ...]) -> list[list[tuple[Box, Box]]]:
         """The boxes of each shard, cached: the layers of a network have few different shapes."""
@@ -161,7 +185,21 @@ class _PartFile:
         return node
 
     def dtype(self, spec: TensorSpec) -> torch.dtype:
-        return self.header.entries[self._node(spec)["$tensor"]].torch_dtype
+        return BY_NAME[self.header.type_of(self.name_of(spec))[0]]
+
+    def name_of(self, spec: TensorSpec) -> str:
+        """Of the tensor in the file. Raises MismatchError."""
+        return str(self._node(spec)["$tensor"])
+
+    def read_piece(self, name: str, divided: Divided, piece: Piece, box: Box, out: torch.Tensor) -> int:
+        """Read `box`, rows of `piece` of a divided tensor; the file holds the piece, or the whole tensor."""
+        is_whole = self.header.held is None
+        entry = self.header.entries.get(name if is_whole else piece_name(name, divided, piece))
+        if entry is None or entry.shape != (divided.shape if is_whole else divided.shape_of(piece)):
+            raise CorruptCheckpointError(f"{self.path}: {name} is not in it as its header says", path=self.path)
+        move = 0 if is_whole else piece.start
+        (start, stop), rest = box[0], box[1:]
+        return read_box(self.fd, self.header, entry, ((start - move, stop - move), *rest), out, self.path)
 
     def read(self, spec: TensorSpec, box: Box, out: torch.Tensor) -> int:
         entry = self.header.entries[self._node(spec)["$tensor"]]

@@ -108,7 +108,10 @@ class Resumed:
     donor: int | None = None
     """The rank whose file this is, if this rank has no file of its own."""
     own: OwnState | None = None
-    """With a donor: this rank's own small state of the same step, if it was kept in memory."""
+    """With a donor: this rank's own small state of the same step, if it was kept in memory or in another rank's
+    file."""
+    own_from: Path | None = None
+    """The other rank's file that `own` comes from; None: memory."""
     own_records: Sequence[SmallRecord] = ()
     """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
     donor_records: Sequence[SmallRecord] = ()
@@ -285,6 +288,8 @@ class Reader(Protocol):
 
     path: Path
     """The file that was read last."""
+    small: OwnState | None
+    """The rank's own small state, from another rank's file; None: the plan does not ask for it."""
 
     def read(self, share: RankShare, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]: ...
 
@@ -504,23 +509,28 @@ class PlanPart(FollowedPart):
         plan = share.plan if self._plan is None else self._plan
         donor = share.rank.donor
         own = None
-        if donor is not None and not plan.resharded and share.uses_own_state:
+        if donor is not None and not plan.resharded and self._reader.small is not None:
+            own = self._reader.small
+        elif donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
         in_memory = bool(answer.common["only_in_memory"])
-        found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own)
+        own_from = None if own is None or share.small_from is None else Path(share.small_from[0].path)
+        found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, own_from)
         if donor is not None and not plan.resharded and (own is None or own.forecast):
+            # The file is of a rank that has passed the boundary.
+            confirmed = plan.moment if checkpoint.info.coordinates.get("foreseen") == 1 else None
             found = replace(
                 found,
-                own_records=self._records(self._ranks.rank, plan.moment),
-                donor_records=self._records(donor, plan.moment),
+                own_records=self._records(self._ranks.rank, plan.moment, confirmed),
+                donor_records=self._records(donor, plan.moment, confirmed),
             )
         self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
 
-    def _records(self, rank: int, moment: Moment) -> list[SmallRecord]:
+    def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
         """What `rank` kept of its small state, of this run up to `moment`, as far as this process sees it."""
         places = self._places
         rings = own_rings(places.directories, places.arenas, rank)
-        found = [record for ring in rings for record in small_records(ring, places.trust.of(ring))]
+        found = [record for ring in rings for record in small_records(ring, places.trust.of(ring), confirmed=confirmed)]
         return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]
 
 

@@ -17,7 +17,7 @@ import xxhash
 from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.strategy import Strategy
-from mindx_elastic.inventory.findings import Place
+from mindx_elastic.inventory.findings import Place, decode_parts, encode_parts
 from mindx_elastic.inventory.inventory import Inventory
 from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, World
 
@@ -40,6 +40,10 @@ class Share:
     sources: Sequence[tuple[int, Place]]
     verify: Sequence[tuple[FileFact, int]]
     """The files whose digests this rank checks for all ranks, and their indexes: the ranks share that work."""
+    others: Sequence[tuple[FileFact, int]]
+    """The files with what this rank's file lacks of a divided state, and their indexes."""
+    small_from: tuple[FileFact, int] | None
+    """The file that has this rank's own small state, and its index; None: its own file, or memory."""
     uses_own_state: bool
     """Whether this rank uses its own small state of the step (see `Inventory.may_use`)."""
 
@@ -74,6 +78,8 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
                 else [[holder, list(place)] for holder, place in inventory.sources(share.rank, fact)],
                 "verify": [[each.rank, number, _row(each)] for each, number in verify.get(share.rank, ())],
                 "own_state": share.rank in has_own,
+                "others": [_place_in(plan, each) for each in share.others],
+                "small": None if share.small_from is None else _place_in(plan, share.small_from),
             }
         )
     common = {
@@ -115,9 +121,14 @@ def _verifiers(
     return found
 
 
+def _place_in(plan: ResumePlan, fact: FileFact) -> list[Any]:
+    return [fact.rank, plan.files[fact.rank].index(fact), _row(fact)]
+
+
 def _row(fact: FileFact) -> list[Any]:
     visible = None if fact.visible_to is None else _runs(sorted(fact.visible_to))
-    return [fact.path, fact.kind, fact.created, fact.nbytes, fact.epoch, fact.step_in_epoch, visible]
+    held = encode_parts(fact.held)
+    return [fact.path, fact.kind, fact.created, fact.nbytes, fact.epoch, fact.step_in_epoch, visible, held]
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
@@ -147,7 +158,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         source = Strategy.from_json(content)
 
     def fact_of(old: int, row: Sequence[Any]) -> FileFact:
-        path, kind, created, nbytes, epoch, step_in_epoch, visible = row
+        path, kind, created, nbytes, epoch, step_in_epoch, visible, held = row
         if not isinstance(path, str) or not isinstance(kind, str) or type(old) is not int or not 0 <= old < old_size:
             raise ValueError("not a file of a rank")
         return FileFact(
@@ -162,8 +173,14 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
             epoch=int(epoch),
             step_in_epoch=int(step_in_epoch),
             visible_to=None if visible is None else frozenset(_expand(visible)),
+            held=decode_parts(held),
         )
 
+    def placed(content: Sequence[Any]) -> tuple[FileFact, int]:
+        old, number, row = content
+        return fact_of(old, row), int(number)
+
+    others = [placed(each) for each in own["others"]]
     file = fact_of(own["old"], own["row"])
     olds = _expand(common["ranks"]) if assembled else []
     files = _FilesOnDemand(olds, lambda old: [fact_of(old, row) for row in answer.more([f"file/{old}"])[0]])
@@ -182,11 +199,13 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     )
     return Share(
         plan,
-        RankPlan(rank, file, assembled, int(own["nbytes"])),
+        RankPlan(rank, file, assembled, int(own["nbytes"]), tuple(fact for fact, _ in others)),
         int(own["number"]),
         bool(own["seen"]),
         [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
-        [(fact_of(old, row), int(number)) for old, number, row in own["verify"]],
+        [placed(each) for each in own["verify"]],
+        others,
+        None if own["small"] is None else placed(own["small"]),
         bool(own["own_state"]),
     )
 

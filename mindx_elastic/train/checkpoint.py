@@ -87,7 +87,9 @@ class CheckpointConfig:
     crc_check: bool = False
     """Accepted; every tensor carries a digest either way."""
     remove_redundancy: bool = False
-    """Accepted; every rank still writes a full copy, and a warning says so once."""
+    """True: ranks of one machine that hold the same weights (DDP) write each part of them once, so that the files of
+    all these ranks are needed to resume. False: every rank writes all of it, but where a stop may divide it in two
+    copies (see `guard.together`)."""
     map_param_inc: bool = False
     """Accepted; it concerns MindSpore's hash tables."""
     final_save: bool = True
@@ -221,6 +223,7 @@ class _CheckpointCallback(SavingCallback):
             append_info=self.config.header_info,
             final_name=final_name(self.prefix) if self.config.final_save else None,
             prefix=self.prefix,
+            remove_redundancy=self.config.remove_redundancy,
         )
 
 
@@ -268,8 +271,6 @@ class ModelCheckpoint(_CheckpointCallback):
     ) -> None:
         super().__init__(prefix, directory, config)
         self.policy = PeriodicSave(self.prefix, self.directory, self.config)
-        if self.config.remove_redundancy:
-            logger.warning("remove_redundancy=True: every rank still writes a full copy, which costs space, not safety")
 
     def exit_policies(self) -> Sequence[ExitPolicy]:
         if not self.config.exception_save:
@@ -286,6 +287,7 @@ class PeriodicSave(ScheduledPolicy):
     def __init__(self, prefix: str, directory: Path, config: CheckpointConfig) -> None:
         self.prefix, self.directory, self.config = prefix, directory, config
         self.asynchronous = bool(config.async_save)
+        self.remove_redundancy = config.remove_redundancy
         self.keep_max = config.keep_max
         self.keep_per_n_minutes = config.keep_per_n_minutes
         self.append_info: Sequence[object] = config.header_info

@@ -44,9 +44,12 @@ class Nodes:
         self.line, self.offers = None, []  # type: ignore[var-annotated]
         self.expected: list[int] = []
         self.host: Any = SimpleNamespace(
-            fd=0, records_of=lambda rank: {"records": []}, expect=lambda node, token: self.expected.append(node)
+            fd=0,
+            records_of=lambda rank: {"records": []},
+            expect=lambda node, token: self.expected.append(node),
+            is_out=False,
         )
-        self.note_first_gone = self.keeper = lambda: None
+        self.note_first_gone = self.keeper = self.remember = self.give_up_seeking = lambda: None
         self.offer = self.offers.append
 
     def claim(self, generation: int, *, refusal: str = "") -> Claim:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agreement import gather
+from mindx_elastic.agreement import gather, store_exchange
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.agreement.stop_request import encode_request
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
 from mindx_elastic.agreement.store_exchange import Store, StoreExchange
 from mindx_elastic.errors import UntrustedMessageError, UsageError
@@ -135,6 +136,73 @@ def test_one_alarm_in_the_last_step_stops_all_of_them(ranks: list[StoreExchange]
     assert {d.step for d in decide(ranks, {0: End(9), 1: 9, 2: End(9)}, 30).values()} == {9}
     # The watcher of a rank whose training thread has made the offer learns the same.
     assert ranks[0].decide("stop", 10, 30).step == 9
+
+
+class Counted:
+    """A connection that counts its messages, and the keys in them."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.messages: list[str] = []
+        self.num_bells = 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.messages.append(name)
+            if name == "multi_set":
+                self.num_bells += sum(key.startswith("bell/") for key in arguments[0])
+            return call(*arguments)
+
+        return counted
+
+
+def test_a_signal_to_all_ranks_costs_each_a_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher sends it: every rank asks for the stop."""
+    monkeypatch.setattr(store_exchange, "_ANSWER_S", 60.0)  # a slow machine is not what this is about
+    world, made = 8, list[Counted]()
+    with connections() as connect:
+
+        def counted() -> Any:
+            made.append(Counted(connect()))
+            return made[-1]
+
+        ranks = [StoreExchange(counted, rank=rank, world_size=world) for rank in range(world)]
+        heard = [threading.Event() for _ in ranks]
+        for rank, exchange in enumerate(ranks):
+            exchange.listen(lambda content, rank=rank: heard[rank].set())  # type: ignore[misc]
+        won: dict[int, Any] = {}
+        decisions: dict[int, Decision] = {}
+
+        def stop(rank: int) -> None:
+            won[rank] = ranks[rank].request(request("SIGTERM", rank))
+            decisions[rank] = ranks[rank].decide("stop", rank % 5, 60)
+
+        threads = [threading.Thread(target=stop, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert all(event.wait(30) for event in heard)
+        sent = [made[3 * rank].messages + made[3 * rank + 2].messages for rank in range(world)]  # not the listener's
+        for exchange in ranks:
+            exchange.close()
+    assert {decision.step for decision in decisions.values()} == {4}
+    assert len({answer["origin"] for answer in won.values()}) == 1
+    assert max(map(len, sent)) <= 8, "one that rings and concludes sends two more than the others"
+    assert sum(map(len, sent)) <= 6 * world + 4
+    assert sum(connection.num_bells for connection in made) <= 2 * world
+
+
+def test_the_second_to_ask_rings_where_the_winner_has_died_before(ranks: list[StoreExchange]) -> None:
+    heard = threading.Event()
+    ranks[2].listen(lambda content: heard.set())
+    wanted = request("SIGTERM", 0)
+    message = ranks[0].seal.close("request", encode_request(wanted))
+    ranks[0]._store.compare_set("request", "", message)  # and then it was killed
+    assert ranks[1].request(request("SIGTERM", 1)) == wanted
+    assert heard.wait(30)
 
 
 def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExchange]) -> None:

@@ -119,6 +119,59 @@ def test_a_buffer_that_grows_in_place_is_followed(shape: tuple[int, ...]) -> Non
     assert_same(component.state()["count"], torch.full(shape, 9.0))
 
 
+def _retype(buffer: torch.Tensor) -> None:
+    buffer.data = buffer.data.view(torch.int32)
+
+
+def _retype_smaller(buffer: torch.Tensor) -> None:
+    buffer.data = buffer.data.view(torch.int16)
+
+
+def _spread(buffer: torch.Tensor) -> None:
+    buffer.data = torch.arange(4.0)[::2]
+
+
+def _conjugate(buffer: torch.Tensor) -> None:
+    buffer.data = torch.full((2,), 1j).conj()
+
+
+def _view_bits_again(buffer: torch.Tensor) -> None:
+    _retype(buffer)
+    buffer.fill_(7)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("change", [_retype, _retype_smaller, _spread, _conjugate, _view_bits_again])
+def test_a_buffer_whose_memory_means_something_else_is_followed(
+    change: Callable[[torch.Tensor], None], persistent: bool
+) -> None:
+    """In place, in mid-run: neither the object nor, with a view, its address shows it. It comes back as the same
+    object, of the new type. By then no look at the contents is due, which the first boundaries have."""
+    module, second = Holder(), Holder()
+    for each in (module, second):
+        each.register_buffer("seen", torch.arange(1.0, 3.0), persistent=persistent)
+    component = boundary(module)
+    for _ in range(11):
+        component.copy()
+    change(module.get_buffer("seen"))
+    component.copy()
+    expected, held = module.get_buffer("seen").clone(), second.get_buffer("seen")
+    module.get_buffer("seen").zero_()
+    resumed(component, second).load_beside(through_format(component.beside()))
+    assert_same(second.get_buffer("seen").resolve_conj(), expected.resolve_conj())
+    assert not persistent or second.get_buffer("seen") is held
+
+
+def test_one_buffer_deleted_and_another_one_registered_in_the_same_step() -> None:
+    module = Holder()
+    component = boundary(module)
+    del module.count
+    module.register_buffer("late", torch.ones(2))
+    assert not component.copy_ahead()
+    component.copy()
+    assert_same(component.state(), dict(module.state_dict()))
+
+
 def test_a_buffer_registered_later_is_copied_from_then_on() -> None:
     module = Holder()
     component = boundary(module)

@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mindx_elastic.cli.prove import _split
-from tests.harness import JOBS, Job, children
+from mindx_elastic.cli.scripts import split_line
+from tests.harness import JOBS, Job, children, wait_until
 from tests.prove.started import is_gone
 from tests.watchdog import Watchdog
 
@@ -42,10 +42,10 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_line_is_divided_at_the_script() -> None:
-    assert _split(["--stops", "2", "--", "t.py", "--", "x"]) == (["--stops", "2"], ["t.py", "--", "x"])
-    assert _split(["--nproc-per-node", "2", "--", "-m", "pkg"]) == (["--nproc-per-node", "2"], ["-m", "pkg"])
-    assert _split(["--steps", "3", "t.py", "--steps", "4"]) == (["--steps", "3"], ["t.py", "--steps", "4"])
-    assert _split(["--help"]) == (["--help"], [])
+    assert split_line(["--stops", "2", "--", "t.py", "--", "x"]) == (["--stops", "2"], ["t.py", "--", "x"])
+    assert split_line(["--nproc-per-node", "2", "--", "-m", "pkg"]) == (["--nproc-per-node", "2"], ["-m", "pkg"])
+    assert split_line(["--steps", "3", "t.py", "--steps", "4"]) == (["--steps", "3"], ["t.py", "--steps", "4"])
+    assert split_line(["--help"]) == (["--help"], [])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,8 @@ def interrupted(tmp_path: Path, memory: Path, signum: int, code: int, ready: Cal
         job.expect(code)
     finally:
         job.end()
-    assert below and all(is_gone(pid) for pid in below)
+    assert below
+    wait_until(lambda: all(is_gone(pid) for pid in below), "the end of what the proof had started")
     assert not list(temporary.glob("mindx-prove-*"))
     assert not list(memory.iterdir())
 

@@ -298,7 +298,7 @@ def test_a_warning_without_any_handler_has_prefix_and_level_too(tmp_path: Path) 
     program = """
 import mindx_elastic as mx
 from mindx_elastic.data import ResumableLoader
-mx.ModelCheckpoint(directory="x", config=mx.CheckpointConfig(remove_redundancy=True))
+mx.CheckpointConfig(save_checkpoint_steps=5, save_checkpoint_seconds=9)
 list(ResumableLoader([1, 2, 3], rank=0, world_size=2))
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "RANK": "1", "WORLD_SIZE": "2"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from mindx_elastic.data import random_streams
 from mindx_elastic.data.generators import may_read_streams
 from mindx_elastic.data.random_streams import (
     SeededDataset,
@@ -192,6 +193,13 @@ class DrawsAndFails(Quiet):
         return super().__getitem__(index)
 
 
+class OneStream(Quiet):
+    """Draws from torch's stream for each sample, and for those in `noisy` from all."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + torch.rand(4, dtype=torch.float64)
+
+
 def batches_of(dataset: SeededDataset) -> list[Any]:
     """Of 4 batches of 3, with draws of the training in between."""
     found = []
@@ -205,7 +213,7 @@ def batches_of(dataset: SeededDataset) -> list[Any]:
 
 
 @pytest.mark.parametrize("noisy", [(), (0,), (2,), (5,), (3, 4, 5), (11,)])
-@pytest.mark.parametrize("kind", [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails])
+@pytest.mark.parametrize("kind", [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails, OneStream])
 def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
     kind: type[Quiet], noisy: Collection[int]
 ) -> None:
@@ -218,7 +226,9 @@ def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
         assert repr(batches_of(dataset)) == repr(expected)
         restore_streams(before)
         assert repr(batches_of(SeededDataset(kind(12, noisy), collate_fn, use))) == repr(expected), "another epoch"
-        assert use.draws is bool(noisy or kind is DrawsAndFails or collate_fn is noisy_collate), "or the test is empty"
+        draws = noisy or kind in (DrawsAndFails, OneStream) or collate_fn is noisy_collate
+        assert dataset._is_watched is (kind not in (InitialSeed, Forks))
+        assert not dataset._is_watched or bool(use.drawn) is bool(draws), "or the test is empty"
 
     stopped_by(default_collate)
     stopped_by(noisy_collate)
@@ -231,7 +241,7 @@ def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone() -> None:
         before = capture_streams()
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
         assert_same_streams(before)
-    assert dataset._is_quiet and not use.draws and not use.may_read
+    assert dataset._is_watched and not use.drawn and not use.may_read
     assert inner.loaded == 12
 
 
@@ -242,8 +252,81 @@ def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
         before = capture_streams()
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
         assert_same_streams(before)
-    assert use.draws
+    assert len(use.drawn) == 3
     assert inner.loaded == 12 + 3
+
+
+STREAMS: list[tuple[str, Callable[[], float]]] = [
+    ("python", random.random),
+    ("numpy", np.random.random_sample),
+    ("torch", lambda: torch.rand((), dtype=torch.float64).item()),
+]
+
+
+GOLDEN = {
+    1: [0.4140646543380324, 0.8262472634824459, 0.06105327471962363],
+    4: [0.5625837457494345, 0.31822388429348003, 0.279380429906404],
+    8: [0.12390669453263892, 0.7988894045719084, 0.37863579443953077],
+    11: [0.7103303109714868, 0.8233686730573588, 0.788548373828826],
+}
+"""What samples draw from Python's, numpy's and torch's stream."""
+
+
+class Drawing(Dataset[Any]):
+    def __init__(self, *streams: int) -> None:
+        self.streams = streams
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([STREAMS[each][1]() for each in self.streams], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+def test_only_the_streams_that_are_drawn_from_are_seeded(
+    streams: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is drawn is what version 0.1 has drawn: files of older versions go on."""
+    seeded: list[int] = []
+    for number, seed_one in enumerate(random_streams._SEEDERS):
+
+        def counted(seed: int, number: int = number, seed_one: Callable[[int], None] = seed_one) -> None:
+            seeded.append(number)
+            seed_one(seed)
+
+        seeders = list(random_streams._SEEDERS)
+        seeders[number] = counted
+        monkeypatch.setattr(random_streams, "_SEEDERS", tuple(seeders))
+    dataset = SeededDataset(Drawing(*streams), default_collate, StreamUse())
+    for number, first in enumerate(range(0, 12, 3)):
+        seeded.clear()
+        before = capture_streams()
+        batch = dataset.__getitems__([(index * 7919 << 20, index) for index in range(first, first + 3)])
+        assert_same_streams(before)
+        assert set(seeded) == ({0, 1, 2} if number == 0 else set(streams))
+        for index, sample in zip(range(first, first + 3), batch.tolist(), strict=True):
+            if index in GOLDEN:
+                assert sample == [GOLDEN[index][each] for each in streams]
+
+
+def test_streams_are_put_back_when_loading_is_broken_off() -> None:
+    """By what is no error of the data set's: Ctrl-C, in the middle of a sample."""
+
+    class Interrupted(Drawing):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            drawn = super().__getitem__(index)
+            if index == 7:
+                raise KeyboardInterrupt
+            return drawn
+
+    dataset = SeededDataset(Interrupted(2), default_collate, StreamUse())
+    for first in (0, 3):
+        dataset.__getitems__([(index, index) for index in range(first, first + 3)])
+    before = capture_streams()
+    with pytest.raises(KeyboardInterrupt):
+        dataset.__getitems__([(index, index) for index in range(6, 9)])
+    assert_same_streams(before)
 
 
 @pytest.mark.parametrize("kind", [InitialSeed, Forks])
@@ -252,10 +335,10 @@ def test_what_reads_a_stream_without_moving_it_is_never_quiet(kind: type[Quiet])
     dataset = SeededDataset(kind(12), default_collate, use)
     dataset.__getitems__([(1, 1)])
     assert use.may_read
-    assert not dataset._is_quiet
+    assert not dataset._is_watched
     wrapped = SeededDataset(Subset(kind(12), range(12)), default_collate, StreamUse())
     wrapped.__getitems__([(1, 1)])
-    assert not wrapped._is_quiet
+    assert not wrapped._is_watched
 
 
 def test_readers_are_found_behind_functions_and_classes() -> None:

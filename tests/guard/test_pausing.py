@@ -25,14 +25,25 @@ _LONG_S = 300.0
 """What a machine at ten times its load keeps."""
 
 
+class Course:
+    """When the training of all ranks ends. They are told inside of their barrier, so that all end at the same step."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks, action=self._tell)
+        self.wanted = self.last = 1 << 60
+
+    def _tell(self) -> None:
+        self.last = self.wanted
+
+
 class Rank:
     """Watcher, gate and training thread of one rank; each step ends with a barrier of all, as an all-reduce does."""
 
-    def __init__(self, number: int, exchange: Exchange, barrier: threading.Barrier, folder: Path) -> None:
+    def __init__(self, number: int, exchange: Exchange, course: Course, folder: Path) -> None:
         self.path = page_path(folder, number)
         self.page = StatusPage(self.path)
         self.page.set(phase=WorkerPhase.TRAINING)
-        self.gate, self.barrier = StepGate(), barrier
+        self.gate, self.course = StepGate(), course
         self.watcher = Watcher(lambda signum: None)
         self.finished = False
         self.pauses = Pauses(
@@ -47,24 +58,31 @@ class Rank:
         exchange.listen(lambda content: None)
         self.watcher.start()
         self.stops = threading.Event()
-        self.last = 1 << 60
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.orders = itertools.count(1)
+        self.told = 0
 
     def _train(self) -> None:
         for step in itertools.count(1):
-            self.barrier.wait(_LONG_S)
+            self.course.barrier.wait(_LONG_S)
+            last = self.course.last
             self.page.pass_boundary(step)
             if self.gate.arrive(step):
                 self.pauses.wait()
-            if step >= self.last:
+            if step >= last:
                 self.finished = True
                 self.watcher.post(self.pauses.hear_end)
                 return
 
     def hear(self, kind: str) -> None:
-        number = next(self.orders)
+        number = self.told = next(self.orders)
         self.watcher.post(lambda: self.pauses.hear(kind, "test", number))
+
+    def has_heard(self) -> bool:
+        """An order that it has not heard yet could undo a later one of another rank."""
+        found = read_page(self.path)
+        assert found is not None
+        return found.pause_heard >= self.told
 
     def all_paused(self) -> int:
         found = read_page(self.path)
@@ -78,14 +96,14 @@ def job(num_ranks: int, folder: Path) -> Iterator[list[Rank]]:
         exchanges: list[Exchange] = [LocalExchange()]
         if num_ranks > 1:
             exchanges = [StoreExchange(connect, rank=r, world_size=num_ranks) for r in range(num_ranks)]
-        barrier = threading.Barrier(num_ranks)
-        ranks = [Rank(number, exchange, barrier, folder) for number, exchange in enumerate(exchanges)]
+        course = Course(num_ranks)
+        ranks = [Rank(number, exchange, course, folder) for number, exchange in enumerate(exchanges)]
         for rank in ranks:
             rank.thread.start()
         try:
             yield ranks
         finally:
-            barrier.abort()
+            course.barrier.abort()
             for rank, exchange in zip(ranks, exchanges, strict=True):
                 rank.gate.resume()
                 rank.thread.join(_LONG_S)
@@ -95,9 +113,7 @@ def job(num_ranks: int, folder: Path) -> Iterator[list[Rank]]:
 
 
 def finish(ranks: list[Rank]) -> None:
-    last = max(rank.gate.step for rank in ranks) + 1000
-    for rank in ranks:
-        rank.last = last
+    ranks[0].course.wanted = max(rank.gate.step for rank in ranks) + 1000
     for rank in ranks:
         rank.thread.join(120)
         assert not rank.thread.is_alive(), "a rank still waits"
@@ -117,7 +133,10 @@ def test_every_pause_finds_all_ranks_at_one_step(num_ranks: int, tmp_path: Path)
             assert step >= before and {rank.gate.step for rank in ranks} == {step}
             for rank in chance.sample(ranks, chance.randint(1, num_ranks)):
                 rank.hear(RESUME)
-            wait_until(lambda step=step: all(rank.gate.step > step for rank in ranks), "the training going on")
+            wait_until(
+                lambda step=step: all(rank.gate.step > step and rank.has_heard() for rank in ranks),
+                "the training going on",
+            )
             before = step
         finish(ranks)
 
@@ -144,9 +163,7 @@ def test_a_pause_that_meets_the_end_of_the_training_leaves_no_rank_waiting(tmp_p
         folder = tmp_path / str(number)
         folder.mkdir()
         with job(2, folder) as ranks:
-            last = max(rank.gate.step for rank in ranks) + 20 + number
-            for rank in ranks:
-                rank.last = last
+            ranks[0].course.wanted = max(rank.gate.step for rank in ranks) + 20 + number
             ranks[0].hear(PAUSE)
             wait_until(
                 lambda: (

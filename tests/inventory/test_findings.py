@@ -75,7 +75,8 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
     FirstSave(machine.directory / "rank_1", "run-b").begin(1, 2)
     machine.know("run-a")
     machine.snapshot(5, coordinates={"foreseen": 0})
-    machine.boundary(1, 6, forecast=True)
+    machine.boundary(1, 6, forecast=True, trusted=False)
+    machine.snapshot(6, ranks=[0], coordinates={"foreseen": 1})
     found = look([machine.directory] * 2, [machine.job] * 2, transport=Carrier(), attempt=4)
     for before, after in zip(found, sent(found), strict=True):
         after.own = {
@@ -85,6 +86,7 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
         assert after == before
     assert [len(one.facts) + len(one.in_memory) for one in found] and any(one.never_saved for one in found)
     assert any(one.rejected for one in found) and found[1].own and found[0].unforeseen | found[1].unforeseen
+    assert {("run-a", (0, 6))} == {*found[0].foreseen.items(), *found[1].foreseen.items()}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,9 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
         ("share", [2, 2]),
         ("share", [0, 0]),
         ("strategies", ["none of ours"]),
-        ("own", [[-1, "run-a", 0, 3, False]]),
+        ("own", [[-1, "run-a", 0, 3, False, True]]),
         ("unforeseen", [["run-a", 0]]),
+        ("foreseen", {"run-a": [0]}),
         ("claim", ["run-a"]),
         ("known", {"run-a": "yesterday"}),
         ("attempts", {"run-a": 1.5}),

@@ -137,6 +137,21 @@ def test_small_states_of_unknown_runs_and_forecasts_that_failed_do_not_count(tmp
     assert look_alone(machine.directory, machine.job).own_states == {("run-a", 0, 6): {0}}
 
 
+def test_the_forecast_of_a_first_step_counts_where_another_ranks_came_true(tmp_path: Path) -> None:
+    """No other of this rank's has come true before it: rank 0 was killed in step 1, which rank 1 has ended."""
+    machine = Machine(tmp_path, 2)
+    machine.know("run-a")
+    machine.boundary(0, 1, forecast=True, trusted=False)
+    machine.snapshot(1, ranks=[1])
+    assert look_alone(machine.directory, machine.job).own_states == {}, "nothing is known of any forecast"
+    machine.snapshot(1, ranks=[1], coordinates={"foreseen": 1})
+    assert look_alone(machine.directory, machine.job).own_states == {("run-a", 0, 1): {0}}
+    found = Inventory.merge(sent(look([machine.directory] * 2, [machine.job] * 2)))
+    assert found.own_states == {("run-a", 0, 1): {0}}, "the ranks tell each other"
+    machine.snapshot(2, ranks=[1], coordinates={"foreseen": 1})
+    assert not look_alone(machine.directory, machine.job).own_states.get(("run-a", 0, 2)), "there is none of step 2"
+
+
 # --- doing without ---
 
 

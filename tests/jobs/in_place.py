@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
@@ -100,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
+    parser.add_argument("--compress", action="store_true", help="a communication hook of DDP")
     parser.add_argument("--megabytes", type=int, default=0)
     parser.add_argument("--flag-file", action="store_true", help="watch graceful_exit.json in the folder")
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -190,6 +192,8 @@ class Trainer:
         self.ddp = nn.parallel.DistributedDataParallel(
             self.network, bucket_cap_mb=0.002, find_unused_parameters=bool(args.megabytes)
         )
+        if args.compress:
+            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
         kind = Sharing if args.share == "update" else torch.optim.AdamW
         self.optimizer = kind(self.network.parameters(), lr=1e-2)

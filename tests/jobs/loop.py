@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import mindx_elastic as mx
+from mindx_elastic.errors import SaveError
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard import start as start_module
 from mindx_elastic.guard.active import _active as active_guards
@@ -118,6 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stuck-rank", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
+    parser.add_argument("--remove-redundancy", action="store_true")
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.memory.snapshots")
@@ -187,6 +189,7 @@ class Trainer:
             prefix="loop",
             grace_s=args.grace_s,
             flag_file=args.flag_file,
+            remove_redundancy=args.remove_redundancy,
         )
         self.seen = ""
 
@@ -274,6 +277,33 @@ def announce_worker(worker_id: int) -> None:
     say(f"WORKER {os.getpid()}")
 
 
+def break_save(order: str, rank: str) -> None:
+    """``WHERE:RANK,...``: what happens to these ranks in the save of a stop. WHERE: before or after (killed, when its
+    own file is not yet, or just, durable), stop (it stands still before), full (its disk is full), cover (killed while
+    it writes for others)."""
+    where, _, ranks = order.partition(":")
+    if rank not in ranks.split(","):
+        return
+    write, calls = getattr(saving_module, "write_checkpoint"), [0]  # noqa: B009
+
+    def broken(path: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if where == "before" or (where == "cover" and calls[0] > 1):
+            kill_here(f"in the save {rank}")
+        if where == "stop":
+            say(f"STOPPED {rank}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if where == "full":
+            say(f"FULL {rank}")
+            raise SaveError(f"{path}: cannot save: No space left on device", path=path)
+        result = write(path, *args, **kwargs)
+        if where == "after":
+            kill_here(f"in the save {rank}")
+        return result
+
+    setattr(saving_module, "write_checkpoint", broken)  # noqa: B010
+
+
 def inject(environment: Mapping[str, str]) -> None:
     """Faults that no signal can bring about; each says that it has fired."""
     if environment.get("LOOP_NO_REPLAY"):
@@ -286,6 +316,8 @@ def inject(environment: Mapping[str, str]) -> None:
         limit = int(environment["LOOP_FSIZE"])
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if environment.get("LOOP_BREAK_SAVE"):
+        break_save(environment["LOOP_BREAK_SAVE"], environment.get("RANK", "0"))
     if environment.get("LOOP_HOLD_SAVE"):
         write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 

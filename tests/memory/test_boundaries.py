@@ -344,10 +344,10 @@ class Rank:
         return copy_tree(self.collector.state())
 
     def own(self) -> dict[int, OwnState]:
-        """What lies in memory, by step."""
+        """What is in memory and may be used by itself, by step."""
         found = own_states(self.arena.folder / BOUNDARIES_FILE)
         assert all(moment[:2] == (RUN, ATTEMPT) for moment in found)
-        return {moment[2]: own for moment, own in found.items()}
+        return {moment[2]: own for moment, own in found.items() if own.trusted}
 
 
 Ranks = list[Rank]
@@ -356,7 +356,9 @@ Ranks = list[Rank]
 def reduce(ranks: Ranks) -> None:
     """As DDP does: equal gradients everywhere."""
     for parameters in zip(*(rank.network.parameters() for rank in ranks), strict=True):
-        mean = torch.stack([p.grad for p in parameters if p.grad is not None]).mean(0)
+        if not (gradients := [p.grad for p in parameters if p.grad is not None]):
+            continue  # of a layer that is not used
+        mean = torch.stack(gradients).mean(0)
         for parameter in parameters:
             parameter.grad = mean.clone()
 
@@ -526,6 +528,82 @@ def test_a_replaced_buffer_gives_no_forecast_of_it_and_a_good_boundary(ranks: Ra
     composed = rank.collector.compose(rank.state(), rank.own()[3].unpack())
     assert composed["model"]["seen"] == 78
     assert_same(composed, rank.state())
+
+
+def _retype(rank: Rank) -> None:
+    rank.network.seen.data = rank.network.seen.data.view(torch.float64)
+
+
+def _spread(rank: Rank) -> None:
+    norm: Any = rank.network.layers[1]
+    norm.running_mean.data = torch.arange(12.0)[::2]
+
+
+def _count_in_floats(rank: Rank) -> None:
+    rank.scheduler.last_epoch = float(rank.scheduler.last_epoch)  # type: ignore[assignment]
+
+
+def _give_the_scheduler_more(rank: Rank) -> None:
+    rank.scheduler.note = {"a": [1, 2.5, None, True], "b": torch.ones(2)}  # type: ignore[attr-defined]
+
+
+def _add_a_group(rank: Rank) -> None:
+    layer = nn.Linear(1, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    rank.network.register_module("late", layer)
+    rank.optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.5})
+    rank.scheduler.base_lrs.append(0.5)
+
+
+def _keep_another_kind(rank: Rank) -> None:
+    rank.counted.values["x"] = [1, "two", b"three", (4.0, None)]
+    rank.counted.values["many"] = [float(i) for i in range(40)]
+
+
+def _seed_again(rank: Rank) -> None:
+    random.seed(77)
+    np.random.seed(78)
+    torch.manual_seed(79)
+
+
+def _draw_normal(rank: Rank) -> None:
+    """It is kept back beside the words."""
+    random.gauss(0, 1)
+    np.random.standard_normal()
+
+
+def _replace_getstate(rank: Rank) -> None:
+    other = random.Random(5)
+    random.getstate, random.setstate = other.getstate, other.setstate
+
+
+_CHANGES = [
+    *(_retype, _spread, _count_in_floats, _give_the_scheduler_more, _add_a_group, _keep_another_kind),
+    *(_seed_again, _draw_normal, _replace_getstate),
+]
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_what_changes_its_kind_in_mid_run_is_in_the_next_record(
+    ranks: Ranks, change: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is worked out once and then only moved: other types, other shapes, other generators."""
+    for name in ("getstate", "setstate"):
+        monkeypatch.setattr(random, name, getattr(random, name))
+    train(ranks, 3)
+    for rank in ranks:
+        rank.between = lambda rank=rank: change(rank)  # type: ignore[misc]
+    train(ranks, 1)
+    for rank in ranks:
+        rank.between = lambda: None
+    train(ranks, 2)
+    kept = [rank.state() for rank in ranks]
+    for mine, other in ((0, 1), (1, 0)):
+        own = ranks[mine].own()
+        assert not own[6].forecast
+        composed = ranks[mine].collector.compose(copy_tree(kept[other]), own[6].unpack())
+        assert_same(composed, kept[mine])
 
 
 # --- troubles ---

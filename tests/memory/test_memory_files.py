@@ -18,6 +18,7 @@ from mindx_elastic.memory.memory_files import (
     OwnState,
     own_rings,
     own_states,
+    small_records,
     snapshot_files,
 )
 from mindx_elastic.persist.catalog import read_entry
@@ -99,15 +100,22 @@ def test_where_rings_lie(tmp_path: Path) -> None:
     assert own_rings(directories, None, 2) == copies
 
 
-def test_a_boundary_goes_before_a_forecast_and_no_forecast_without_trust(machine: Machine) -> None:
+def test_a_boundary_goes_before_a_forecast_and_trust_is_told(machine: Machine) -> None:
     machine.boundary(1, 6)
     machine.boundary(1, 7, forecast=True)
     machine.boundary(1, 7)
     machine.boundary(1, 8, forecast=True, trusted=False)
-    found = own_states(machine.job / "rank_1" / "boundaries")
-    assert {moment: own.forecast for moment, own in found.items()} == {(RUN, 0, 6): False, (RUN, 0, 7): False}
+    ring = machine.job / "rank_1" / "boundaries"
+    found = own_states(ring)
+    assert {moment[2]: (own.forecast, own.trusted) for moment, own in found.items()} == {
+        6: (False, True),
+        7: (False, True),
+        8: (True, False),
+    }
+    assert [record.moment[2] for record in small_records(ring) if record.moment[2] == 8] == []
+    assert small_records(ring, confirmed=(RUN, 0, 8))[0].moment == (RUN, 0, 8)
     machine.boundary(1, 8, forecast=True)
-    assert own_states(machine.job / "rank_1" / "boundaries")[RUN, 0, 8].forecast
+    assert own_states(ring)[RUN, 0, 8].trusted
 
 
 def test_no_ring_is_no_trouble_and_one_that_cannot_be_read_is_said(

@@ -224,8 +224,8 @@ def test_file_rewritten_by_stock_safetensors_is_not_ours_any_more(file: Path) ->
 
 
 def test_newer_schema_is_foreign_and_names_the_remedy(file: Path) -> None:
-    forge(file, lambda content: content["__metadata__"].update({"mindx.schema": "2"}))
-    with pytest.raises(ForeignCheckpointError, match=r"schema 2.*newer"):
+    forge(file, lambda content: content["__metadata__"].update({"mindx.schema": "3"}))
+    with pytest.raises(ForeignCheckpointError, match=r"schema 3.*newer"):
         read_header(file)
 
 

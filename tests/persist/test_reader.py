@@ -153,3 +153,85 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "stock")
     with pytest.raises(FileNotFoundError):
         read_checkpoint(tmp_path / "none")
+
+
+# --- small tensors, which are read together ---
+
+SHAPES: list[tuple[int, ...]] = [(), (3, 5), (0, 4), (1000,), (2, 1, 7)]
+
+
+def make_small(count: int = 600) -> dict[str, Any]:
+    """Runs of three types, with empty tensors, scalars and one large tensor between them."""
+    generator = torch.Generator().manual_seed(1)
+    dtypes = (torch.float32, torch.int32, torch.bool)
+    state: dict[str, Any] = {}
+    for i in range(count):
+        drawn = torch.rand(SHAPES[i % len(SHAPES)], generator=generator) * 100
+        state[f"{i}"] = drawn.to(dtypes[i * len(dtypes) // count])
+    state["50"] = torch.rand(100_000, generator=generator)
+    return {"small": state}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.safetensors"
+    write_checkpoint(path, make_small(), INFO)
+    return path
+
+
+@pytest.mark.parametrize("run_bytes", [1, 10_000, 256 << 10])
+def test_many_small_tensors_come_back(small: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int) -> None:
+    monkeypatch.setattr(reader, "_RUN_BYTES", run_bytes)
+    assert_same(read_checkpoint(small).state, make_small())
+    assert verify_file(small) == []
+
+
+def test_small_tensors_are_read_by_few_system_calls(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, calls = os.preadv, 0
+
+    def count(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", count)
+    read_checkpoint(small)
+    assert 0 < calls < 20
+
+
+def test_a_small_tensor_is_alone_in_its_memory(small: Path) -> None:
+    """So that one that is kept, saved or resized takes no others along."""
+    state = read_checkpoint(small).state["small"]
+    for tensor in state.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    neighbour = state["4"].clone()
+    state["3"].untyped_storage().resize_(8000)
+    state["3"].fill_(7)
+    assert torch.equal(state["4"], neighbour)
+
+
+def test_damage_of_a_small_tensor_names_it(small: Path) -> None:
+    damage(small, "small.303", byte=500)
+    damage(small, "small.598", byte=30)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_checkpoint(small)
+    assert caught.value.tensor == "small.303"
+    assert ["small.303 " in problem or "small.598 " in problem for problem in verify_file(small)] == [True, True]
+
+
+def test_a_bad_sector_names_the_small_tensor_on_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = read_header(small)
+    bad = header.data_start + header.entries["small.303"].start + 100
+    preadv = os.preadv
+
+    def fail(fd: int, buffers: Any, offset: int) -> int:
+        if offset <= bad < offset + len(buffers[0]):
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CorruptCheckpointError, match="Input/output error") as caught:
+        read_checkpoint(small)
+    assert caught.value.tensor == "small.303"
+    (problem,) = verify_file(small)
+    assert "small.303 " in problem

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,5 +167,5 @@ def test_nothing_is_read_for_an_empty_box(opened: Opened, monkeypatch: pytest.Mo
         box = tuple((n, n) for n in entry.shape)
         if box:
             assert read((fd, header, path), entry.name, box)[1] == 0
-    absent = replace(next(iter(header.entries.values())), shape=(0, 5))
+    absent = next(iter(header.entries.values()))._replace(shape=(0, 5))
     assert read_box(fd, header, absent, ((0, 0), (0, 5)), torch.empty(0, 5), path) == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.prove.proof import Proof, choose_stops, prove
+from mindx_elastic.prove.baseline import Proof
+from mindx_elastic.prove.proof import choose_stops, prove
 from mindx_elastic.prove.records import Step
 from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs

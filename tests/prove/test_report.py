@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from mindx_elastic.prove.baseline import Proof, Row, Verdict
 from mindx_elastic.prove.causes import Explained
-from mindx_elastic.prove.proof import Proof, Row, Verdict
 from mindx_elastic.prove.report import to_json, to_junit
 
 

@@ -287,18 +287,3 @@ def test_the_new_first_node_is_lost_while_all_wait(tmp_path: Path) -> None:
         for job in (third, *nodes.jobs[3:]):
             assert job.wait(400) == 0, nodes.report()
         assert sorted(nodes.end[0]) == [0, 1, 2], nodes.report()
-
-
-@drill
-def test_the_host_of_the_rendezvous_is_lost_with_the_first_node(tmp_path: Path) -> None:
-    """Nobody can say who succeeds it: the others save, as without recovery in place."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
-        by_rank = held(nodes)
-        kill_node(by_rank[0])
-        nodes._store = None  # type: ignore[assignment]
-        other = by_rank[1]
-        assert other.wait(400) != 0, nodes.report()
-        assert other.matches("the store of the rendezvous cannot be asked who succeeds it"), nodes.report()
-        assert not nodes.found(IN_PLACE), nodes.report()
-        assert any((tmp_path / "job").rglob("*_8_breakpoint.safetensors")), nodes.report()

@@ -26,22 +26,36 @@ WHY = r"no recovery in place: (.*)"
 
 
 class Nodes:
-    """The agents of one job. This process hosts the rendezvous, so that none of them is special."""
+    """The agents of one job. This process hosts the rendezvous, so that none of them is special; or one of them does,
+    `host`: the number of the one that is started so."""
 
-    def __init__(self, stack: ExitStack, folder: Path, num_nodes: int, ranks: int, *args: object, nnodes: str = ""):
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        num_nodes: int,
+        ranks: int,
+        *args: object,
+        nnodes: str = "",
+        host: int | None = None,
+        rejoin_timeout: float = 120.0,
+    ):
         self.folder, self._stack, self._ranks, self._args = folder, stack, ranks, args
-        self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
-        self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        self._port, self._nnodes, self._rejoin_timeout = free_port(), nnodes or str(num_nodes), rejoin_timeout
+        if host is None:
+            self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         self.jobs: list[Job] = []
-        for _ in range(num_nodes):
-            self.start()
+        for number in range(num_nodes):
+            self.start(hosts=number == host)
 
-    def start(self, *, rejoin_timeout: float = 120.0, plain: bool = False) -> Job:
-        """One more node, with shared memory of its own."""
+    def start(self, *, rejoin_timeout: float | None = None, plain: bool = False, hosts: bool = False) -> Job:
+        """One more node, with shared memory of its own. `hosts`: as the command on the machine of the endpoint."""
+        rejoin_timeout = rejoin_timeout or self._rejoin_timeout
         own = self.folder / f"node{len(self.jobs)}"
         (own / "shm").mkdir(parents=True)
         options = ["--nnodes", self._nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
-        options += ["--rdzv-conf", CONF, "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
+        conf = CONF.replace("is_host=0", f"is_host={int(hosts)}")
+        options += ["--rdzv-conf", conf, "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
         options += ["--recover", "in-place", "--rejoin-timeout", f"{rejoin_timeout:g}", "--log-dir", str(own / "logs")]
         env = {"MINDX_ARENA_DIR": str(own / "shm")}
         args = (self.folder / "job", *self._args)

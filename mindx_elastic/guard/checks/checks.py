@@ -155,8 +155,9 @@ class Checks:
 
     # --- when ---
 
-    def at_entry(self) -> None:
-        """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
+    def at_entry(self) -> Seen:
+        """The state is back, the training begins: look from here on. Returns what was found. Raises
+        UnmanagedStateError."""
         self._is_on = True
         seen, kept = self._look(sys._getframe(1))
         self._remedies.at_entry(seen, places_of(sys._getframe(1)))
@@ -167,6 +168,7 @@ class Checks:
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
         self._variables.at_entry(sys._getframe(1))
+        return seen
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""

@@ -18,6 +18,7 @@ import xxhash
 
 from mindx_elastic.capture.collector import RESERVED_NAMES
 from mindx_elastic.core.printable import listed
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.movements import Movement, TensorsLook
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
 
@@ -245,7 +246,7 @@ def _digest(array: Any, places: Iterable[int]) -> str:
     if isinstance(rows, torch.Tensor):
         if rows.is_meta or rows.layout is not torch.strided:
             return ""
-        rows = rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return xxhash.xxh3_64_hexdigest(memory_of(rows.detach().resolve_conj().resolve_neg().cpu().contiguous()))
     if rows.dtype == object:
         return ""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(rows).tobytes())

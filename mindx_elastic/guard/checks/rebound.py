@@ -25,6 +25,8 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.tables import parameters
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.source_reads import Sources
@@ -162,7 +164,7 @@ def content_of(value: Any, depth: int = 0) -> object:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
         return repr(value)
     if isinstance(value, nn.Module):
-        return repr(TensorsLook.at([*value.parameters(), *value.buffers()]).sample)
+        return repr(TensorsLook.at([*parameters(value), *value.buffers()]).sample)
     if not _kind(value) or depth >= _DEPTH:
         return type(value).__name__
     if isinstance(value, dict):
@@ -183,7 +185,7 @@ def _of_tensor(tensor: torch.Tensor) -> object:
     return (
         own.shape,
         own.dtype,
-        _hash(own.resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy()),
+        _hash(np.frombuffer(memory_of(own.resolve_conj().resolve_neg().cpu().contiguous()), dtype=np.uint8)),
     )
 
 

@@ -21,7 +21,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -34,7 +34,7 @@ from mindx_elastic.data import FunctionLoader, ReplayLoader
 from mindx_elastic.data.iteration import Iteration, at_unfollowed
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
-from mindx_elastic.guard.checks.surroundings import look
+from mindx_elastic.guard.checks.surroundings import Found, look
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch", "find_cycle"]
@@ -72,9 +72,6 @@ class LoaderWatch:
         """Put the hooks in; `stack` takes them out."""
         stack.callback(self._leave)
         self._active = True
-        loaders = look(sys._getframe(1), {}).loaders
-        self._known = {key: weakref.ref(found.value) for key, found in loaders.items()}
-        self._names = {key: found.name for key, found in loaders.items()}
         at_unfollowed.append(self._see_ours)
         kind: Any = _BaseDataLoaderIter
         self._originals = {name: getattr(kind, name) for name in ("__init__", "__next__", "_reset")}
@@ -98,6 +95,13 @@ class LoaderWatch:
         self._hooks = {"__init__": made, "__next__": give, "_reset": reset}
         for name, hook in self._hooks.items():
             setattr(kind, name, hook)
+
+    def know(self, loaders: Mapping[int, Found]) -> None:
+        """What was found when the guard was entered, by `id`: the program's loaders are those that a variable has. What
+        loaders hand around (`data.track`) counts as one there, and cannot be referred to weakly."""
+        loaders = {key: f for key, f in loaders.items() if f.place and type(f.value).__weakrefoffset__}
+        self._known = {key: weakref.ref(found.value) for key, found in loaders.items()}
+        self._names = {key: found.name for key, found in loaders.items()}
 
     def _leave(self) -> None:
         self._active = False

@@ -23,6 +23,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.checks.surroundings import Found
 from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -345,6 +346,11 @@ class Loaders:
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
                 followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
+
+    def know(self, loaders: Mapping[int, Found]) -> None:
+        """After `enter`: the program's loaders at that time, by `id`, with the names that it has for them."""
+        assert self._watch is not None
+        self._watch.know(loaders)
 
     def _in_use(self) -> list[tuple[str, Any]]:
         """The loaders under `loader`, without those that were never asked for a batch: another is used instead."""

@@ -1,0 +1,261 @@
+"""``mindx-elastic drill``: breaks a script in named ways. Does it go on, since which step, and is it still the same?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from mindx_elastic.cli.common import fail, make_console, printable
+from mindx_elastic.cli.scripts import check_line, interruptible, script_of
+from mindx_elastic.core.printable import listed
+from mindx_elastic.drill.faults import Fault, describe_kinds, parse_fault
+from mindx_elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from mindx_elastic.drill.drill import Drill
+
+__all__ = ["drill_command"]
+
+_Faults = Annotated[
+    list[str] | None,
+    typer.Option("--fault", metavar="KIND:KEY=VALUE,...", help="A fault, as often as wanted; --list names all."),
+]
+_Random = Annotated[int, typer.Option("--random", min=0, metavar="N", help="N faults, drawn by --seed.")]
+_Seed = Annotated[int, typer.Option(help="Draws the faults of --random: kind, rank, step and place.")]
+_Steps = Annotated[
+    int,
+    typer.Option(min=0, metavar="M", help="Length of the runs; 0: as for mindx-elastic prove."),
+]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")]
+_Timeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
+]
+_Keep = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
+]
+_List = Annotated[bool, typer.Option("--list", help="List the faults, with one line each, and exit.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+_Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
+
+
+def drill_command(
+    ctx: typer.Context,
+    fault: _Faults = None,
+    random: _Random = 0,
+    seed: _Seed = 0,
+    steps: _Steps = 0,
+    fresh: _Fresh = False,
+    timeout: _Timeout = 300.0,
+    keep: _Keep = None,
+    list_faults: _List = False,
+    as_json: _Json = False,
+    junit: _Junit = None,
+) -> None:
+    """Break your script in named ways; say what was lost, how long it took to go on, and whether it is still the same.
+
+    Usage: mindx-elastic drill [OPTIONS] [OPTIONS OF mindx-elastic run] -- SCRIPT [ARGUMENTS]
+
+    Each fault is a job of its own, started again with the same command until it has come to its end. Every step of all
+    its processes is compared with the uninterrupted run, as by `mindx-elastic prove`. With options of
+    `mindx-elastic run` (--nproc-per-node 2 --recover in-place) the script runs under the agent.
+
+    \b
+    [bold]Exit code[/bold]
+    0  every fault has happened, and every job was exact, or inexact as its own resume said
+    1  a fault did not happen; a job differs, failed, lost steps that can be kept, or left something behind
+    2  wrong usage: no such fault, rank or step
+    3  the script itself is not deterministic: two runs without a fault differ
+    4  nothing could be compared: the script fails without a fault, is refused, or has no guard
+    130, 143  interrupted
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic drill --list
+    mindx-elastic drill --fault kill:step=7,at=update --fault disk-full:step=3 -- train.py
+    mindx-elastic drill --fault kill-in-save:step=4,call=all -- train.py
+    mindx-elastic drill --random 50 --seed 1 --nproc-per-node 2 --recover in-place -- train.py
+    """
+    if list_faults:
+        _print_kinds(as_json)
+        return
+    began = time.monotonic()
+    faults = [_parsed(text) for text in fault or []]
+    script, agent = script_of(ctx), list(ctx.args)
+    check_line("drill", script, agent, junit, [name for each in ctx.command.params for name in each.opts])
+    if not faults and not random:
+        fail("name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all")
+    for each in faults:
+        if each.about.agent and not agent:
+            fail(f"--fault {each}: only under mindx-elastic run; give one of its options, such as --nproc-per-node 1")
+    from mindx_elastic.drill.drill import Drill
+
+    drill, interrupted = Drill(), None
+    try:
+        with interruptible():
+            _drill(drill, script, agent, faults, random, seed, steps, fresh, timeout, keep)
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not drill.results:
+            raise
+        interrupted = error
+        drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
+    line = _repeat(drill, script, agent, faults, random, seed, steps, fresh=fresh)
+    _tell(drill, [*agent, *(["--"] if agent else []), *script], time.monotonic() - began, line, as_json, junit, keep)
+    if interrupted is not None:
+        raise interrupted
+    raise typer.Exit(drill.exit_code)
+
+
+def _parsed(text: str) -> Fault:
+    try:
+        return parse_fault(text)
+    except UsageError as error:
+        fail(str(error))
+
+
+def _print_kinds(as_json: bool) -> None:
+    rows = describe_kinds()
+    if as_json:
+        typer.echo(json.dumps([{"fault": name, "says": says} for name, says in rows], indent=2))
+        return
+    for name, says in rows:
+        typer.echo(f"{name}\n    {says}")
+
+
+def _drill(
+    drill: Drill,
+    script: Sequence[str],
+    agent: Sequence[str],
+    faults: Sequence[Fault],
+    number: int,
+    seed: int,
+    steps: int,
+    fresh: bool,
+    timeout_s: float,
+    keep: Path | None,
+) -> None:
+    from mindx_elastic.drill.drill import make_drill
+    from mindx_elastic.drill.outside import Leftovers
+    from mindx_elastic.prove.runs import Command, Runs
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("run {task.completed} of {task.total}"),
+        TimeElapsedColumn(),
+        console=make_console(stderr=True),
+        transient=True,
+    )
+    leftovers = Leftovers()
+    with bar:
+        task = bar.add_task("begins", total=None)
+
+        def show(done: int, planned: int, what: str) -> None:
+            bar.update(task, completed=done, total=max(planned, done), description=what)
+
+        command = Command(script=tuple(script), agent=tuple(agent) or None)
+        runs = Runs(command, fresh=fresh, keep=keep, timeout_s=timeout_s, as_given=True, on_end=leftovers.after_run)
+        with runs:
+            leftovers.known |= runs.own_processes
+            make_drill(
+                command,
+                runs,
+                leftovers,
+                faults=faults,
+                number=number,
+                seed=seed,
+                steps=steps,
+                show=show,
+                into=drill,
+            )
+
+
+def _repeat(
+    drill: Drill,
+    script: Sequence[str],
+    agent: Sequence[str],
+    faults: Sequence[Fault],
+    number: int,
+    seed: int,
+    steps: int,
+    *,
+    fresh: bool,
+) -> list[str]:
+    """The line that makes the same drill again, on a machine of any speed."""
+    line = ["mindx-elastic", "drill"]
+    for each in faults:
+        line += ["--fault", str(each)]
+    line += ["--random", str(number), "--seed", str(seed)] if number else []
+    line += ["--steps", str(drill.proof.repeating_steps or steps)]
+    return [*line, *["--fresh"] * fresh, *agent, "--", *script]
+
+
+def _tell(
+    drill: Drill,
+    command: Sequence[str],
+    seconds: float,
+    repeat: Sequence[str],
+    as_json: bool,
+    junit: Path | None,
+    keep: Path | None,
+) -> None:
+    from mindx_elastic.drill.report import to_json, to_junit
+
+    if as_json:
+        typer.echo(json.dumps(to_json(drill, command=command, seconds=seconds, repeat=repeat), indent=2))
+    else:
+        _print(make_console(), drill, seconds, repeat, keep)
+    if junit is not None:
+        try:
+            junit.write_text(to_junit(drill, command=command, seconds=seconds), encoding="utf-8")
+        except OSError as error:
+            fail(f"--junit {junit}: {error.strerror}")
+
+
+def _print(console: Console, drill: Drill, seconds: float, repeat: Sequence[str], keep: Path | None) -> None:
+    from mindx_elastic.drill.drill import GOOD
+    from mindx_elastic.drill.report import COLUMNS, cells, describe, summary
+    from mindx_elastic.prove.report import describe_run
+
+    proof = drill.proof
+    for row in proof.rows:
+        if row.verdict.outcome != "equal":
+            for index, line in enumerate(describe_run(row)):
+                text = f"{row.name}: {line}" if not index else f"  {line}"
+                console.print(printable(text), style="bold red" if not index else "", soft_wrap=True)
+            return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(COLUMNS):
+        is_number = 0 < index < len(COLUMNS) - 1
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+    for result in drill.results:
+        table.add_row(*(Text(printable(cell)) for cell in cells(result)))
+    console.print(table)
+    console.print()
+    for result in drill.results:
+        if said := describe(result):
+            is_good = result.outcome in GOOD
+            console.print(printable(f"{result.fault}: {said[0]}"), style="" if is_good else "bold red", soft_wrap=True)
+            for line in [*said[1:], *(f"| {line}" for line in result.lines)]:
+                console.print(printable(f"  {line}"), soft_wrap=True)
+    whole = ", the whole training" if proof.has_ended else ""
+    size = f"{proof.steps} steps{whole}, {proof.num_ranks} rank{'s' * (proof.num_ranks != 1)}"
+    style = "bold green" if drill.exit_code == 0 else "bold red"
+    console.print(f"{summary(drill)}; {size}, in {seconds:.0f} s", style=style, soft_wrap=True)
+    notes = [*proof.notes, *drill.notes]
+    notes += [f"the script itself has written to {listed(proof.writes, 3)}"] if proof.writes else []
+    for note in notes:
+        console.print(printable(f"note: {note}"), soft_wrap=True)
+    if keep is not None:
+        console.print(printable(f"logs and witnesses: {keep}"), soft_wrap=True)
+    console.print(printable(f"the same drill again: {shlex.join(repeat)}"), soft_wrap=True)

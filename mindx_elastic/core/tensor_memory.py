@@ -1,0 +1,30 @@
+"""The memory of a tensor of the program, as a buffer that Python can read and write.
+
+Not by way of numpy: `Tensor.numpy()` marks the tensor's storage as one that must never be resized, for good, because an
+array may still look at it. A `resize_` of the program's own, an ``out=`` that grows, and FSDP, which frees and
+allocates its parameters by resizing, would then fail under a guard and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+__all__ = ["memory_of"]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, live. The view keeps the tensor alive. Raises RuntimeError for a
+    tensor without memory (fake, meta). Any thread.
+
+    A tensor that is resized or freed by its storage meanwhile leaves the view without memory: use it at once.
+    """
+    if not tensor.nbytes:
+        return memoryview(b"")
+    address = tensor.data_ptr()
+    if not address:
+        raise RuntimeError(f"{type(tensor).__name__} {list(tensor.shape)}: no memory of its own")
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(address)
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")

@@ -1,0 +1,425 @@
+"""Decides which runs a drill makes, and what they show.
+
+First the script runs twice without a fault, as for a proof. Then each fault is a job of its own, from its first step to
+the last one: a run with the fault, and the same command again as long as the job has not come to its end, as a person
+or an orchestrator would give it. Every step of all its processes is compared with the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
+from mindx_elastic.drill.outside import Leftovers, adopt_orphans, flip_bit, note_fired, read_notes
+from mindx_elastic.drill.phases import Phases, find_phases, read_events
+from mindx_elastic.errors import UsageError
+from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
+from mindx_elastic.prove.causes import Explained, explain
+from mindx_elastic.prove.records import Life
+from mindx_elastic.prove.runs import Chain, Command, Outcome, Runs
+
+__all__ = ["GOOD", "Drill", "Result", "choose_faults", "make_drill"]
+
+GOOD = ("exact", "inexact as said", "refused as said")
+"""Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
+named, and the start refused to begin anew without a word."""
+_NOTHING_LEFT = "NoUsableCheckpointError"
+_MOST_STARTS = 4
+_MOST_CALLS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of one fault."""
+
+    fault: Fault
+    outcome: str
+    """One of `GOOD`; ``not fired``, ``failed``, ``differs``, ``lost`` or ``left behind``."""
+    explained: Explained | None = None
+    """What is wrong, or what the run itself has said against an exact resume; None: exact."""
+    rank: int | None = None
+    step: int | None = None
+    """Of the first difference."""
+    codes: Sequence[int] = ()
+    """Exit codes of all starts."""
+    reached: int | None = None
+    """The last step that all ranks had passed when it fired."""
+    resumed: int | None = None
+    """The step that the job went on from; None: from the beginning."""
+    lost: int | None = None
+    """Steps that were done again; None: it did not go on."""
+    compared: int = 0
+    calls: int = 0
+    """System calls of the save that were made or refused, where the fault is about those."""
+    phases: Phases = field(default_factory=Phases)
+    leftovers: Sequence[str] = ()
+    lines: Sequence[str] = ()
+    """The end of what the run has printed, where it failed."""
+
+
+@dataclass
+class Drill:
+    """Everything that is reported."""
+
+    proof: Proof = field(default_factory=Proof)
+    """Of the runs without a fault."""
+    results: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        if self.proof.exit_code:
+            return self.proof.exit_code
+        return int(not self.results or any(result.outcome not in GOOD for result in self.results))
+
+
+def make_drill(
+    command: Command,
+    runs: Runs,
+    leftovers: Leftovers,
+    *,
+    faults: Sequence[Fault],
+    number: int = 0,
+    seed: int = 0,
+    steps: int = 0,
+    show: Show = lambda done, planned, what: None,
+    into: Drill,
+) -> None:
+    """Make all runs: the `faults`, and `number` others by `seed`. Raises UsageError for a fault that the script cannot
+    have: a rank or a step that does not exist. `into`: gets each result at once, so that an interrupted drill has
+    them."""
+    driller = _Driller(command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, show=show)
+    into.proof, driller.result = driller.proof, into
+    driller.drill()
+
+
+def choose_faults(
+    places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, workers: bool, copies: bool, number: int, seed: int
+) -> list[Fault]:
+    """`number` faults by `seed`, of all kinds that a job like this can have. `places`: guard and step of each boundary
+    but the last. `copies`: snapshots are taken from the first step on."""
+    chance = random.Random(seed)
+    kinds = [
+        kind
+        for kind in KINDS.values()
+        if kind.by_chance and (agent or not kind.agent) and (workers or not kind.workers)
+    ]
+    found = []
+    for _ in range(number):
+        kind = chance.choice(kinds)
+        guard, step = chance.choice(places)
+        possible = [at for at in kind.places if at != "copy" or copies]
+        fault = Fault(kind=kind.name, rank=chance.randrange(ranks), step=step, guard=guard, at=chance.choice(possible))
+        if kind.name == "kill-in-save":
+            fault = replace(fault, call=chance.randint(1, 8))
+        if kind.name == "clock-jump":
+            fault = replace(fault, seconds=chance.choice([-1e6, -3600.0, 3600.0, 1e6]))
+        found.append(replace(fault, seed=chance.randrange(1 << 30)))
+    return found
+
+
+class _Driller(Baseline):
+    def __init__(
+        self,
+        command: Command,
+        runs: Runs,
+        leftovers: Leftovers,
+        *,
+        faults: Sequence[Fault],
+        number: int,
+        seed: int,
+        steps: int,
+        show: Show,
+    ) -> None:
+        super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
+        self._command, self._leftovers = command, leftovers
+        self._faults, self._number, self._seed = list(faults), number, seed
+        self._made = 0
+        self.result = Drill()
+
+    def drill(self) -> None:
+        if not adopt_orphans():
+            self.result.notes.append("processes that outlive their parents cannot be found: the kernel refuses prctl")
+        first = self.first_run()
+        if first is None:
+            return
+        for fault in self._faults:
+            self._check(fault, first)
+        if not self.is_deterministic(first):
+            return
+        self._faults += self._by_chance(first)
+        for fault in self._faults:
+            if fault.call == ALL_CALLS and "call" in fault.about.takes:
+                self._each_call(fault)
+            else:
+                self.result.results.append(self._one(fault))
+
+    def _by_chance(self, first: Outcome) -> list[Fault]:
+        places = [step.place for step in self.steps_of(first)][:-1]
+        if self._number and not places:
+            raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
+        return choose_faults(
+            places,
+            ranks=self.proof.num_ranks,
+            agent=self._command.agent is not None,
+            workers=any(life.workers for life in first.lives),
+            copies=_option(self._command.agent or (), "--snapshot-every") not in ("", "0", "auto"),
+            number=self._number,
+            seed=self._seed,
+        )
+
+    def _check(self, fault: Fault, first: Outcome) -> None:
+        ranks = sorted(self.reference.by_rank)
+        if fault.rank not in ranks:
+            raise UsageError(f"--fault {fault}: the script has {len(ranks)} rank{'s' * (len(ranks) != 1)}, from 0")
+        last = [number for series, number in self.reference.places(fault.rank) if series == fault.guard]
+        if not last:
+            raise UsageError(f"--fault {fault}: the script enters no guard number {fault.guard}; the first one is 0")
+        latest = last[-1] if fault.at not in ("boundary", "copy") else last[-1] - 1
+        if fault.step > latest:
+            raise UsageError(
+                f"--fault {fault}: the runs have {last[-1]} steps, so this fault needs a step up to {latest}; "
+                "give a smaller one, or longer runs with --steps"
+            )
+        if fault.about.workers and not any(life.workers for life in first.lives):
+            raise UsageError(f"--fault {fault}: no loader of the guard has workers")
+
+    # --- one fault ---
+
+    def _each_call(self, fault: Fault) -> None:
+        """One run for each system call, until a save has no call of that number."""
+        for call in range(1, _MOST_CALLS + 1):
+            result = self._one(replace(fault, call=call))
+            if call > 1 and result.outcome == "not fired":
+                return
+            self._planned += 2
+            self.result.results.append(result)
+
+    def _one(self, fault: Fault) -> Result:
+        self._made += 1
+        folder = self.runs.folder / f"fault_{self._made:04d}"
+        folder.mkdir(mode=0o700)
+        (folder / "config").mkdir()
+        fault = replace(fault, folder=str(folder))
+        self._leftovers.processes.clear()
+        chain = self.runs.chain()
+        offset = time.time() - time.monotonic()
+        env = {"MINDX_FAULT_DIR": str(folder / "config")} if fault.kind == "fault-report" else None
+        for start in range(_MOST_STARTS):
+            what = f"{fault}, {'again' if start else 'until it fires'}"
+            outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=start, env=env)
+            if (
+                start == 0
+                and fault.kind == "bit-flip"
+                and (said := flip_bit(chain.directories, fault.rank, fault.seed))
+            ):
+                note_fired(folder, call=said)
+            if outcome.hung_s or self._is_over(chain) or (fault.kind == "bit-flip" and _has_nothing_left(outcome)):
+                break
+            if fault.kind == "lose-node" and not start:
+                self._clear_memory()
+            for report in (folder / "config").iterdir():  # the platform has replaced the device
+                report.unlink()
+        result = self._judge(fault, chain, offset)
+        self.runs.drop(chain)
+        self._clear_memory()
+        return result
+
+    def _is_over(self, chain: Chain) -> bool:
+        """The job has come to its end: no other start would do anything."""
+        return chain.runs[-1].code == 0 and self.length(_together(chain)) is None
+
+    def _clear_memory(self) -> None:
+        """What a fault has left in shared memory must not be found by the next job."""
+        if self.runs.memory is not None:
+            for path in self.runs.memory.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _judge(self, fault: Fault, chain: Chain, offset: float) -> Result:
+        notes = read_notes(Path(fault.folder))
+        lives = [life for run in chain.runs for life in run.lives]
+        fired = next((note for note in notes if note["what"] == "fired"), None)
+        hits = [note for note in notes if note["what"] == "hit"]
+        events = read_events([chain.directories, *(run.folder for run in chain.runs)])
+        result = Result(
+            fault=fault,
+            outcome="exact",
+            codes=[run.code for run in chain.runs],
+            compared=count_steps(lives),
+            calls=len(hits),
+            leftovers=[*self._leftovers.processes],
+        )
+        if fired is not None:
+            result = self._with_loss(result, lives, fired["clock"])
+            if fault.kind != "clock-jump":
+                result = replace(result, phases=find_phases(events, lives, fired=fired["clock"], offset=offset))
+        wrong = (
+            self._missed(result, fired, hits, notes)
+            or _refused(result, chain, events)
+            or self._failed(result, chain)
+            or self._differs(result, lives, chain, events)
+            or self._lost(result)
+            or self._left(result, chain, lives)
+        )
+        return wrong or result
+
+    def _with_loss(self, result: Result, lives: Sequence[Life], fired: float) -> Result:
+        """`fired`: when. Guards before the fault's one have lost nothing, later ones have not begun."""
+        guard, ranks = result.fault.guard, sorted(self.reference.by_rank)
+        own = [life for life in lives if life.series == guard]
+        passed = [
+            max(
+                (step.number for life in own if life.rank == rank for step in life.steps if step.clock <= fired),
+                default=0,
+            )
+            for rank in ranks
+        ]
+        # A stop lets the ranks run to the step that they agree on.
+        done = [
+            max(
+                (life.steps[-1].number for life in own if life.rank == rank and life.clock <= fired and life.steps),
+                default=0,
+            )
+            for rank in ranks
+        ]
+        after = [life for life in own if life.clock > fired]
+        if not after:
+            return replace(result, reached=min(passed))
+        resumed = min(life.resumed or 0 for life in after[: len(ranks)])
+        return replace(result, reached=min(passed), resumed=resumed or None, lost=max(0, min(done) - resumed))
+
+    # --- what can be wrong; None: it is not ---
+
+    def _failed(self, result: Result, chain: Chain) -> Result | None:
+        last = chain.runs[-1]
+        verdict = failure(last, "the run after the fault" if len(chain.runs) > 1 else "the run")
+        verdict = verdict or self.length(_together(chain))
+        if verdict is not None:
+            return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
+        odd = [code for code in result.codes[:-1] if code not in result.fault.about.codes]
+        if odd:
+            known = ", ".join(map(str, result.fault.about.codes))
+            what = f"the job ended with exit code {odd[0]}, which no orchestrator is told to expect here ({known})"
+            explained = Explained(what=what, cause="", remedy="")
+            return replace(result, outcome="failed", explained=explained, lines=chain.runs[0].last_lines)
+        return None
+
+    def _missed(
+        self,
+        result: Result,
+        fired: Mapping[str, Any] | None,
+        hits: Sequence[object],
+        notes: Sequence[Mapping[str, Any]],
+    ) -> Result | None:
+        kind, why = result.fault.kind, ""
+        if fired is None:
+            why = next(
+                (str(note["why"]) for note in notes if note["what"] == "missed"), "the run has not come to its place"
+            )
+        elif kind == "kill-in-save" and not any(note["what"] == "died" for note in notes):
+            why = f"the save had {len(hits)} system calls"
+        elif kind in ("disk-full", "io-error", "slow-disk") and not hits:
+            why = "the rank made no such system call in its save"
+        elif kind == "full-memory" and not hits:
+            why = "the rank asked for no shared memory: it takes no snapshots"
+        elif kind == "bit-flip" and not hits:
+            why = "the stop has left no checkpoint of this rank"
+        if not why:
+            return None
+        return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}", cause="", remedy=""))
+
+    def _differs(
+        self, result: Result, lives: Sequence[Life], chain: Chain, events: Sequence[Mapping[str, Any]]
+    ) -> Result | None:
+        found = self.earliest(lives)
+        if found is None:
+            return None
+        said = _said(events, lives, self.reference.lives)
+        if said and found.resumed is not None:
+            what = f"from step {found.step} on it is not bit for bit: {said}"
+            return replace(
+                result,
+                outcome="inexact as said",
+                explained=Explained(what=what, cause="", remedy=""),
+                rank=found.rank,
+                step=found.step,
+            )
+        explained = explain(self.reference, found, self.moves)
+        lines = chain.runs[-1].last_lines
+        return replace(result, outcome="differs", explained=explained, rank=found.rank, step=found.step, lines=lines)
+
+    def _lost(self, result: Result) -> Result | None:
+        allowed = self._may_lose(result.fault)
+        if allowed is None or result.lost is None or result.lost <= allowed:
+            return None
+        what = f"{result.lost} steps were done again; of this fault {allowed} may be"
+        return replace(result, outcome="lost", explained=Explained(what=what, cause="", remedy=""))
+
+    def _may_lose(self, fault: Fault) -> int | None:
+        """None: that depends on when the script itself has saved, and on how many ranks hold the same."""
+        if fault.about.stops or (fault.kind == "exception" and fault.at != "update"):
+            return 0
+        every = _option(self._command.agent or (), "--snapshot-every")
+        if fault.kind in ("kill", "kill-all") and every.isdecimal() and int(every):
+            return int(every)
+        return None
+
+    def _left(self, result: Result, chain: Chain, lives: Sequence[Life]) -> Result | None:
+        memory = self.runs.memory
+        found = [
+            *result.leftovers,
+            *self._leftovers.files(chain.directories, memory, (life.pid for life in lives)),
+        ]
+        if not found:
+            return None
+        what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
+        explained = Explained(what=what, cause="", remedy="mindx-elastic clean removes what dead jobs left in memory")
+        return replace(result, outcome="left behind", explained=explained, leftovers=found)
+
+
+def _together(chain: Chain) -> Outcome:
+    """All starts of a job as one run."""
+    return replace(chain.runs[-1], lives=[life for run in chain.runs for life in run.lives])
+
+
+def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) -> Result | None:
+    """After a damage to the only checkpoint: no start begins anew without a word."""
+    line = _has_nothing_left(chain.runs[-1])
+    if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
+        return None
+    explained = Explained(what=line.partition(_NOTHING_LEFT)[2].strip(": "), cause="", remedy="")
+    return replace(result, outcome="refused as said", explained=explained, resumed=None, lost=None)
+
+
+def _has_nothing_left(outcome: Outcome) -> str:
+    """The line of a start that was refused because no checkpoint can be used; empty: it was not."""
+    text = outcome.log.read_text(encoding="utf-8", errors="replace")
+    return next((line for line in text.splitlines() if _NOTHING_LEFT in line), "")
+
+
+def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[Life], known: Sequence[Life]) -> str:
+    """What the resumed processes have said against bit for bit; empty: nothing. `known`: of the uninterrupted run,
+    whose notes are no news."""
+    resumes = [event for event in events if event["event"] == "resume"]
+    old = {note for life in known for note in life.notes}
+    notes = [note for life in lives if life.resumed is not None for note in life.notes if note not in old]
+    if not notes and all(event.get("exact") is not False for event in resumes):
+        return ""
+    notes += [str(note) for event in resumes for note in event.get("unmanaged") or ()]
+    return "; ".join(dict.fromkeys(notes)) or "its resume says so (exact: false)"
+
+
+def _option(words: Sequence[str], name: str) -> str:
+    """The value of an option of the agent; empty: it was not given."""
+    for index, word in enumerate(words):
+        head, equals, value = word.partition("=")
+        if head.replace("_", "-") == name:
+            return value if equals else next(iter(words[index + 1 : index + 2]), "")
+    return ""

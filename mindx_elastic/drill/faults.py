@@ -1,0 +1,257 @@
+"""The faults that `mindx-elastic drill` can make: their names, what they take, what may be lost (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from mindx_elastic.errors import UsageError
+
+__all__ = ["ALL_CALLS", "KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "fault_from", "parse_fault"]
+
+PLACES = ("boundary", "forward", "backward", "update", "copy")
+"""Behind the step; at its first forward; when a gradient is there; in the middle of ``optimizer.step()``; in the middle
+of the copy of a snapshot."""
+ALL_CALLS = -1
+"""``call=all``: one run for each system call of the save."""
+_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "call": "N|all", "ms": "N", "seconds": "N", "guard": "G"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of fault."""
+
+    name: str
+    says: str
+    """One line, for ``--list``."""
+    places: tuple[str, ...] = ("boundary",)
+    """Where it can happen; the first one is the default."""
+    takes: tuple[str, ...] = ()
+    """Parameters beside ``rank``, ``step`` and ``guard``."""
+    codes: tuple[int, ...] = ()
+    """Exit codes of the script's process, or the agent's, with which the job may end before it is started again."""
+    agent: bool = False
+    """Only under ``mindx-elastic run``."""
+    stops: bool = False
+    """Every rank stops at a boundary and saves it: no step is lost."""
+    workers: bool = False
+    """Only where the loader has workers."""
+    by_chance: bool = True
+    """``--random`` draws it."""
+
+
+def _signal(number: int) -> int:
+    return 128 + number
+
+
+_MOMENTS = ("boundary", "forward", "backward", "update")
+_SAVES = (_signal(2), _signal(10), _signal(15), 1, 75)
+"""A stop: by whichever signal the guard listens to. 1 and 75: its save failed, or a rank was missing."""
+_ALL = (
+    Kind(
+        name="kill",
+        says="SIGKILL to one rank",
+        places=(*_MOMENTS, "copy"),
+        codes=(-9, _signal(9), 75),
+    ),
+    Kind(name="kill-all", says="SIGKILL to every rank, the drawn one last", codes=(-9, _signal(9), 75), agent=True),
+    Kind(
+        name="lose-node",
+        says="SIGKILL to every rank and to mindx-elastic run, and shared memory is empty when it is started again",
+        codes=(-9,),
+        agent=True,
+    ),
+    Kind(
+        name="terminate",
+        says="the signal that the guard listens to (SIGTERM) to one rank",
+        places=_MOMENTS,
+        codes=_SAVES[:3],
+        stops=True,
+    ),
+    Kind(
+        name="stop",
+        says="SIGSTOP to one rank, which then hangs until the agent finds it (--hang-timeout)",
+        codes=(-9, _signal(9), 75),
+        agent=True,
+        by_chance=False,
+    ),
+    Kind(
+        name="exception",
+        says="RuntimeError in the program of one rank",
+        places=("forward", "backward", "update"),
+        codes=(1, 75),
+    ),
+    Kind(
+        name="kill-worker",
+        says="SIGKILL to one worker of a rank's loader",
+        places=("boundary", "forward"),
+        codes=(1, 75),
+        workers=True,
+    ),
+    Kind(
+        name="kill-agent", says="SIGKILL to mindx-elastic run", places=("boundary", "forward"), codes=(-9,), agent=True
+    ),
+    Kind(
+        name="terminate-agent",
+        says="SIGTERM to mindx-elastic run",
+        places=("boundary", "forward"),
+        codes=(_signal(15),),
+        agent=True,
+        stops=True,
+    ),
+    Kind(
+        name="kill-in-save",
+        says="a stop, and SIGKILL at the CALL-th system call of one rank's save; call=all: at each of them in turn",
+        takes=("call",),
+        codes=(-9, _signal(9), *_SAVES),
+    ),
+    Kind(name="disk-full", says="a stop, and ENOSPC from every write of one rank's save", codes=_SAVES),
+    Kind(name="io-error", says="a stop, and EIO from every flush of one rank's save", codes=_SAVES),
+    Kind(
+        name="slow-disk",
+        says="a stop, and MS milliseconds more for each system call of one rank's save",
+        takes=("ms",),
+        codes=_SAVES[:3],
+        stops=True,
+    ),
+    Kind(
+        name="full-memory",
+        says="shared memory gives one rank no room from its start on, and then SIGKILL to that rank",
+        codes=(-9, _signal(9), 75),
+        agent=True,
+    ),
+    Kind(
+        name="bit-flip",
+        says="a stop, and then one bit of the rank's newest checkpoint is another one",
+        codes=_SAVES[:3],
+    ),
+    Kind(
+        name="clock-jump",
+        says="the clock of one rank (time.time) jumps by SECONDS, then a stop at the next boundary",
+        takes=("seconds",),
+        codes=_SAVES[:3],
+        stops=True,
+    ),
+    Kind(
+        name="flag-file",
+        says='{"GracefulExit": 1} in graceful_exit.json of the run directory',
+        codes=(75,),
+        agent=True,
+        stops=True,
+    ),
+    Kind(
+        name="fault-report",
+        says="the platform reports the rank as faulty (fault-npus)",
+        codes=(75,),
+        agent=True,
+        stops=True,
+    ),
+)
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
+_DEFAULTS: Mapping[str, Any] = {"call": 1, "ms": 100, "seconds": -86400.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault of one run."""
+
+    kind: str
+    rank: int = 0
+    step: int = 1
+    """At its boundary, or inside of it."""
+    at: str = "boundary"
+    """One of `PLACES`."""
+    guard: int = 0
+    """Which guard of the program, from 0."""
+    call: int = 1
+    ms: int = 100
+    seconds: float = -86400.0
+    folder: str = ""
+    """Where it notes what it has done; empty: not known yet."""
+    seed: int = field(default=0, compare=False)
+    """Decides which bit flips."""
+
+    @property
+    def about(self) -> Kind:
+        return KINDS[self.kind]
+
+    @property
+    def boundaries_before(self) -> int:
+        """How many boundaries have been passed when it happens."""
+        return self.step if self.at in ("boundary", "copy") else self.step - 1
+
+    def __str__(self) -> str:
+        shown: list[str] = [f"rank={self.rank}", f"step={self.step}"]
+        shown += [f"at={self.at}"] if len(self.about.places) > 1 else []
+        shown += [f"guard={self.guard}"] if self.guard else []
+        for key in self.about.takes:
+            value = getattr(self, key)
+            shown.append(f"{key}={'all' if key == 'call' and value == ALL_CALLS else f'{value:g}'}")
+        return f"{self.kind}:{','.join(shown)}"
+
+
+def parse_fault(text: str) -> Fault:
+    """``kill:rank=1,step=7,at=update`` -> the fault. Raises UsageError that names what is wrong, and what there is."""
+    name, _, rest = text.partition(":")
+    kind = KINDS.get(name.strip())
+    if kind is None:
+        near = get_close_matches(name, KINDS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UsageError(f"--fault {text}: no such fault{hint}; mindx-elastic drill --list names all")
+    known = ["rank", "step", "guard", *(["at"] if len(kind.places) > 1 else []), *kind.takes]
+    found: dict[str, Any] = {"at": kind.places[0]}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if key not in known or not equals:
+            raise UsageError(f"--fault {text}: {part!r} is none of {', '.join(f'{k}={_KEYS[k]}' for k in known)}")
+        found[key] = _value(text, kind, key, value)
+    return Fault(kind=kind.name, **found)
+
+
+def _value(text: str, kind: Kind, key: str, value: str) -> object:
+    if key == "at":
+        if value not in kind.places:
+            raise UsageError(f"--fault {text}: at={value}: give {', '.join(kind.places)}")
+        return value
+    if key == "call" and value == "all":
+        return ALL_CALLS
+    if key == "seconds":
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not -1e9 <= number <= 1e9:
+            raise UsageError(f"--fault {text}: seconds={value}: give seconds between -1e9 and 1e9")
+        return number
+    least = {"rank": 0, "guard": 0}.get(key, 1)
+    if not value.isdecimal() or not least <= int(value) <= 10**9:
+        raise UsageError(f"--fault {text}: {key}={value}: give a whole number from {least}")
+    return int(value)
+
+
+def describe_kinds(kinds: Iterable[Kind] = _ALL) -> Sequence[tuple[str, str]]:
+    """How each kind is written with its defaults, and what it does."""
+    rows = []
+    for kind in kinds:
+        parts = ["rank=R", "step=N"]
+        parts += [f"at={'|'.join(kind.places)}"] if len(kind.places) > 1 else []
+        parts += [f"{key}={'N|all' if key == 'call' else format(_DEFAULTS[key], 'g')}" for key in kind.takes]
+        needs = [
+            *(["under mindx-elastic run"] if kind.agent else []),
+            *(["loader with workers"] if kind.workers else []),
+        ]
+        says = f"{kind.says} ({', '.join(needs)})" if needs else kind.says
+        rows.append((f"{kind.name}:{','.join(parts)}", says))
+    return rows
+
+
+def fault_from(content: Mapping[str, Any]) -> Fault:
+    """What `dataclasses.asdict` has given. Raises TypeError and KeyError for anything else."""
+    known = {each.name for each in fields(Fault)}
+    if not set(content) <= known:
+        raise KeyError(*sorted(set(content) - known))
+    if content["kind"] not in KINDS:
+        raise KeyError(content["kind"])
+    return Fault(**content)

@@ -1,0 +1,357 @@
+"""Carries out one fault inside a rank of a run that `mindx-elastic drill` has started.
+
+The witness of the rank's guard (`guard.witness`) makes an `Injector` where the control file names a fault, and tells it
+of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the middle of a
+copy. Only a broken disk or clock cannot be had without rights on the machine: there the functions of `os`, `time` and
+libc that this process calls are replaced, for files of the checkpoint directories alone.
+
+Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
+agent starts again does not do it again. Training thread, but for the calls of a save, which may come from any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mindx_elastic.config import FaultPaths
+from mindx_elastic.core.status_page import read_page
+from mindx_elastic.drill.faults import Fault, fault_from
+from mindx_elastic.memory import snapshots
+from mindx_elastic.persist import direct_io
+
+__all__ = ["NOTES", "DrillError", "Injector"]
+
+NOTES = "fault.jsonl"
+"""In the fault's folder: ``fired``, and each ``hit`` of a system call."""
+_FIRED = "fired"
+_CHANGES = 3  # changes of a parameter's memory in the middle of an update
+_WRITES = ("pwrite", "write", "writev", "pwritev", "ftruncate", "posix_fallocate", "fallocate64")
+_FLUSHES = ("fsync", "fdatasync")
+_NAMES = ("link", "rename", "replace", "unlink", "mkdir")
+_NOT_A_SAVE = ("events.jsonl", ".mindx-lock")
+_MOST_HITS = 200
+
+
+class DrillError(RuntimeError):
+    """The exception of the fault ``exception``, raised in the program."""
+
+
+class Injector:
+    """One per guard that is entered."""
+
+    def __init__(self, content: Mapping[str, Any], rank: int, directories: Path) -> None:
+        """`content`: of the control file. `directories`: hold the checkpoints of the run."""
+        self._fault: Fault = fault_from(content)
+        self._rank, self._directories = rank, os.path.realpath(directories)
+        self._folder = Path(self._fault.folder)
+        self._notes = os.open(self._folder / NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._is_mine = rank == self._fault.rank and not (self._folder / _FIRED).exists()
+        self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
+        self._calls = 0
+        if self._is_mine and self._fault.kind == "full-memory":
+            _refuse_memory(self)
+
+    # --- what the witness says ---
+
+    def entered(self, series: int, step: int, stop_signal: int, modules: Mapping[str, nn.Module]) -> None:
+        """The guard is entered at the boundary `step`."""
+        self._series, self._passed, self._stop_signal = series, step, stop_signal
+        self._modules = modules
+        if self._is_mine and self._fault.at == "update":
+            _Update(self)
+        elif self._is_mine and self._fault.at == "copy":
+            snapshots.reach = self._in_copy
+
+    def at_forward(self) -> None:
+        """The first forward of a step begins."""
+        if self.is_due("forward"):
+            self.fire()
+        elif self.is_due("backward"):
+            parameter = next((p for m in self._modules.values() for p in m.parameters() if p.requires_grad), None)
+            if parameter is not None:
+                self._hook = parameter.register_hook(self._in_backward)
+
+    def at_boundary(self, step: int) -> bool:
+        """Returns whether a stop is on its way, which the boundary may wait for."""
+        self._passed = step
+        if not self.is_due("boundary"):
+            return False
+        return self.fire()
+
+    def is_due(self, place: str) -> bool:
+        fault = self._fault
+        if not self._is_mine or fault.at != place or fault.guard != self._series:
+            return False
+        return self._passed >= fault.boundaries_before
+
+    def fire_once(self, place: str) -> None:
+        if self.is_due(place):
+            self.fire()
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        self._hook.remove()
+        self.fire_once("backward")
+
+    def _in_copy(self, stage: str) -> None:
+        # The step may be passed, or not: a copy goes on beside the next one.
+        is_now = self._fault.guard == self._series and self._passed + 1 >= self._fault.step
+        if stage == "copying" and self._is_mine and is_now:
+            self.fire()
+
+    # --- what it does ---
+
+    def fire(self) -> bool:
+        """Returns whether a stop is on its way."""
+        self._is_mine = False
+        with suppress(FileExistsError):
+            os.close(os.open(self._folder / _FIRED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            return self._act()
+        return False
+
+    def _act(self) -> bool:
+        kind = self._fault.kind
+        if kind == "kill-worker":
+            return self._kill_worker()
+        self.note("fired", passed=self._passed)
+        if kind in ("kill", "full-memory"):
+            _kill(os.getpid())
+        elif kind == "kill-all":
+            for pid in _other_ranks():
+                _kill(pid)
+            _kill(os.getpid())
+        elif kind == "lose-node":
+            others = [int(os.environ["MINDX_AGENT_PID"]), *_other_ranks()]
+            for signum in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: no one sees the death of another one
+                for pid in others:
+                    _kill(pid, signum)
+            _kill(os.getpid())
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "exception":
+            raise DrillError(f"an exception of the drill, rank {self._rank}, step {self._passed + 1}")
+        elif kind in ("kill-agent", "terminate-agent"):
+            os.kill(int(os.environ["MINDX_AGENT_PID"]), signal.SIGKILL if kind == "kill-agent" else signal.SIGTERM)
+        elif kind == "flag-file":
+            _write(Path(os.environ["MINDX_RUN_DIR"]) / "graceful_exit.json", {"GracefulExit": 1})
+        elif kind == "fault-report":
+            folder = FaultPaths.from_env().fault_dir
+            _write(folder / "fault-npus", {"FaultRankIds": [str(self._rank)], "CreatTime": int(time.time())})
+        else:
+            return self._stop_with()
+        return kind in ("flag-file", "fault-report", "terminate-agent")
+
+    def _kill_worker(self) -> bool:
+        workers = [each for each in multiprocessing.active_children() if each.pid is not None]
+        if not workers:
+            self.note("missed", why="the rank has no loader workers at this step")
+            return False
+        self.note("fired", passed=self._passed)
+        assert workers[0].pid is not None
+        _kill(workers[0].pid)
+        return False
+
+    def _stop_with(self) -> bool:
+        """A stop, and something that meets it."""
+        kind = self._fault.kind
+        if kind == "clock-jump":
+            _shift_clock(self._fault.seconds)
+            self.note("hit", call="time")
+        elif kind != "terminate" and kind != "bit-flip":
+            _BrokenDisk(self)
+        os.kill(os.getpid(), self._stop_signal)
+        return True
+
+    # --- the disk of this process ---
+
+    def at_call(self, name: str, path: str) -> None:
+        """A system call `name` on the file `path` is about to be made. Raises OSError, returns late, or not at all."""
+        folder, _, file = path.rpartition("/")
+        if not f"{folder}/".startswith(f"{self._directories}/") or file.startswith(_NOT_A_SAVE):
+            return
+        fault = self._fault
+        self._calls += 1
+        if fault.kind == "kill-in-save":
+            self.note("hit", call=name, file=file)
+            if self._calls == fault.call:
+                self.note("died", call=name)
+                _kill(os.getpid())
+        elif fault.kind == "disk-full" and name in (*_WRITES, "mkdir", "link"):
+            self._refuse(errno.ENOSPC, name, path)
+        elif fault.kind == "io-error" and name in _FLUSHES:
+            self._refuse(errno.EIO, name, path)
+        elif fault.kind == "slow-disk":
+            self.note("hit", call=name, file=file)
+            time.sleep(fault.ms / 1000)
+
+    def _refuse(self, code: int, name: str, path: str) -> NoReturn:
+        self.note("hit", call=name, file=os.path.basename(path))
+        raise OSError(code, os.strerror(code), path)
+
+    def note(self, what: str, **content: object) -> None:
+        if what == "hit" and self._calls > _MOST_HITS:
+            return
+        line = {"what": what, "rank": self._rank, "pid": os.getpid(), "clock": time.monotonic(), **content}
+        _WRITE(self._notes, json.dumps(line).encode() + b"\n")
+
+
+_WRITE = os.write  # the true one
+
+
+def _kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def _other_ranks() -> list[int]:
+    """The processes of the other ranks of this node: the agent's children that lead sessions, as this one does."""
+    agent, found = os.environ["MINDX_AGENT_DIR"], []
+    for page in sorted(Path(agent).glob("rank_*.page")):
+        status = read_page(page)
+        if status is not None and status.pid not in (0, os.getpid()):
+            found.append(status.pid)
+    return found
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(new, path)
+
+
+class _Update:
+    """Fires in the middle of ``optimizer.step()``: after some parameters' memory was changed, and before others' was.
+
+    Not by a dispatch mode, which would stay behind where an exception leaves the update.
+    """
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector, self._changes = injector, 0
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(self._end),
+        ]
+
+    def _begin(self, *_: object) -> None:
+        if self._injector.is_due("update"):
+            self._changes = 0
+            sys.setprofile(self._hear)
+
+    def _hear(self, frame: object, event: str, called: Any) -> None:
+        name = getattr(called, "__name__", "")
+        if event != "c_return" or not name.endswith("_") or name.endswith("__"):
+            return
+        if not isinstance(getattr(called, "__self__", None), torch.Tensor) and not name.startswith(
+            ("_foreach", "_fused")
+        ):
+            return
+        self._changes += 1
+        if self._changes >= _CHANGES or name.startswith("_f"):
+            self._close()
+            self._injector.fire_once("update")
+
+    def _end(self, *_: object) -> None:
+        if self._injector.is_due("update"):  # it has few parameters
+            self._close()
+            self._injector.fire_once("update")
+
+    def _close(self) -> None:
+        sys.setprofile(None)
+        for handle in self._handles:
+            handle.remove()
+
+
+class _BrokenDisk:
+    """Lets the injector hear of every system call of this process that changes a file, before it is made."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector, self._inside = injector, threading.local()
+        for name in (*_WRITES, *_FLUSHES, *_NAMES):
+            if (original := getattr(os, name, None)) is not None:
+                setattr(os, name, self._heard(name, original))
+        direct_io._libc = _Libc(direct_io._libc, self)  # type: ignore[assignment]
+
+    def _heard(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Any, *arguments: Any, **more: Any) -> Any:
+            at = more.get("dir_fd") or more.get("src_dir_fd")
+            self.hear(name, first if name not in ("link", "rename", "replace") or not arguments else arguments[0], at)
+            return original(first, *arguments, **more)
+
+        return call
+
+    def hear(self, name: str, file: Any, at: int | None = None) -> None:
+        if getattr(self._inside, "value", False):
+            return
+        self._inside.value = True
+        try:
+            self._injector.at_call(name, _path_of(file, at))
+        finally:
+            self._inside.value = False
+
+
+class _Libc:
+    """libc, whose ``fallocate`` is heard as well."""
+
+    def __init__(self, libc: ctypes.CDLL, disk: _BrokenDisk) -> None:
+        self._libc, self._disk = libc, disk
+
+    def fallocate64(self, fd: int, *arguments: Any) -> int:
+        try:
+            self._disk.hear("fallocate64", fd)
+        except OSError as error:
+            ctypes.set_errno(error.errno or errno.EIO)
+            return -1
+        return int(self._libc.fallocate64(fd, *arguments))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._libc, name)
+
+
+def _path_of(file: Any, at: int | None) -> str:
+    if isinstance(file, int):
+        with suppress(OSError):
+            return os.readlink(f"/proc/self/fd/{file}")
+        return ""
+    folder = os.getcwd() if at is None else _path_of(at, None)
+    return (
+        os.path.realpath(os.path.dirname(os.path.join(folder, os.fsdecode(file))))
+        + "/"
+        + os.path.basename(os.fsdecode(file))
+    )
+
+
+def _refuse_memory(injector: Injector) -> None:
+    """Shared memory has no room for this process: the arenas' files cannot be made larger."""
+    original = os.posix_fallocate
+    base = os.path.realpath(os.environ.get("MINDX_ARENA_DIR", "/dev/shm"))
+
+    def call(fd: int, offset: int, length: int) -> None:
+        if _path_of(fd, None).startswith(f"{base}/"):
+            injector.note("hit", call="posix_fallocate")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(fd, offset, length)
+
+    os.posix_fallocate = call
+
+
+def _shift_clock(seconds: float) -> None:
+    """``time.time`` and ``time.time_ns`` of this process. Other processes, and C code, keep their clock."""
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + seconds
+    time.time_ns = lambda: now_ns() + int(seconds * 1e9)

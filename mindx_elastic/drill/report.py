@@ -1,0 +1,123 @@
+"""The result of a drill as rows, as JSON and as JUnit's XML (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from mindx_elastic.core.printable import printable
+from mindx_elastic.drill.drill import GOOD, Drill, Result
+from mindx_elastic.prove.report import describe_cause, describe_run
+from mindx_elastic.prove.report import to_json as proof_to_json
+
+__all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json", "to_junit"]
+
+SCHEMA = 1
+COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "noticed s", "saved s", "1st step s", "result")
+
+
+def cells(result: Result) -> Sequence[str]:
+    """One line of the table, as `COLUMNS`."""
+    phases, outcome = result.phases, result.outcome
+    if outcome == "differs" and result.step is not None:
+        outcome = f"differs at step {result.step}"
+    times = (phases.noticed_s, phases.saved_s, phases.step_s)
+    went_on = result.lost is not None
+    return (
+        str(result.fault),
+        " ".join(map(str, result.codes)),
+        "-" if result.reached is None else str(result.reached),
+        "-" if not went_on else "fresh" if result.resumed is None else str(result.resumed),
+        "-" if result.lost is None else str(result.lost),
+        *("-" if each is None else f"{each:.2f}" for each in times),
+        outcome,
+    )
+
+
+def describe(result: Result) -> list[str]:
+    """What is to be said of a result beside its line."""
+    return [] if result.explained is None else describe_cause(result.explained)
+
+
+def summary(drill: Drill) -> str:
+    """One line: how many faults fired, and what became of them."""
+    counts = Counter(result.outcome for result in drill.results)
+    fired = sum(result.outcome != "not fired" for result in drill.results)
+    lost = [result.lost for result in drill.results if result.lost is not None]
+    parts = [f"{counts[name]} {name}" for name in (*GOOD, *sorted(set(counts) - set(GOOD))) if counts[name]]
+    return f"{fired} of {len(drill.results)} faults fired: {', '.join(parts) or 'none'}; {sum(lost)} steps done again"
+
+
+def to_json(drill: Drill, *, command: Sequence[str], seconds: float, repeat: Sequence[str]) -> dict[str, Any]:
+    """The document of ``--json``. `repeat`: the whole line that makes the same drill again."""
+    return {
+        "schema": SCHEMA,
+        "command": list(command),
+        "repeat": list(repeat),
+        "exit_code": drill.exit_code,
+        "seconds": round(seconds, 1),
+        "summary": summary(drill),
+        "notes": list(drill.notes),
+        "uninterrupted": proof_to_json(drill.proof, command=command, seconds=seconds),
+        "faults": [_fault(result) for result in drill.results],
+    }
+
+
+def _fault(result: Result) -> dict[str, Any]:
+    found, phases = result.explained, result.phases
+    return {
+        "fault": str(result.fault),
+        "outcome": result.outcome,
+        "exit_codes": list(result.codes),
+        "reached_step": result.reached,
+        "resumed_step": result.resumed,
+        "steps_lost": result.lost,
+        "steps_compared": result.compared,
+        "system_calls": result.calls,
+        "noticed_s": phases.noticed_s,
+        "saved_s": phases.saved_s,
+        "first_step_s": phases.step_s,
+        "rank": result.rank,
+        "step": result.step,
+        "what": None if found is None else found.what,
+        "cause": (found.cause or None) if found is not None else None,
+        "remedy": (found.remedy or None) if found is not None else None,
+        "left_behind": list(result.leftovers),
+        "last_lines": list(result.lines),
+    }
+
+
+def to_junit(drill: Drill, *, command: Sequence[str], seconds: float) -> str:
+    """One test case a run without a fault and a fault; an error where nothing could be shown, else a failure."""
+    cases = [
+        ("uninterrupted", row.name, row.verdict.outcome, row.verdict.outcome == "equal", describe_run(row))
+        for row in drill.proof.rows
+    ]
+    cases += [
+        ("fault", str(result.fault), result.outcome, result.outcome in GOOD, [*describe(result), *result.lines])
+        for result in drill.results
+    ]
+    bad = [
+        "error" if outcome in ("not fired", "refused", "fails") else "failure"
+        for *_, outcome, good, _ in cases
+        if not good
+    ]
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"mindx-elastic drill {printable(' '.join(command))}",
+        tests=str(len(cases)),
+        failures=str(bad.count("failure")),
+        errors=str(bad.count("error")),
+        time=f"{seconds:.1f}",
+    )
+    kinds = iter(bad)
+    for group, name, outcome, good, said in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=f"mindx_elastic.drill.{group}", name=name)
+        if not good:
+            lines = [printable(line) for line in said]
+            problem = ElementTree.SubElement(case, next(kinds), type=outcome, message=lines[0] if lines else "")
+            problem.text = "\n".join(lines)
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

@@ -1,0 +1,74 @@
+"""What layers above a guard call: `Model.train`, and the integrations of trainers. All but `open` and `close` come
+before the guard is entered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Part
+from mindx_elastic.guard.fewer_ranks import SizedGuard
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.running import Place
+
+__all__ = ["LayeredGuard"]
+
+
+class LayeredGuard(SizedGuard):
+    """A guard of which a layer above keeps the loop."""
+
+    _loops: Loops
+    _loaders: Loaders
+
+    def __init__(self) -> None:
+        self._more: Mapping[str, object] = {}
+        self._kept: Sequence[object] = ()
+        self._shared_exchange: Exchange | None = None
+        self._last_parts: Sequence[Part] = ()
+        self._place: Place | None = None  # in recoveries in place
+
+    def start_with(self, exchange: Exchange | None, parts: Sequence[Part]) -> None:
+        """Meet over `exchange`, which its owner closes after the guard (None: one of the guard's own), and tell each
+        other `parts` when the state is back."""
+        self._shared_exchange, self._last_parts = exchange, parts
+        self._loops.is_layered = True
+
+    def expect_no_look_ahead(self) -> None:
+        """The layer's loop uses each batch before it fetches the next one."""
+        self._loaders.expect_no_look_ahead()
+
+    def look_into(self, variables: Mapping[str, Any], *, kept: Sequence[Any] = (), tail: str | None = None) -> None:
+        """Objects of the program by the names that it knows; those whose state the layer keeps; what its code at an
+        epoch's end needs the epoch's steps for."""
+        self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
+
+    def take_place(self, place: Place | None) -> None:
+        """See `guard.running`."""
+        self._place = place
+
+    # --- for hosts that call back, where no block can be written ---
+
+    def open(self) -> None:
+        """The begin of ``with guard:``. What it raises has closed the guard again."""
+        self._enter(sys._getframe(1))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The end of what `open` has begun. `error`: the exception that has ended the training; None: it is finished.
+
+        With an error the last boundary is saved as the policies say, and the host raises the error again. Raises
+        GracefulExit where the job is to stop, also without an error.
+        """
+        self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+    def _enter(self, frame: FrameType) -> None:
+        """`frame`: that of the program, which enters."""
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        raise NotImplementedError

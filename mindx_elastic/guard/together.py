@@ -1,0 +1,403 @@
+"""How replicas save together: they divide the state among their files, and keep each other's small state.
+
+At an agreed stop all ranks of a DDP job hold the same weights and optimizer state, so that not each of them need write
+all of it. In short (decisions 82 and 85):
+
+1. At the start the ranks tell each other where they save (`SavesPart`). Ranks of one machine, which save into the same
+   folder of the same disk, make a *group*.
+2. At the stop each rank works out how it would divide the state (`core.division`) and tells the others that, a sample
+   of its tensors, and its small state (random numbers, buffers, counters). They divide only if all say the same.
+3. Each rank writes its parts, and the small states of the two ranks in front of it, into a file of its own.
+4. It then waits for the others. Whoever fails, dies, or has not said after half of the time that is left that its file
+   is durable is *covered*: each of the others looks which parts lie on the disk in too few files, and writes them into
+   a second file.
+
+Nothing here decides whether a step is complete: the next start does, by what the files hold. So whatever a rank of the
+group does or misses in the meantime, the step is complete or an older one is taken, and each message that is lost costs
+time only. Where the ranks do not agree, each writes all it has.
+
+Policies with ``remove_redundancy=True`` also divide what is saved periodically and at the end of a training, each part
+once. Nobody waits for anybody there, and nothing is covered: if a rank fails in it, the step before stays the newest.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Answer, Merged, Part
+from mindx_elastic.agreement.stop_step import CANNOT
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo, SavingSettings
+from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.posix import boot_id
+from mindx_elastic.core.rank_lists import rank_list
+from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.persist.catalog import read_entry
+from mindx_elastic.persist.dtypes import NAMES
+from mindx_elastic.persist.flatten import Tree
+from mindx_elastic.persist.format import Held
+from mindx_elastic.persist.packed import flat_bytes
+from mindx_elastic.persist.packer import StatePacker
+from mindx_elastic.persist.places import places_in
+
+__all__ = ["Agreed", "Group", "SavesPart", "Together", "cover_path", "saves_part"]
+
+NUM_NEIGHBOURS = 2
+"""So many ranks' small states are in a file beside its own rank's."""
+COPIES = 2
+"""So many files have each part, so that a step survives the loss of one; one with ``remove_redundancy=True``."""
+WORTH_BYTES = 64 << 20
+"""Smaller states are written whole by every rank: that is as fast, and any file is enough."""
+_LEAST_BYTES = 1024  # smaller tensors are in every file
+_MOST_SMALL_BYTES = 1 << 20  # larger small states stay at home
+_SAMPLES = 256  # tensors that are compared
+_PLACES = 64  # elements of each, about
+_ROUND, _DURABLE = "share", "durable"
+_FASTEST_S = 0.5
+_MARGIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that divide a state among them."""
+
+    ranks: tuple[int, ...] = ()
+    """Ascending; empty: this rank writes all of its state."""
+    copies: int = COPIES
+
+    def parts_of(self, rank: int) -> tuple[int, ...]:
+        return parts_of_member(self.ranks.index(rank), len(self.ranks), self.copies)
+
+
+class SavesPart(Part):
+    """Where and what the ranks save at a stop; afterwards the group of this rank."""
+
+    name = "saves"
+
+    def __init__(
+        self,
+        policies: Sequence[ExitPolicy],
+        periodic: Sequence[PeriodicPolicy],
+        folders: Sequence[Path],
+        nbytes: int,
+        *,
+        can: bool,
+        mode: str = "auto",
+    ) -> None:
+        """`folders`: where all of them save, made and resolved. `nbytes`: of the state, about. `can`: this rank's
+        state is a replica of every other rank's. `mode`: see `SavingSettings`."""
+        saving = [policy for policy in policies if policy.save]
+        plain = all(policy.place is None and policy.finish is None for policy in saving)
+        self.exchanges = False
+        """All ranks tell each other their small states at a stop."""
+        self.group = Group()
+        """The ranks with which this one divides what is saved at a stop."""
+        self.single = Group()
+        """Those with which it divides other saves of policies that want no redundancy."""
+        every: list[ExitPolicy | PeriodicPolicy] = [*saving, *periodic]
+        once = [policy for policy in every if getattr(policy, "remove_redundancy", False)]  # a user's own may not say
+        self._own = {
+            "disk": _disk_of(folders) if can and plain and mode != "never" else "",
+            "policies": [_signature(policy) for policy in saving],
+            "once": [[str(policy.directory), getattr(policy, "prefix", "")] for policy in once],
+            "replica": can and bool(saving),
+            "nbytes": WORTH_BYTES if mode == "always" else nbytes,
+            "copies": 1 if saving and all(policy.remove_redundancy for policy in saving) else COPIES,
+        }
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        alike = len(said) > 1 and all(
+            each["replica"] is True and each["policies"] == said[0]["policies"] for each in said
+        )
+        disks: dict[str, list[int]] = {}
+        for rank, each in enumerate(said):
+            disks.setdefault(str(each["disk"]) or f"rank {rank}", []).append(rank)
+        copies = max(int(each["copies"]) for each in said)
+        is_worth = copies == 1 or min(int(each["nbytes"]) for each in said) >= WORTH_BYTES
+        together = {rank: ranks for ranks in disks.values() for rank in ranks if copies < len(ranks) <= MAX_PARTS}
+        divides = alike and is_worth
+        same = all(each["once"] == said[0]["once"] for each in said) and bool(said[0]["once"])
+        once = {rank: ranks for ranks in disks.values() for rank in ranks if same and 1 < len(ranks) <= MAX_PARTS}
+        own = [[together.get(rank, []) if divides else [], once.get(rank, [])] for rank in range(len(said))]
+        return Merged([alike, copies], own)
+
+    def hear(self, answer: Answer) -> None:
+        alike, copies = answer.common
+        group, once = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
+        self.exchanges, self.group, self.single = alike is True, Group(group, int(copies)), Group(once, 1)
+
+
+def _signature(policy: ExitPolicy) -> list[Any]:
+    return [policy.kind, sorted(policy.alarms), str(policy.directory), policy.prefix]
+
+
+def _disk_of(folders: Sequence[Path]) -> str:
+    """Equal for two ranks only if these are the very same folders: of one machine, for nothing tells whether two
+    machines see one disk or each has a disk of its own under that path. Empty where that is not known."""
+    try:
+        status = [folder.stat() for folder in dict.fromkeys(folders)]
+        return json.dumps([boot_id(), [[each.st_dev, each.st_ino] for each in status]])
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks have agreed on for one save."""
+
+    held: Held | None
+    """The parts that this rank writes; None: all of its state."""
+    small: Mapping[int, bytes] = field(default_factory=dict)
+    """The small states of neighbours, packed, which it keeps for them."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    share: str
+    """`Held.key`; empty: the rank divides nothing."""
+    small: bytes
+
+    def encode(self) -> str:
+        return json.dumps([self.share, base64.b64encode(self.small).decode()])
+
+    @classmethod
+    def decode(cls, text: str) -> _Said:
+        """Raises ValueError or TypeError."""
+        share, small = json.loads(text)
+        if not isinstance(share, str):
+            raise ValueError("not what a rank says of its share")
+        try:
+            return cls(share, base64.b64decode(small, validate=True))
+        except binascii.Error as error:
+            raise ValueError(str(error)) from None
+
+
+class Together:
+    """One per guard. `agree` and `settle` are called by the thread that has the claim to save, once in this order."""
+
+    def __init__(
+        self, exchange: Exchange, ranks: RankInfo, collector: Collector, trust: Trust, part: SavesPart
+    ) -> None:
+        self._exchange, self._ranks, self._collector, self._trust = exchange, ranks, collector, trust
+        self.part = part
+        self._packer = StatePacker("plain")
+
+    @property
+    def is_possible(self) -> bool:
+        """The ranks are replicas of each other, and save alike."""
+        return self.part.exchanges
+
+    def decline(self) -> None:
+        """This rank saves alone, or nothing: the others need not wait for it. Any thread."""
+        if self.is_possible:
+            self._exchange.announce(_ROUND, CANNOT)
+            self._exchange.announce(_DURABLE, CANNOT)
+
+    # --- before the save ---
+
+    def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
+        """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
+        own = self.share(self.part.group, tree, tensors)
+        mine = _Said("" if own is None else own.key, self._pack())
+        if not self._exchange.tell(_ROUND, mine.encode()):
+            return Agreed(None)
+        decision = self._exchange.decide(_ROUND, step, timeout_s)
+        if decision.step != step:
+            logger.info("the ranks do not save together (%s): each writes all of its state", decision.reason)
+            return Agreed(None)
+        try:
+            said = [_Said.decode(text) for text in self._exchange.try_collect(_ROUND) or ()]
+        except Exception as error:
+            logger.warning("what the ranks say of their shares cannot be read (%s): this one writes all", error)
+            return Agreed(None)
+        if len(said) != self._ranks.world_size:
+            return Agreed(None)
+        small = {rank: said[rank].small for rank in self._neighbours() if said[rank].small}
+        return Agreed(own if own is not None and self._is_alike(said) else None, small)
+
+    def share(self, group: Group, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
+        """What this rank of `group` writes of a state that was flattened to `tree` and `tensors`; None: all of it."""
+        rank = self._ranks.rank
+        if rank not in group.ranks:
+            return None
+        names = _divisible(tree, tensors, self._collector.layout())
+        of = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape), tensors[name].nbytes) for name in names}
+        return Held(Division.of(of, len(group.ranks)), group.parts_of(rank), _sample(names, tensors)) if of else None
+
+    def _pack(self) -> bytes:
+        """This rank's small state; empty: it is too large to travel, or cannot be packed."""
+        try:
+            packed = self._packer.pack(self._collector.volatile(everything=True))
+        except UnsupportedStateError:
+            return b""
+        return packed if len(packed) <= _MOST_SMALL_BYTES else b""
+
+    def _neighbours(self) -> list[int]:
+        size, rank = self._ranks.world_size, self._ranks.rank
+        return sorted({(rank - distance) % size for distance in range(1, NUM_NEIGHBOURS + 1)} - {rank})
+
+    def _is_alike(self, said: Sequence[_Said]) -> bool:
+        """Whether all of the group say the same of the state. Where they do not, each keeps its own: they are no
+        replicas, whatever the modules around them promise."""
+        ranks = self.part.group.ranks
+        other = [rank for rank in ranks if said[rank].share != said[ranks[0]].share]
+        if other and self._ranks.rank == ranks[0]:
+            logger.warning(
+                "%s and %s do not hold the same weights and optimizer state, although DDP wraps them: each writes its "
+                "own. Look for an update that only some ranks make",
+                rank_list((ranks[0],)),
+                rank_list(tuple(other)),
+            )
+        return not other
+
+    # --- after it ---
+
+    def settle(
+        self,
+        agreed: Agreed,
+        step: int,
+        *,
+        saved: bool,
+        began: float,
+        time_left_s: Callable[[], float],
+        find: Callable[[], Collection[int]],
+        cover: Callable[[Held], None],
+    ) -> None:
+        """Wait until the others are durable, and cover those who are not.
+
+        saved: this rank's own file is durable. began: when its save began (`time.monotonic`). find: the parts that lie
+        on the disk in too few files. cover: write parts of the state into a second file.
+        """
+        if agreed.held is None:
+            self._exchange.announce(_DURABLE, step if saved else CANNOT)
+            return
+        if not saved:
+            self._exchange.announce(_DURABLE, CANNOT)
+            return
+        now = time.monotonic()
+        own_s, left = now - began, time_left_s()
+        # Half of the time that was left when the save began; a short grace period leaves at least the time that this
+        # rank's own share has taken once more, since the others write to the same disk.
+        patience = max((left + own_s) / 2 - own_s, min(own_s + _FASTEST_S, left - own_s - _MARGIN_S), 0.05)
+        decision = self._exchange.decide(_DURABLE, step, patience)
+        if decision.step == step:
+            return
+        lacking = sorted(set(find()) - set(agreed.held.parts))
+        if not lacking:
+            return
+        left = time_left_s()
+        if left < own_s + _MARGIN_S:
+            logger.warning(
+                "step %d: parts %s of the state are in too few files (%s), and %.1f s may be too short for them",
+                step,
+                ", ".join(str(part + 1) for part in lacking),
+                decision.reason,
+                left,
+            )
+        logger.warning("step %d: writing what other ranks have not made durable (%s)", step, decision.reason)
+        cover(Held(agreed.held.division, tuple(lacking), agreed.held.sample))
+
+    def scarce_parts(self, held: Held, moment: Moment, path: Path, root: Path) -> list[int]:
+        """The parts that are in too few files, of those that the group's ranks have beside `path`, this rank's own."""
+        counts: Counter[int] = Counter()
+        ranks = self.part.group.ranks
+        owners = self._trust.of(root)
+        for rank in ranks:
+            for each in _names_of(path, self._ranks.rank, rank):
+                entry = read_entry(each, owners=owners)
+                if entry is None or entry.header is None or entry.header.info.moment != moment:
+                    continue
+                theirs = entry.header.held
+                if theirs is None:
+                    counts.update(range(held.division.count))
+                elif theirs.key == held.key:
+                    counts.update(theirs.parts)
+        return [part for part in range(held.division.count) if counts[part] < min(self.part.group.copies, len(ranks))]
+
+
+def _names_of(path: Path, own: int, rank: int) -> list[Path]:
+    """The names that files like `path`, of rank `own`, have for `rank`."""
+    other = path.parent.parent / f"rank_{rank}" / path.name if path.parent.name == f"rank_{own}" else path
+    return [other, cover_path(other)]
+
+
+def cover_path(path: Path) -> Path:
+    """The name of the file with what other ranks have not made durable, beside a rank's own."""
+    return path.with_name(f"{path.stem}.cover{path.suffix}")
+
+
+def _divisible(tree: Tree, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, Any]) -> list[str]:
+    """The tensors of which every replica is known to hold the same: parameters and what optimizers keep of them.
+
+    Not buffers, which differ between the ranks; not what nobody has said to be equal; not objects of the program's own.
+    """
+    volatile = {f"{component}.{name}" for component, names in layout.get("volatile", {}).items() for name in names}
+    described = {*layout.get("modules", ()), *layout.get("parameters", {})}
+    laid, assumed, default = layout.get("tensors", {}), layout.get("assumed", ()), layout.get("default")
+
+    def is_shared(place: str) -> bool:
+        number = laid[place][0] if place in laid else default
+        known = number is not None and number not in assumed
+        return place.partition(".")[0] in described and place not in volatile and known
+
+    shared: dict[str, bool] = {}
+    for place, node in places_in(tree).items():
+        name = node["$tensor"]
+        shared[name] = shared.get(name, True) and is_shared(place)
+    if any(name.endswith("]") for name in tensors):
+        return []  # could be taken for a piece of another one
+    return [
+        name
+        for name, tensor in tensors.items()
+        if shared.get(name) and tensor.ndim and tensor.nbytes >= _LEAST_BYTES and tensor.shape[0] > 0
+    ]
+
+
+def _sample(shared: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest of a few elements of many tensors: replicas that have gone apart differ almost everywhere."""
+    digest = xxhash.xxh3_128()
+    names = sorted(shared)
+    for name in names[:: max(1, len(names) // _SAMPLES)]:
+        tensor = tensors[name]
+        if tensor.is_contiguous():
+            flat = tensor.detach().view(-1)
+            some = torch.cat([flat[:: max(1, len(flat) // _PLACES)], flat[-1:]])
+        else:
+            some = tensor.detach()[:1]
+        digest.update(memory_of(flat_bytes(some.contiguous())))
+    return digest.hexdigest()
+
+
+def saves_part(
+    policies: Sequence[ExitPolicy],
+    periodic: Sequence[PeriodicPolicy],
+    resolved: Mapping[Path, Path],
+    collector: Collector,
+    *,
+    can: bool,
+) -> SavesPart:
+    """The part of the last meeting for a guard that saves by these. Raises UsageError for the environment's."""
+    named = [*(policy.directory for policy in policies), *(policy.directory for policy in periodic)]
+    folders = [resolved.get(directory, directory) for directory in named]
+    nbytes = 3 * sum(parameter.nbytes for parameter in collector.parameters)
+    return SavesPart(policies, periodic, folders, nbytes, can=can, mode=SavingSettings.from_env().divide)

@@ -1,0 +1,412 @@
+"""Lightning: one callback keeps a `Trainer.fit` that can be stopped anywhere.
+
+::
+
+    from mindx_elastic.integrations.lightning import ElasticCallback
+
+    trainer = Trainer(max_epochs=90, callbacks=[ElasticCallback("ckpt")])
+    trainer.fit(module, loader)  # the same command again goes on where this one was stopped
+
+The boundary of a step is behind all that Lightning does for it: the batch's hooks, a validation, the schedulers. Where
+a validation follows a step, the step is a boundary before it as well, with the note that the validation is still to
+come, so that a long one can be cut off and is done again.
+
+Lightning's own way to go on from a checkpoint in mid-epoch is not used further than for its counters: it skips a
+validation and the end of an epoch behind the last batch. Here its loop is put where it was, and goes on from there.
+
+Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_FitLoop._data_source``,
+``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`; ``Trainer._signal_connector``,
+``_logger_connector``, ``_accelerator_connector``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from mindx_elastic.data import from_loader
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.guard import Guard
+from mindx_elastic.integrations.first_seed import keep_first_seed
+from mindx_elastic.integrations.probing import check_library
+
+__all__ = ["ElasticCallback"]
+
+_TRIED = ("2.6",)
+_LIGHTNINGS_OWN = ("lightning.", "pytorch_lightning.")
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+         "dataloader_idx", "metric_attribute")  # fmt: skip
+
+
+class ElasticCallback(Callback):
+    """Stops a `Trainer.fit` at an alarm (SIGTERM on any rank, a flag file, an exception) and goes on bit for bit.
+
+    Args:
+        directory: where the checkpoints go; that of the run to go on from.
+        prefix, options: as for `mindx_elastic.Guard`.
+
+    `fit` leaves with `mindx_elastic.GracefulExit`, a SystemExit with the stop's exit code (143 for SIGTERM).
+    Lightning's own signal handlers are not installed meanwhile: they ask for a collective inside of a signal handler.
+    For one device and for DDP, where every rank has been started by torchrun or ``mindx-elastic run``. The training
+    data is one DataLoader; its shuffled order is a function of (seed, epoch). Raises UsageError at the begin of the
+    fit for what cannot be kept, and names it.
+
+    `guard` is the running `Guard`, or None outside of a fit.
+    """
+
+    def __init__(self, directory: Any, prefix: str = "ckpt", **options: Any) -> None:
+        self._directory, self._prefix, self._options = directory, prefix, options
+        self.guard: Guard | None = None
+        self._loops: _Loops | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """As of `Guard`; None outside of a fit."""
+        return None if self.guard is None else self.guard.resumed_from_step
+
+    # --- hooks ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _check_version(trainer)
+            trainer._accelerator_connector.use_distributed_sampler = False  # our loader divides the data
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The module is wrapped by DDP, and no iterator was made yet."""
+        _check_trainer(trainer, pl_module)
+        self._undo = []
+        try:
+            self._open(trainer)
+        except BaseException:
+            self._restore_trainer()
+            raise
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._loops is not None:
+            self._loops.go_on()
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.guard is not None and not trainer.sanity_checking:
+            self.guard.poll()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close(None)  # a fit that had nothing left to do
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(exception)
+
+    # --- the guard ---
+
+    def _open(self, trainer: Trainer) -> None:
+        loops = _Loops(trainer)
+        stateful = {"loops": loops, "callbacks": _Callbacks(trainer, self)}
+        module, datamodule = trainer.lightning_module, trainer.datamodule
+        if datamodule is not None and is_overridden("state_dict", datamodule, parent=LightningDataModule):
+            stateful["datamodule"] = datamodule
+        guard = Guard(
+            model=trainer.strategy.model,
+            optimizer=list(trainer.optimizers) or None,
+            lr_scheduler=[each.scheduler for each in trainer.lr_scheduler_configs] or None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            loader=_take_loader(trainer),
+            stateful=stateful,
+            directory=self._directory,
+            prefix=self._prefix,
+            **self._options,
+        )
+        guard.start_with(None, ())
+        guard.expect_no_look_ahead()
+        guard.look_into({"module": module}, kept=[trainer, *trainer.callbacks])
+        guard.open()
+        self.guard, self._loops = guard, loops
+        self._wrap(trainer, loops, guard)
+
+    def _wrap(self, trainer: Trainer, loops: _Loops, guard: Guard) -> None:
+        """Stand between the trainer and its loops, until the fit is over."""
+        fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
+        end_step, validate = epoch_loop.on_advance_end, epoch_loop.val_loop.run
+        begin_epoch, end_fit = epoch_loop.on_run_start, fit_loop.on_run_end
+
+        def on_advance_end(fetcher: Any) -> None:
+            if epoch_loop._should_check_val_fx(fetcher):
+                loops.is_cut = True
+                guard.boundary()
+                guard.finish_step()
+                end_step(fetcher)
+                loops.is_cut = False
+                guard.finish_step(retake=True)
+            else:
+                end_step(fetcher)
+                guard.step_end()
+
+        def run_validation() -> Any:
+            if trainer.sanity_checking:
+                return validate()
+            with guard.outside_step():
+                return validate()
+
+        def on_run_start(fetcher: Any) -> None:
+            begin_epoch(fetcher)
+            is_cut = loops.put_back()
+            if epoch_loop._num_ready_batches_reached():
+                with suppress(StopIteration):
+                    next(fetcher)  # Lightning would not ask, and the random streams are put back where somebody asks
+                loops.go_on()
+            if is_cut:
+                loops.go_on()
+                end_step(fetcher)
+                loops.is_cut = False
+                guard.finish_step(retake=True)
+
+        def on_run_end() -> None:
+            end_fit()
+            self._close(None)
+
+        self._replace(trainer.precision_plugin, "optimizer_step", _closure_first(trainer.precision_plugin))
+        self._replace(epoch_loop, "on_advance_end", on_advance_end)
+        self._replace(epoch_loop, "on_run_start", on_run_start)
+        self._replace(epoch_loop.val_loop, "run", run_validation)
+        self._replace(fit_loop, "on_run_end", on_run_end)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+        self._undo.append(partial(delattr, owner, name))
+
+    def _restore_trainer(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _close(self, error: BaseException | None) -> None:
+        guard, self.guard = self.guard, None
+        if guard is None:
+            return
+        self._restore_trainer()
+        guard.close(error)
+
+
+def _closure_first(plugin: Any) -> Callable[..., Any]:
+    """Run forward and backward before `optimizer.step`, where Lightning hands them to it as a closure.
+
+    Inside of a step of an optimizer no state is a boundary's, so an exception of the forward, or the deadline in the
+    middle of it, could save nothing. Torch's optimizers call the closure first and once, but for LBFGS.
+    """
+    step = plugin.optimizer_step
+
+    def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        kind = type(optimizer)
+        if getattr(plugin, "scaler", None) is not None or not _calls_closure_first(kind):
+            return step(optimizer, model=model, closure=closure, **kwargs)
+        with torch.enable_grad():
+            loss = plugin._wrap_closure(model, optimizer, closure)
+        return optimizer.step(closure=lambda: loss, **kwargs)
+
+    return optimizer_step
+
+
+def _calls_closure_first(kind: type) -> bool:
+    return kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
+
+
+# --- what is kept beside the module ---
+
+
+class _Loops:
+    """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loaded: Mapping[str, Any] | None = None
+        self.is_cut = False
+        """What follows the batch (validation, schedulers that go by it) has not been done."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None:  # Lightning prepares its loops; they stand where they were
+            return dict(self._loaded)
+        trainer = self._trainer
+        counters = trainer.fit_loop.state_dict()
+        counters["state_dict"].pop("combined_loader", None)  # the guard has it
+        connector = trainer._logger_connector
+        return {
+            "counters": counters,
+            "results": {key: _pack(each) for key, each in trainer.fit_loop.epoch_loop._results.items()},
+            "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
+            "first_batch": connector._first_loop_iter,
+            "should_stop": trainer.should_stop,
+            "is_cut": self.is_cut,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+        self._trainer.fit_loop.load_state_dict(state["counters"])
+        self._trainer.should_stop = state["should_stop"]
+        self.is_cut = state["is_cut"]
+
+    def go_on(self) -> None:
+        """The loops move."""
+        self._loaded = None
+
+    def put_back(self) -> bool:
+        """The first epoch of the process begins: what Lightning has set to zero meanwhile. Returns whether the resumed
+        step is still to be ended."""
+        state = self._loaded
+        if state is None:
+            return False
+        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        for key, packed in state["results"].items():
+            epoch_loop._results[key] = _unpack(packed, trainer)
+        trainer._logger_connector._first_loop_iter = state["first_batch"]  # else the next batch empties the sums
+        for name, values in state["metrics"].items():
+            getattr(trainer._logger_connector, name).update(values)
+        # The counters are the boundary's. What Lightning does beyond that in a "restart" is meant for its own
+        # checkpoints, which are written at other places: it skips validations and schedulers.
+        trainer.fit_loop._restarting = epoch_loop._restarting = False
+        epoch_loop.val_loop.restarting = False
+        return self.is_cut
+
+
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def _pack(metric: Any) -> dict[str, Any]:
+    """A `_ResultMetric`: what `self.log` has gathered in this epoch under one name."""
+    meta = metric.meta
+    packed: dict[str, Any] = {
+        "meta": {name: getattr(meta, name) for name in _META},
+        "reduce": meta.reduce_fx.__name__,
+        "sync": [meta.sync.should, meta.sync.rank_zero_only],
+        "is_tensor": metric.is_tensor,
+        "has_reset": metric.has_reset,
+    }
+    if meta.sync.group is not None:
+        raise UsageError(f"self.log({meta.name!r}, sync_dist_group=...): a process group is not kept; leave it out")
+    source = metric if metric.is_tensor else metric.value
+    packed["state"] = {name: getattr(source, name) for name in source._defaults}
+    packed["updates"] = [source._update_count, metric._update_count]
+    return packed
+
+
+def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:
+    meta = result._Metadata(**packed["meta"], reduce_fx=getattr(torch, packed["reduce"]))
+    should, rank_zero_only = packed["sync"]
+    meta.sync = result._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+    metric = result._ResultMetric(meta, packed["is_tensor"])
+    source: Any = metric
+    if not packed["is_tensor"]:
+        source = metric.value = trainer.lightning_module.get_submodule(packed["meta"]["metric_attribute"])
+    for name, value in packed["state"].items():
+        setattr(source, name, value)
+    source._update_count, metric._update_count = packed["updates"]
+    source._computed = metric._computed = None
+    metric.has_reset = packed["has_reset"]
+    return metric.to(trainer.strategy.root_device)
+
+
+class _Callbacks:
+    """The other callbacks: `ModelCheckpoint`'s best ones, `EarlyStopping`'s patience."""
+
+    def __init__(self, trainer: Trainer, own: Callback) -> None:
+        self._callbacks = [each for each in trainer.callbacks if each is not own]
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {each.state_key: each.state_dict() for each in self._callbacks}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for each in self._callbacks:
+            if each.state_key in state:
+                each.load_state_dict(state[each.state_key])
+
+
+# --- what cannot be kept, and the data ---
+
+
+def _check_version(trainer: Trainer) -> None:
+    fit_loop = trainer.fit_loop
+    needed: dict[str, tuple[Any, str]] = {
+        "fit_loop._data_source": (fit_loop, "_data_source"),
+        "fit_loop._restarting": (fit_loop, "_restarting"),
+        "epoch_loop._results": (fit_loop.epoch_loop, "_results"),
+        "epoch_loop._should_check_val_fx": (fit_loop.epoch_loop, "_should_check_val_fx"),
+        "result._ResultMetric": (result, "_ResultMetric"),
+        "result._Metadata": (result, "_Metadata"),
+        "result._Sync": (result, "_Sync"),
+        "Trainer._signal_connector": (trainer, "_signal_connector"),
+        "Trainer._accelerator_connector": (trainer, "_accelerator_connector"),
+        "Precision._wrap_closure": (trainer.precision_plugin, "_wrap_closure"),
+    }
+    needed |= {name: (trainer._logger_connector, name) for name in (*_METRICS, "_first_loop_iter")}
+    needed |= {
+        f"{type(owner).__name__}.{name}": (owner, name)
+        for owner, name in (
+            (fit_loop, "on_run_end"),
+            (fit_loop.epoch_loop, "on_advance_end"),
+            (fit_loop.epoch_loop, "on_run_start"),
+            (fit_loop.epoch_loop.val_loop, "run"),
+        )
+    }
+    check_library("lightning", _TRIED, needed)
+
+
+def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """Raise UsageError for settings under which a resumed fit would differ."""
+    strategy = trainer.strategy
+    if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        raise UsageError(
+            f"Trainer(strategy={type(strategy).__name__}): this callback keeps one device and DDP; use "
+            "mindx_elastic.Guard in a loop of your own for other ways to divide a model"
+        )
+    if trainer.world_size > 1 and not trainer.strategy.cluster_environment.creates_processes_externally:
+        raise UsageError(
+            f"the trainer starts its {trainer.world_size} processes by itself, and ends them by itself at a signal; "
+            "start them with `mindx-elastic run --nproc-per-node N` (or torchrun)"
+        )
+    if trainer.ckpt_path is not None:
+        raise UsageError(
+            "fit(ckpt_path=...): the callback resumes from its own directory, and Lightning would load that file over "
+            "it. Load the weights into the module before the fit, or leave ckpt_path out"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise UsageError("Trainer(reload_dataloaders_every_n_epochs=...): no position is known in loaders made anew")
+    if trainer.overfit_batches:
+        raise UsageError("Trainer(overfit_batches=...) exchanges the loader; limit_train_batches does not")
+    for owner in (module, *trainer.callbacks):
+        parent: Any = LightningModule if owner is module else Callback
+        own = not type(owner).__module__.startswith(_LIGHTNINGS_OWN)
+        if own and is_overridden("on_save_checkpoint", owner, parent=parent):
+            raise UsageError(
+                f"{type(owner).__name__}.on_save_checkpoint: the state that it adds to Lightning's checkpoints would "
+                "not be kept; keep it in buffers of the module, or in a callback's state_dict and load_state_dict"
+            )
+
+
+def _take_loader(trainer: Trainer) -> Any:
+    """The resumable loader, in the place of the fit's own."""
+    source = trainer.fit_loop._data_source
+    given = source.dataloader()
+    if not isinstance(given, DataLoader):
+        raise UsageError(f"the training data is a {type(given).__name__}; this callback keeps one DataLoader")
+    loader = from_loader(given, seed=_seed(trainer))
+    if loader is not given:
+        keep_first_seed(loader)
+    if source.is_module():
+        source.instance, source.name = loader, "train_dataloader"
+    else:
+        source.instance = loader
+    return loader
+
+
+def _seed(trainer: Trainer) -> int:
+    """The same on all ranks."""
+    seed = torch.initial_seed() & ((1 << 63) - 1)
+    return int(trainer.strategy.broadcast(seed))

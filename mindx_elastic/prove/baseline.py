@@ -1,0 +1,310 @@
+"""The script without a stop, twice: what each step must be, whether that is the same each time; and how others compare.
+
+`prove` stops the script and `drill` breaks it; both ask here what the uninterrupted run has done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from mindx_elastic.core.printable import listed
+from mindx_elastic.prove.causes import Explained, explain_chance
+from mindx_elastic.prove.compare import Difference, Reference, compare_life, split_kinds
+from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.runs import Chain, Outcome, Runs
+from mindx_elastic.prove.streams import numbers_between
+
+__all__ = [
+    "EXIT_CODES",
+    "Baseline",
+    "Proof",
+    "Row",
+    "Show",
+    "Verdict",
+    "count_steps",
+    "failure",
+    "resumed_failure",
+    "steps_in_words",
+]
+
+EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
+"""By `Verdict.outcome` of the whole proof."""
+_ORDER = ("position", "entry", "begin", "fetch", "batch", "forward", "boundary", "exit")
+_TOO_MANY = 8
+Show = Callable[[int, int, str], None]
+"""Runs made, runs planned, what the present one is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one comparison has shown."""
+
+    outcome: str
+    """``equal``, ``differs``, ``not deterministic``, ``refused`` or ``fails``."""
+    explained: Explained | None = None
+    """None: equal."""
+    rank: int | None = None
+    step: int | None = None
+    lines: Sequence[str] = ()
+    """The end of what the run has printed, where it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    """``uninterrupted, again``, ``stopped after step 7``."""
+    verdict: Verdict
+    resumed: int | None = None
+    """The step that it went on from."""
+    compared: int = 0
+    """Steps that were compared."""
+
+
+@dataclass
+class Proof:
+    """Everything that is reported."""
+
+    steps: int = 0
+    """Steps of the uninterrupted run."""
+    has_ended: bool = False
+    """They were the whole training."""
+    num_ranks: int = 0
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a user should know besides."""
+    writes: Sequence[str] = ()
+    """Files of the user's that the script itself has written to, in any of the runs."""
+
+    @property
+    def repeating_steps(self) -> int:
+        """The `steps` that give runs of this length on a machine of any speed; 0: not even the first one came to its
+        end."""
+        if not self.rows or self.rows[0].verdict.outcome != "equal":
+            return 0
+        return self.steps + self.has_ended  # a training that ends by itself must not be ended at its last boundary
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the whole: the first that is not equal."""
+        return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), Verdict(outcome="equal"))
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict.outcome]
+
+
+def steps_in_words(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+class Baseline:
+    """Makes the uninterrupted runs and knows what they did. Main thread."""
+
+    def __init__(self, runs: Runs, *, steps: int, show: Show, planned: int) -> None:
+        """`steps`: of the run; 0: as many as suit it. `planned`: how many runs there will be, about."""
+        self.runs, self.proof = runs, Proof()
+        self._steps, self._show = steps, show
+        self._done, self._planned = 0, planned
+        self._moves_cache: dict[tuple[str, str, str], int | None] = {}
+
+    def run(self, chain: Chain, what: str, **control: object) -> Outcome:
+        self._show(self._done, self._planned, what)
+        outcome = self.runs.run(chain, **control)  # type: ignore[arg-type]
+        self.proof.writes = list(dict.fromkeys([*self.proof.writes, *outcome.writes]))
+        self._done += 1
+        self._show(self._done, self._planned, what)
+        return outcome
+
+    # --- without a stop ---
+
+    def first_run(self) -> Outcome | None:
+        """The reference. None: it cannot be one, and the proof says why."""
+        outcome = self._reference_run()
+        if outcome.variables and not self.runs.is_fresh and self.runs.command.agent is None:
+            names = listed(outcome.variables, 3)
+            self.runs.is_fresh, self.runs.why_fresh = True, f"the script sets {names} for torch's import"
+            outcome = self._reference_run()
+        if self.runs.why_fresh and self.runs.why_fresh != "--fresh":
+            self.proof.notes.append(f"each run is a fresh interpreter: {self.runs.why_fresh}")
+        verdict = failure(outcome, "the uninterrupted run")
+        steps = self.steps_of(outcome)
+        if verdict is None and not steps:
+            what = "the script has passed no step_end()" if outcome.lives else "the script has entered no guard"
+            remedy = "Write `with guard:` around the loop and guard.step_end() at the end of each step"
+            verdict = _fails(Explained(what=f"{what}, so there is nothing to prove", cause="", remedy=remedy), outcome)
+        self.reference = Reference(lives=outcome.lives)
+        self.proof.steps, self.proof.num_ranks = len(steps), len(self.reference.by_rank)
+        self.proof.has_ended = self.reference.has_ended
+        notes = (note for life in outcome.lives for note in life.notes)
+        self.proof.notes += dict.fromkeys(f"the guard says: {note}" for note in notes)
+        row = Row(name="uninterrupted", verdict=verdict or Verdict(outcome="equal"), compared=0)
+        self.proof.rows.append(row)
+        return outcome if verdict is None else None
+
+    def _reference_run(self) -> Outcome:
+        chain = self.runs.chain()
+        outcome = self.run(chain, "uninterrupted", steps=self._steps or -1)
+        self.runs.drop(chain)
+        return outcome
+
+    def is_deterministic(self, first: Outcome) -> bool:
+        chain = self.runs.chain()
+        last = self.steps_of(first)[-1].place
+        self.last = (last[0], 2 * last[1] + _TOO_MANY) if self.reference.has_ended else last
+        again = self.run(chain, "uninterrupted, again", last=self.last, hashes=1)
+        self.runs.drop(chain)
+        unseeded = _unseeded(first.lives, again.lives)
+        self.reference = replace(self.reference, unseeded=unseeded)
+        self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
+        verdict = failure(again, "the second uninterrupted run") or self.chance(first, again)
+        self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=count_steps(again.lives)))
+        left_out = sorted(_shown(key) for key in self.reference.varying if split_kinds(key)[0] != "variable")
+        if left_out and verdict.outcome == "equal":
+            names = listed(left_out, 5)
+            self.proof.notes.append(f"not compared, because it differs in each run: {names}")
+        return verdict.outcome == "equal"
+
+    def chance(self, first: Outcome, other: Outcome) -> Verdict:
+        """Whether `other`, a run that nothing has stopped, is as the reference."""
+        found = self.earliest(other.lives)
+        if found is None:
+            return self.length(other) or Verdict(outcome="equal")
+        explained = explain_chance(
+            found, by_hash=self._is_by_hash(found), unseeded=tuple(sorted(self.reference.unseeded))
+        )
+        return Verdict(outcome="not deterministic", explained=explained, rank=found.rank, step=found.step)
+
+    def _is_by_hash(self, found: Difference) -> bool:
+        """Whether runs with the same seed of Python's hashes are equal."""
+        if os.environ.get("PYTHONHASHSEED", "random") != "random":
+            return False
+        last = found.series, found.step
+        if self.runs.is_fresh or self.runs.command.agent is not None:
+            pair = [self._short_run(last, env={"PYTHONHASHSEED": "0"}) for _ in range(2)]
+            one = Reference(lives=pair[0].lives, unseeded=self.reference.unseeded, varying=self.reference.varying)
+            return count_steps(pair[1].lives) > 0 and _earliest(one, pair[1].lives) is None
+        same = self._short_run(last)
+        return count_steps(same.lives) > 0 and _earliest(self.reference, same.lives) is None
+
+    def _short_run(self, last: tuple[int, int], env: dict[str, str] | None = None) -> Outcome:
+        chain = self.runs.chain()
+        outcome = self.run(chain, "why the runs differ", last=last, env=env, fresh=bool(env))
+        self.runs.drop(chain)
+        return outcome
+
+    # --- comparing ---
+
+    def length(self, outcome: Outcome) -> Verdict | None:
+        """A run that has neither been stopped nor reached the reference's last step."""
+        if any(life.alarm is not None for life in outcome.lives):
+            return None
+        for rank in sorted(self.reference.by_rank):
+            last = self.reference.places(rank)[-1]
+            lives = [life for life in outcome.lives if life.rank == rank]
+            reached = max((life.steps[-1].place for life in lives if life.steps), default=(0, 0))
+            reached = max([reached, *((life.series, life.resumed or 0) for life in lives)])
+            if reached < last:
+                what = f"the run ended after step {reached[1]}; the uninterrupted one went on to step {last[1]}"
+                cause = (
+                    "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                )
+                remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
+                explained = Explained(what=what, cause=cause, remedy=remedy)
+                return Verdict(
+                    outcome="differs", explained=explained, rank=rank, step=reached[1], lines=outcome.last_lines
+                )
+        return None
+
+    def steps_of(self, outcome: Outcome) -> list[Step]:
+        """The steps that all ranks have done, in order, as one of them has seen them."""
+        by_rank: dict[int, dict[tuple[int, int], Step]] = {}
+        for life in outcome.lives:
+            by_rank.setdefault(life.rank, {}).update({step.place: step for step in life.steps})
+        if not by_rank:
+            return []
+        common = set.intersection(*(set(steps) for steps in by_rank.values()))
+        return [by_rank[min(by_rank)][place] for place in sorted(common)]
+
+    def earliest(self, lives: Iterable[Life]) -> Difference | None:
+        return _earliest(self.reference, lives)
+
+    def moves(self, stream: str, before: str, after: str) -> int | None:
+        key = stream, before, after
+        if key not in self._moves_cache:
+            one, other = self.runs.stream(stream, before), self.runs.stream(stream, after)
+            self._moves_cache[key] = None if one is None or other is None else numbers_between(stream, one, other)
+        return self._moves_cache[key]
+
+
+def _earliest(reference: Reference, lives: Iterable[Life]) -> Difference | None:
+    """Of all ranks the earliest; within a step what causes the others."""
+    known = [found for life in lives if (found := compare_life(reference, life)) is not None]
+    return min(known, key=lambda d: (d.series, d.step, _ORDER.index(d.parts[0].where), d.rank), default=None)
+
+
+def _shown(key: str) -> str:
+    kind, name = split_kinds(key)
+    return f"{name} when the script ends" if kind == "exit" else name
+
+
+def count_steps(lives: Iterable[Life]) -> int:
+    return len({step.place for life in lives for step in life.steps})
+
+
+def _unseeded(first: Sequence[Life], again: Sequence[Life]) -> frozenset[str]:
+    """Streams that the two runs have begun with different states of."""
+    found: set[str] = set()
+    for one in first:
+        for other in again:
+            if (one.rank, one.series) == (other.rank, other.series) and one.steps and other.steps:
+                pair = [step.begin or step.forward or step.streams for step in (one.steps[0], other.steps[0])]
+                found |= {name for name in pair[0] if pair[1].get(name, pair[0][name]) != pair[0][name]}
+    return frozenset(found)
+
+
+def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
+    """Scalars, parts of stateful objects and variables that differ between the two runs at any step."""
+    found: set[str] = set()
+    for life in again:
+        known = reference.by_rank.get(life.rank, {})
+        for step in life.steps:
+            if (one := known.get(step.place)) is not None:
+                ends = [{**each.end, **each.scalars} for each in (one, step)]
+                keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
+                found |= {key for key in keys if key.startswith(("scalar|", "stateful|", "variable|"))}
+        exits = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
+        if exits and life.exit:
+            found |= {key for key in {**exits[-1], **life.exit} if exits[-1].get(key) != life.exit.get(key)}
+    return frozenset(found)
+
+
+def failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | None:
+    """Why the run did not come to its end; None: it did. `stopped`: a stop may be its end."""
+    if outcome.refusal:
+        explained = Explained(what=f"{run} is refused: {outcome.refusal}", cause="", remedy="")
+        return Verdict(outcome="refused", explained=explained)
+    if outcome.hung_s:
+        what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
+        return _fails(
+            Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome
+        )
+    if outcome.code == 0 or (stopped and any(life.alarm is not None for life in outcome.lives)):
+        return None
+    said = next((f"{error['type']}: {error['text']}" for error in outcome.errors), "")
+    how = f"by signal {-outcome.code}" if outcome.code < 0 else f"with exit code {outcome.code}"
+    what = f"{run} fails {how}{': ' if said else ''}{said}"
+    return _fails(Explained(what=what, cause="", remedy=""), outcome)
+
+
+def resumed_failure(outcome: Outcome, *, stopped: bool = False) -> Verdict | None:
+    """As `_failure`. The uninterrupted run has passed there, so this is a difference."""
+    failed = failure(outcome, "the resumed run", stopped=stopped)
+    return None if failed is None else replace(failed, outcome="differs")
+
+
+def _fails(explained: Explained, outcome: Outcome) -> Verdict:
+    return Verdict(outcome="fails", explained=explained, lines=outcome.last_lines)

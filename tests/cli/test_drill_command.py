@@ -1,0 +1,154 @@
+"""``mindx-elastic drill`` as a command: real scripts, real faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from mindx_elastic.drill.faults import KINDS
+from tests.cli.test_prove_command import environment
+from tests.harness import JOBS
+
+
+def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mindx_elastic", "drill", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, check=False)
+
+
+def drill(*words: object, cwd: Path, code: int = 0, job: str = "exact") -> list[dict[str, Any]]:
+    """The results of the faults that `words` name, on a small job of the tests. `code`: the exit code."""
+    memory = cwd / "memory"
+    memory.mkdir()
+    end = ("--", JOBS / "proved.py", job, cwd / "ckpt")
+    result = run("--json", *words, *end, cwd=cwd, MINDX_ARENA_DIR=str(memory))
+    assert result.returncode == code, result.stdout + result.stderr
+    assert not list(memory.iterdir()) and not (cwd / "ckpt").exists()
+    found: list[dict[str, Any]] = json.loads(result.stdout)["faults"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--", "s.py"], "name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all"),
+        (["--fault", "kil", "--", "s.py"], "--fault kil: no such fault (did you mean kill?)"),
+        (["--fault", "kill-agent", "--", "s.py"], "only under mindx-elastic run"),
+        (["--fault", "kill", "--", "none.py"], "none.py: no such file"),
+        (["--fault", "kill", "--stops", "3", "--", "s.py"], "neither of drill nor of mindx-elastic run"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
+    result = run(*words, cwd=tmp_path)
+    assert result.returncode == 2 and said in " ".join(result.stderr.split()), result.stderr
+    assert "not started" not in result.stdout + result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
+
+
+def test_the_list_names_every_fault(tmp_path: Path) -> None:
+    result = run("--list", cwd=tmp_path)
+    assert result.returncode == 0
+    assert [line.partition(":")[0] for line in result.stdout.splitlines() if line[0] != " "] == list(KINDS)
+
+
+@pytest.mark.slow
+def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
+    faults = ["kill:step=3", "exception:step=2,at=backward", "terminate:step=2,at=update"]
+    words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 5, "--junit", "drill.xml"]
+    killed, raised, stopped = drill(*words, cwd=tmp_path)
+    assert [each["outcome"] for each in (killed, raised, stopped)] == ["exact"] * 3
+    assert (killed["exit_codes"], killed["reached_step"], killed["resumed_step"]) == ([-9, 0], 3, None)
+    assert killed["steps_lost"] == 3, "nothing had been saved, and no agent keeps memory"
+    assert (raised["exit_codes"], raised["reached_step"], raised["steps_lost"]) == ([1, 0], 1, 0)
+    assert raised["resumed_step"] == 1, "the step with the exception is done again"
+    assert (stopped["exit_codes"], stopped["steps_lost"]) == ([143, 0], 0)
+    for each in (raised, stopped):
+        assert 0 <= each["noticed_s"] <= each["saved_s"] <= each["first_step_s"]
+    suite = ElementTree.fromstring((tmp_path / "drill.xml").read_text())
+    assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == ("5", "0", "0")
+
+
+@pytest.mark.slow
+def test_faults_that_the_job_cannot_have(tmp_path: Path) -> None:
+    end = ("--", JOBS / "proved.py", "exact", "ckpt")
+    result = run("--steps", 3, "--fault", "kill:step=3", *end, cwd=tmp_path)
+    said = " ".join(result.stderr.split())
+    assert result.returncode == 2 and "the runs have 3 steps, so this fault needs a step up to 2" in said, said
+
+
+@pytest.mark.slow
+def test_a_fault_that_does_not_come_about_is_a_failure(tmp_path: Path) -> None:
+    (found,) = drill("--fault", "kill-in-save:step=2,call=999", "--steps", 4, cwd=tmp_path, code=1)
+    assert found["outcome"] == "not fired" and f"the save had {found['system_calls']} system calls" in found["what"]
+    assert found["system_calls"] > 5
+
+
+@pytest.mark.slow
+def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
+    (found,) = drill("--fault", "terminate:step=2", "--steps", 5, cwd=tmp_path, code=1, job="schedule")
+    assert found["outcome"] == "differs" and found["step"] == 3
+    assert "own_steps" in found["what"] + str(found["cause"]) or found["remedy"]
+
+
+@pytest.mark.drill
+def test_a_rank_that_does_not_exist_and_a_script_that_fails(tmp_path: Path) -> None:
+    end = ("--", JOBS / "proved.py", "exact", "ckpt")
+    result = run("--steps", 3, "--fault", "kill:rank=1", *end, cwd=tmp_path)
+    assert result.returncode == 2 and "the script has 1 rank, from 0" in " ".join(result.stderr.split())
+    result = run("--steps", 3, "--fault", "kill", "--", JOBS / "proved.py", "crash", "ckpt", cwd=tmp_path)
+    assert result.returncode == 4 and "the disk with the data is not there" in result.stdout
+
+
+@pytest.mark.drill
+def test_the_disk_of_one_process(tmp_path: Path) -> None:
+    kinds = ["disk-full", "io-error", "slow-disk", "bit-flip", "clock-jump", "kill-in-save"]
+    words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3")]
+    found = drill(*words, "--steps", 6, cwd=tmp_path)
+    assert [each["outcome"] for each in found] == [*["exact"] * 3, "refused as said", *["exact"] * 2]
+    assert [each["steps_lost"] for each in found[:3]] == [3, 3, 0]
+    assert all(each["system_calls"] for each in found)
+
+
+@pytest.mark.drill
+def test_a_death_at_each_system_call_of_a_save(tmp_path: Path) -> None:
+    found = drill("--fault", "kill-in-save:step=2,call=all", "--steps", 4, cwd=tmp_path)
+    assert len(found) > 5 and {each["outcome"] for each in found} == {"exact"}
+    lost = [each["steps_lost"] for each in found]
+    assert lost == sorted(lost, reverse=True) and set(lost) == {0, 2}, "until the file has its name, and behind that"
+
+
+@pytest.mark.drill
+def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
+    kinds = [
+        "kill",
+        "full-memory",
+        "kill-all",
+        "terminate",
+        "kill-agent",
+        "terminate-agent",
+        "lose-node",
+        "flag-file",
+        "fault-report",
+    ]
+    words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3,rank=1")]
+    found = drill(*words, "--steps", 6, "--nproc-per-node", 2, "--snapshot-every", 1, cwd=tmp_path)
+    outcomes = {kind: each["outcome"] for kind, each in zip(kinds, found, strict=True)}
+    assert outcomes.pop("full-memory") == "inexact as said", "its random streams were in memory only"
+    assert set(outcomes.values()) == {"exact"}
+    lost = {kind: each["steps_lost"] for kind, each in zip(kinds, found, strict=True)}
+    assert lost.pop("lose-node") > 0, "memory is gone, and nothing was on the disk"
+    assert lost.pop("kill-all") <= 1 and set(lost.values()) == {0}
+
+
+@pytest.mark.drill
+def test_in_place_and_in_the_middle_of_a_copy(tmp_path: Path) -> None:
+    words = ["--fault", "kill:step=3,at=copy", "--fault", "kill:step=3,at=update,rank=1", "--steps", 6]
+    agent = ["--nproc-per-node", 2, "--snapshot-every", 1, "--recover", "in-place"]
+    found = drill(*words, *agent, cwd=tmp_path)
+    assert [(each["outcome"], each["exit_codes"]) for each in found] == [("exact", [0])] * 2

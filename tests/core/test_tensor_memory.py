@@ -1,0 +1,70 @@
+"""A tensor's memory is read without a mark on it."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindx_elastic.capture.call_arguments import describe_arguments
+from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.guard.checks.plain_state import _digest
+from mindx_elastic.guard.checks.rebound import content_of
+from mindx_elastic.guard.variables import _sample
+from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.prove.digests import digest
+
+PACKAGE = Path(__file__).parents[2] / "mindx_elastic"
+OWN = {
+    *("convert/mindspore_file.py", "convert/rank_file.py"),  # what they have read themselves
+    *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py", "persist/packed.py"),
+    *("capture/rng.py", "core/mersenne.py", "guard/checks/movements.py", "prove/digests.py"),  # states of generators
+    *("rejoin/copies.py", "mirror/wire.py"),
+}
+"""Files that call `Tensor.numpy()` on tensors of our own only."""
+
+
+def test_the_bytes_are_those_of_the_tensor_and_live() -> None:
+    tensor = torch.arange(6, dtype=torch.int32)
+    view = memory_of(tensor)
+    assert bytes(view) == tensor.numpy().tobytes()
+    tensor[0] = 7
+    assert view[0] == 7
+    view[4:8] = (9).to_bytes(4, "little")
+    assert tensor[1] == 9
+
+
+def test_the_view_keeps_the_memory() -> None:
+    views = [memory_of(torch.full((5000,), n, dtype=torch.uint8)) for n in range(50)]
+    gc.collect()
+    assert [bytes(view) for view in views] == [bytes([n]) * 5000 for n in range(50)]
+
+
+def test_nothing_and_a_tensor_without_memory() -> None:
+    assert len(memory_of(torch.empty(0, 3))) == 0
+    with pytest.raises(RuntimeError):
+        memory_of(torch.empty(3, device="meta"))
+
+
+def test_a_tensor_that_was_looked_at_can_still_be_resized() -> None:
+    looks: list[Callable[[torch.Tensor], object]] = [
+        *(digest, content_of, _sample, lambda tensor: _digest(tensor, [0])),
+        lambda tensor: describe_arguments((tensor,), {}),
+        lambda tensor: [bytes(piece) for piece in pack_state({"a": tensor})],
+    ]
+    for look in looks:
+        tensor = torch.arange(80_000, dtype=torch.float32)[:] if look is _sample else torch.arange(8.0)
+        look(tensor)
+        tensor.untyped_storage().resize_(4)  # as FSDP does
+        torch.ones(100_000, out=torch.empty(0).set_(tensor.untyped_storage()))
+
+
+def test_no_other_file_asks_for_numpy() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if re.search(r"\.numpy\(", path.read_text())
+    }
+    assert found - OWN == {"core/tensor_memory.py"}, "use core.tensor_memory.memory_of for tensors of the program"

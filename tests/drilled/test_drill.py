@@ -1,0 +1,96 @@
+"""Which faults are drawn, and what a result says in all its forms."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+from mindx_elastic.drill.drill import Drill, Result, _said, choose_faults
+from mindx_elastic.drill.faults import KINDS, Fault
+from mindx_elastic.drill.phases import Phases
+from mindx_elastic.drill.report import cells, summary, to_json, to_junit
+from mindx_elastic.prove.baseline import Proof, Row, Verdict
+from mindx_elastic.prove.causes import Explained
+from mindx_elastic.prove.records import Life
+
+PLACES = [(0, 1), (0, 2), (1, 1)]
+
+
+def drawn(number: int = 400, *, agent: bool, workers: bool = False, copies: bool = False, seed: int = 3) -> list[Fault]:
+    return choose_faults(PLACES, ranks=2, agent=agent, workers=workers, copies=copies, number=number, seed=seed)
+
+
+def test_the_same_seed_draws_the_same_faults() -> None:
+    assert drawn(20, agent=True) == drawn(20, agent=True)
+    assert drawn(20, agent=True) != drawn(20, agent=True, seed=4)
+
+
+def test_only_faults_that_the_job_can_have_are_drawn() -> None:
+    alone = drawn(agent=False)
+    assert {fault.kind for fault in alone} == {
+        kind.name for kind in KINDS.values() if kind.by_chance and not kind.agent and not kind.workers
+    }
+    assert all(fault.at != "copy" for fault in alone)
+    everything = drawn(agent=True, workers=True, copies=True)
+    assert {fault.kind for fault in everything} == {kind.name for kind in KINDS.values() if kind.by_chance}
+    assert {fault.at for fault in everything} == {"boundary", "forward", "backward", "update", "copy"}
+    assert {(fault.guard, fault.step) for fault in everything} == set(PLACES)
+    assert {fault.rank for fault in everything} == {0, 1}
+
+
+def made(*outcomes: str) -> Drill:
+    proof = Proof(steps=9, num_ranks=2, rows=[Row(name="uninterrupted", verdict=Verdict(outcome="equal"))])
+    explained = Explained(what="weights differ", cause="a draw", remedy="none")
+    results = [
+        Result(
+            fault=Fault(kind="kill", rank=1, step=4),
+            outcome=outcome,
+            explained=None if outcome == "exact" else explained,
+            codes=[-9, 0],
+            reached=4,
+            resumed=3 if outcome == "exact" else None,
+            lost=1 if outcome == "exact" else 4,
+            step=5,
+            phases=Phases(noticed_s=0.25, step_s=2.0),
+        )
+        for outcome in outcomes
+    ]
+    return Drill(proof, results)
+
+
+def test_the_exit_code_is_of_the_worst() -> None:
+    assert made("exact", "inexact as said", "refused as said").exit_code == 0
+    for bad in ("not fired", "failed", "differs", "lost", "left behind"):
+        assert made("exact", bad).exit_code == 1
+    assert made().exit_code == 1, "no fault has fired"
+    failed = made("exact")
+    failed.proof.rows[0] = Row(name="uninterrupted", verdict=Verdict(outcome="not deterministic"))
+    assert failed.exit_code == 3
+
+
+def test_one_result_in_all_forms() -> None:
+    drill = made("exact", "differs", "not fired")
+    name = "kill:rank=1,step=4,at=boundary"
+    assert cells(drill.results[0]) == (name, "-9 0", "4", "3", "1", "0.25", "-", "2.00", "exact")
+    assert cells(drill.results[1])[3:5] == ("fresh", "4") and cells(drill.results[1])[-1] == "differs at step 5"
+    assert summary(drill) == "2 of 3 faults fired: 1 exact, 1 differs, 1 not fired; 9 steps done again"
+    document = to_json(drill, command=["train.py"], seconds=2.0, repeat=["x"])
+    assert [each["outcome"] for each in document["faults"]] == ["exact", "differs", "not fired"]
+    assert document["exit_code"] == 1 and document["faults"][1]["what"] == "weights differ"
+    assert document["faults"][0]["first_step_s"] == 2.0 and document["faults"][0]["saved_s"] is None
+    suite = ElementTree.fromstring(to_junit(drill, command=["train.py"], seconds=2.0))
+    assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == ("4", "1", "1")
+    assert [case.attrib["name"] for case in suite] == ["uninterrupted", name, name, name]
+
+
+def test_what_resumed_processes_have_said_against_an_exact_resume() -> None:
+    def life(*notes: str, resumed: int | None = None) -> Life:
+        return Life(rank=0, series=0, resumed=resumed, notes=notes)
+
+    exact: dict[str, Any] = {"event": "resume", "exact": True, "unmanaged": []}
+    inexact = {**exact, "exact": False}
+    known = [life("a queue is not named")]
+    assert _said([exact], [life("a queue is not named", resumed=3)], known) == "", "the uninterrupted run says it, too"
+    assert _said([exact], [life("its numbers begin anew", resumed=3)], known) == "its numbers begin anew"
+    assert _said([exact], [life("its numbers begin anew")], known) == "", "it has not resumed"
+    assert _said([exact, inexact], [life(resumed=3)], known) == "its resume says so (exact: false)"

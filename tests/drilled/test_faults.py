@@ -1,0 +1,63 @@
+"""The words of a fault: what there is, what they become, and what is wrong with others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault, describe_kinds, fault_from, parse_fault
+from mindx_elastic.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill", Fault(kind="kill")),
+        ("kill:rank=1,step=7,at=update", Fault(kind="kill", rank=1, step=7, at="update")),
+        ("exception: step=3", Fault(kind="exception", step=3, at="forward")),
+        ("kill-in-save:call=all", Fault(kind="kill-in-save", call=ALL_CALLS)),
+        ("clock-jump:seconds=-3.5,guard=1", Fault(kind="clock-jump", seconds=-3.5, guard=1)),
+    ],
+)
+def test_what_a_text_says(text: str, fault: Fault) -> None:
+    assert parse_fault(text) == fault
+    assert parse_fault(str(fault)) == fault, "what a table shows can be given again"
+    assert fault_from(asdict(fault)) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kil", "no such fault (did you mean kill?)"),
+        ("", "no such fault; mindx-elastic drill --list"),
+        ("kill:rank", "'rank' is none of rank=R, step=N, guard=G, at=PLACE"),
+        ("kill:call=3", "'call=3' is none of"),
+        ("kill-all:at=forward", "'at=forward' is none of rank=R, step=N, guard=G"),
+        ("kill:at=lunch", "at=lunch: give boundary, forward, backward, update, copy"),
+        ("kill:step=0", "step=0: give a whole number from 1"),
+        ("kill:rank=-1", "rank=-1: give a whole number from 0"),
+        ("kill:step=1e3", "step=1e3: give a whole number"),
+        ("clock-jump:seconds=nan", "seconds=nan: give seconds"),
+    ],
+)
+def test_a_wrong_text_is_named_with_what_there_is(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as found:
+        parse_fault(text)
+    assert said in str(found.value)
+
+
+def test_every_kind_is_listed_and_can_be_given() -> None:
+    listed = dict(describe_kinds())
+    assert len(listed) == len(KINDS) and all(listed.values())
+    for kind in KINDS.values():
+        assert any(name.startswith(f"{kind.name}:") for name in listed)
+        assert parse_fault(kind.name).about is kind
+        assert kind.codes, "what the job may end with"
+        assert parse_fault(kind.name).at in kind.places
+
+
+def test_a_control_file_of_another_version_is_refused() -> None:
+    for content in ({"kind": "kill", "more": 1}, {"kind": "flood"}):
+        with pytest.raises(KeyError):
+            fault_from(content)

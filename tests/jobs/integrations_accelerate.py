@@ -1,0 +1,115 @@
+"""A training with Accelerate, as its documentation shows it, and a guard: ``DIRECTORY [options]``.
+
+Writes ``STEP number rank pid loss lr`` after each step, and ``HASH digest rank`` at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset
+
+from mindx_elastic.integrations import accelerate as elastic
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory")
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--split", action="store_true")
+parser.add_argument("--evaluate", action="store_true")
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=76)
+parser.add_argument("--stop-at", type=int, help="the step behind which the rank --stop-rank gets SIGTERM")
+parser.add_argument("--stop-rank", type=int, default=0)
+args = parser.parse_args()
+
+
+class Noisy(Dataset[Any]):
+    """A data set that augments with torch's and Python's streams."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(size, 20, generator=generator)
+        self.y = torch.randint(0, 2, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + 0.1 * torch.randn(20) + 0.01 * random.random(), self.y[index]
+
+
+class Counter:
+    """An object of `register_for_checkpointing`."""
+
+    value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config: Any = None
+if args.split:
+    from accelerate.utils import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(split_batches=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate, dataloader_config=config)
+model: Any = torch.nn.Sequential(
+    torch.nn.Linear(20, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 2)
+)
+optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+loader: Any = DataLoader(Noisy(args.samples), batch_size=8, shuffle=True, num_workers=args.workers)
+held_out: Any = DataLoader(Noisy(16), batch_size=8)
+counter = Counter()
+accelerator.register_for_checkpointing(counter)
+model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+guard = elastic.guard(accelerator, loader=loader, directory=args.directory)
+rank = accelerator.process_index
+with guard:
+    for epoch in guard.epochs(args.epochs):
+        model.train()
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.value += 1
+            number, rate = guard.step + 1, optimizer.param_groups[0]["lr"]
+            say(f"STEP {number} {rank} {os.getpid()} {loss.item():.9f} {rate:.9f} {len(x)}")
+            if (number, rank) == (args.stop_at, args.stop_rank):
+                os.kill(os.getpid(), signal.SIGTERM)
+            guard.step_end()
+        if args.evaluate:
+            with guard.outside_step(), torch.no_grad():
+                model.eval()
+                seen = 0
+                for _, y in held_out:
+                    seen += len(accelerator.gather_for_metrics(y))
+                    say(f"EVAL {epoch} {rank}")
+                assert seen == 16, seen
+assert counter.value == guard.step
+digest = hashlib.sha256()
+for value in accelerator.unwrap_model(model).state_dict().values():
+    digest.update(value.cpu().numpy().tobytes())
+say(f"HASH {digest.hexdigest()[:16]} {rank}")
+sys.exit(0)

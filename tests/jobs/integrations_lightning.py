@@ -1,0 +1,143 @@
+"""A training with Lightning and the callback: ``DIRECTORY [options]``. Prints as `integrations_accelerate`.
+
+``MEAN epoch rank loss rate`` at the end of each epoch, ``BEST`` at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch.utils.data import DataLoader, Dataset
+
+from mindx_elastic.integrations.lightning import ElasticCallback
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory")
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--plateau", action="store_true")
+parser.add_argument("--validate", type=float, default=0.0, help="val_check_interval; 0: no validation")
+parser.add_argument("--best", action="store_true")
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=80)
+parser.add_argument("--stop-at", type=int, help="the step in which the rank --stop-rank gets SIGTERM")
+parser.add_argument("--stop-in-validation", action="store_true", help="in the validation behind that step")
+parser.add_argument("--raise-at", type=int)
+parser.add_argument("--unseeded", action="store_true")
+parser.add_argument("--stop-rank", type=int, default=0)
+args = parser.parse_args()
+world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(size, 20, generator=generator)
+        self.y = torch.randint(0, 2, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + 0.1 * torch.randn(20) + 0.01 * random.random(), self.y[index]
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(20, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1),
+            torch.nn.Linear(32, 2),
+        )  # fmt: skip
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(2)
+
+    @property
+    def number(self) -> int:
+        return int(self.trainer.fit_loop.epoch_loop.total_batch_idx) + 1
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        out = self.net(batch[0])
+        loss = torch.nn.functional.cross_entropy(out, batch[1])
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.accuracy(out, batch[1])
+        self.log("train_accuracy", self.accuracy, on_step=True, on_epoch=True)
+        say(f"STEP {self.number} {rank} {os.getpid()} {loss.item():.9f} {self.global_step} {len(batch[0])}")
+        if args.raise_at == self.number:
+            raise RuntimeError("a fault of the program")
+        if (self.number, rank) == (args.stop_at, args.stop_rank) and not args.stop_in_validation:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+        torch.rand(3)
+        if args.stop_in_validation and index == 1 and (self.number, rank) == (args.stop_at, args.stop_rank):
+            say("VALIDATION is cut off")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_epoch_end(self) -> None:
+        say(f"VALUE {self.number} {rank} 0 {self.trainer.callback_metrics.get('val_loss')}")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if args.plateau:
+            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, patience=0, factor=0.5, threshold=0.5
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss", "interval": "epoch"},
+            }
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_epoch_end(self) -> None:
+        values: Any = self.trainer.callback_metrics
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        say(
+            f"MEAN {self.current_epoch} {rank} 0 {values['train_loss'].item():.9f} "
+            f"{values['train_accuracy_epoch'].item():.9f} {rate:.9f}"
+        )
+
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+if not args.unseeded:
+    pl.seed_everything(0, verbose=False)
+module = Net()
+callbacks: list[Any] = [ElasticCallback(args.directory)]
+if args.best:
+    callbacks.append(
+        pl.callbacks.ModelCheckpoint(f"{args.directory}-best", monitor="val_loss", save_top_k=2, mode="min")
+    )
+    callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=50))
+trainer = pl.Trainer(
+    max_epochs=args.epochs, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
+    callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best, val_check_interval=args.validate or 1.0,
+    num_sanity_val_steps=2 if args.validate else 0, default_root_dir=args.directory,
+)  # fmt: skip
+train = DataLoader(Noisy(args.samples), batch_size=8, shuffle=True, num_workers=args.workers)
+trainer.fit(module, train, DataLoader(Noisy(64), batch_size=16) if args.validate else None)
+digest = hashlib.sha256()
+for value in module.state_dict().values():
+    digest.update(value.cpu().numpy().tobytes())
+if args.best:
+    found: Any = trainer.checkpoint_callback
+    scores = sorted(f"{float(value):.6f}" for value in found.best_k_models.values())
+    say(f"HASH best {' '.join(scores)} {rank}")
+say(f"HASH {digest.hexdigest()[:16]} {rank}")

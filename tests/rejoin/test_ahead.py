@@ -1,0 +1,78 @@
+"""What a spare does ahead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.rejoin import ahead
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
+
+
+def test_the_buckets_are_laid_out_by_the_order_that_the_ranks_have_written(tmp_path: Path, group: None) -> None:
+    module, order = model(), [2, 3, 0, 1]
+    ahead.share_orders(tmp_path, "4", {"model": order})
+    assert not module._has_rebuilt_buckets
+    assert ahead.lay_out_buckets([("model", module)], tmp_path, "4") == {"model": order}
+    assert module._has_rebuilt_buckets
+    assert not module.reducer._rebuild_buckets(), "torch does it once"
+    assert len(GradientOrder(module).parameters) == len(order)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert [path.name for path in tmp_path.iterdir()] == ["gradients.json"]
+
+
+@pytest.mark.parametrize(
+    "there", [None, "", "[", "[7]", '["0", {"other": [0]}]', '["0", {"model": [0, 1]}]', '["0", {"model": []}]']
+)
+def test_without_an_order_that_fits_nothing_is_done(tmp_path: Path, group: None, there: str | None) -> None:
+    if there is not None:
+        (tmp_path / "gradients.json").write_text(there)
+    module = model()
+    assert ahead.lay_out_buckets([("model", module)], tmp_path, "0") == {}
+    assert not module._has_rebuilt_buckets
+
+
+def test_an_order_of_another_attempt_is_not_used(tmp_path: Path, group: None) -> None:
+    ahead.share_orders(tmp_path, "1", {"model": [0, 1, 2, 3]})
+    assert ahead.lay_out_buckets([("model", model())], tmp_path, "2") == {}
+
+
+def test_orders_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
+    ahead.share_orders(tmp_path / "missing", "1", {"model": [0]})
+    assert not (tmp_path / "missing").exists()
+
+
+def test_orders_are_whole_at_any_time(tmp_path: Path) -> None:
+    for order in ([0, 1], [1, 0]):
+        ahead.share_orders(tmp_path, "1", {"model": order})
+        assert json.loads((tmp_path / "gradients.json").read_text()) == ["1", {"model": order}]
+
+
+def test_the_heap_keeps_what_is_freed() -> None:
+    def faults() -> int:
+        return int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])
+
+    ahead.grow_heap()
+    before = faults()
+    blocks = [torch.zeros(256 << 10, dtype=torch.uint8) for _ in range(64)]
+    assert faults() - before < 64 * 64 / 2, "16 MiB of new memory would be 4096"
+    del blocks

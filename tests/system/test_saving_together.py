@@ -1,0 +1,162 @@
+"""Ranks that divide a stop's save: what each of them writes, and what is left when some of them die, hang or cannot
+write in it. Real processes and signals; every fault says that it has fired."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from mindx_elastic.inventory.findings import list_files, reader_trust, scan
+from mindx_elastic.inventory.inventory import Inventory, Step
+from mindx_elastic.persist.format import Header, read_header
+from tests.harness import Job, events, run_job, start_job
+from tests.system.conftest import Reference
+
+pytestmark = pytest.mark.slow
+RANKS = 3
+ALWAYS = {"MINDX_DIVIDED_SAVES": "always", "MINDX_ARENA_DIR": "none"}
+AT = 8  # the step at which a job held at 7 stops
+
+
+def stop(directory: Path, *args: object, ranks: int = RANKS, fault: str = "", said: str = "") -> Job:
+    """A job that got a SIGTERM in mid-epoch. `fault`: see ``LOOP_BREAK_SAVE``; `said`: the line that tells of it."""
+    env = {**ALWAYS, **({"LOOP_BREAK_SAVE": fault} if fault else {})}
+    with start_job("loop.py", directory, "--hold-at", AT - 1, *args, ranks=ranks, env=env) as job:
+        job.wait_for("HOLD", count=ranks)
+        pids = job.pids()
+        for rank in range(ranks):
+            job.signal_rank(rank)
+        if said:
+            job.wait_for(said)
+        if said.startswith("STOPPED"):
+            survivors = [r for r in range(ranks) if r != int(said.split()[1])]
+            job.wait_for(r"INFO step \d+ saved", count=len(survivors))
+            os.kill(pids[int(said.split()[1])], signal.SIGKILL)
+        job.wait()
+    return job
+
+
+def headers(directory: Path) -> dict[str, Header]:
+    return {
+        str(path.relative_to(directory)): read_header(path) for path in sorted(directory.glob("rank_*/*.safetensors"))
+    }
+
+
+def newest(directory: Path) -> Step:
+    inventory = Inventory.merge([scan(list_files([directory]), trust=reader_trust(directory))])
+    return inventory.steps[0]
+
+
+def assert_resumes_equal(directory: Path, whole: Job, first: Job, ranks: int = RANKS) -> Job:
+    """The same weights as the uninterrupted run's, on every rank."""
+    resumed = run_job("loop.py", directory, ranks=ranks, env=ALWAYS)
+    assert resumed.matches(rf"READY \d+ \d+ {AT}"), resumed.report()
+    assert resumed.hashes() == whole.hashes(), f"{first.report()}\n\n{resumed.report()}"
+    return resumed
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Job, Path]]:
+    """A job of three ranks that has divided its save, once for several tests; each takes a copy of the folder."""
+    done: list[tuple[Job, Path]] = []
+
+    def get() -> tuple[Job, Path]:
+        if not done:
+            directory = tmp_path_factory.mktemp("together")
+            done.append((stop(directory), directory))
+        return done[0]
+
+    return get
+
+
+def test_each_rank_writes_two_parts_of_three(stopped: Callable[[], tuple[Job, Path]]) -> None:
+    job, directory = stopped()
+    found = headers(directory)
+    assert len(found) == RANKS, job.report()
+    for name, header in found.items():
+        assert header.held is not None and header.held.division.count == RANKS, name
+        with safe_open(directory / name, "pt") as file:  # stock safetensors
+            assert set(file.keys()) == header.entries.keys()
+    parts = [part for header in found.values() if header.held is not None for part in header.held.parts]
+    assert sorted(parts) == [0, 0, 1, 1, 2, 2]
+    assert newest(directory).is_complete
+    assert not events(directory, "cover")
+
+
+@pytest.mark.parametrize(
+    "lost", [0, pytest.param(1, marks=pytest.mark.drill), pytest.param(2, marks=pytest.mark.drill)]
+)
+def test_the_loss_of_a_file_is_exact(
+    stopped: Callable[[], tuple[Job, Path]], tmp_path: Path, reference: Reference, lost: int
+) -> None:
+    """The other two files have all parts, and the small state of the rank whose file is gone."""
+    job, made = stopped()
+    directory = tmp_path / "ckpt"
+    shutil.copytree(made, directory)
+    shutil.rmtree(directory / f"rank_{lost}")
+    step = newest(directory)
+    assert step.is_complete and not step.candidate.lacks_rank_state
+    resumed = assert_resumes_equal(directory, reference(RANKS), job)
+    assert resumed.matches(rf"rank {lost} has no file of step {AT}: .* CPU buffers from .*rank_"), resumed.report()
+
+
+@pytest.mark.drill
+def test_all_files_are_there(stopped: Callable[[], tuple[Job, Path]], tmp_path: Path, reference: Reference) -> None:
+    job, made = stopped()
+    shutil.copytree(made, tmp_path / "ckpt")
+    assert_resumes_equal(tmp_path / "ckpt", reference(RANKS), job)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "args"),
+    [
+        ("before:1", "KILLED", ("--remove-redundancy",)),
+        pytest.param("before:0", "KILLED", (), marks=pytest.mark.drill),
+        pytest.param("before:2", "KILLED", (), marks=pytest.mark.drill),
+        pytest.param("before:0", "KILLED", ("--remove-redundancy",), marks=pytest.mark.drill),
+        pytest.param("before:0,2", "KILLED", ("--remove-redundancy",), marks=pytest.mark.drill),
+        pytest.param("after:1", "KILLED", ("--remove-redundancy",), marks=pytest.mark.drill),
+        pytest.param("full:1", "FULL 1", ("--remove-redundancy",), marks=pytest.mark.drill),
+        pytest.param("full:0", "FULL 0", (), marks=pytest.mark.drill),
+        pytest.param("stop:1", "STOPPED 1", ("--remove-redundancy", "--grace-s", 12), marks=pytest.mark.drill),
+    ],
+)
+def test_a_rank_that_fails_in_the_save_is_covered(
+    tmp_path: Path, reference: Reference, fault: str, said: str, args: tuple[object, ...]
+) -> None:
+    directory = tmp_path / "ckpt"
+    job = stop(directory, *args, fault=fault, said=said)
+    step = newest(directory)
+    assert step.moment[2] == AT and step.is_complete, f"{step.why_incomplete}\n{job.report()}"
+    assert bool(events(directory, "cover")) == (not fault.startswith("after")), job.report()
+    assert_resumes_equal(directory, reference(RANKS), job)
+
+
+def test_two_ranks_without_redundancy_write_the_state_once(tmp_path: Path, reference: Reference) -> None:
+    directory = tmp_path / "ckpt"
+    job = stop(directory, "--remove-redundancy", ranks=2)
+    held = [header.held for header in headers(directory).values()]
+    assert [one.parts for one in held if one is not None] == [(0,), (1,)], job.report()
+    assert_resumes_equal(directory, reference(2), job, ranks=2)
+    shutil.rmtree(directory / "rank_0")
+    for final in directory.glob("rank_1/*_final*"):
+        final.unlink()
+    step = newest(directory)
+    assert not step.is_usable and "part 1 of 2 is in no usable file" in (step.candidate.problem or "")
+
+
+@pytest.mark.drill
+def test_another_number_of_ranks_goes_on_from_a_divided_step(
+    stopped: Callable[[], tuple[Job, Path]], tmp_path: Path
+) -> None:
+    _, made = stopped()
+    directory = tmp_path / "ckpt"
+    shutil.copytree(made, directory)
+    resumed = run_job("loop.py", directory, ranks=2, env=ALWAYS)
+    assert resumed.matches(rf"READY \d+ \d+ {AT}"), resumed.report()
