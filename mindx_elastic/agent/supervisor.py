@@ -30,6 +30,7 @@ from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.forked_start import ForkedStart, Joining
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
+from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
@@ -132,6 +133,7 @@ class Supervisor(LocalElasticAgent):
         """A name of the attempt that is the same on all nodes; empty: its number is."""
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
+        self._held = HeldSockets(folder.path) if options.in_place else None
         self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
@@ -164,6 +166,8 @@ class Supervisor(LocalElasticAgent):
             self.ending = self._end_without_nodes(error)
         finally:
             self._forks.close()
+            if self._held is not None:
+                self._held.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
