@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,28 @@ counted = 0
 batches: Any = None
 history: list[int] = []
 untouched = 7
+
+
+def apart(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test in a thread: the variables of those who call are compared as well, and pytest's change."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        failures: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                test(**fixtures)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return run
 
 
 def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
@@ -173,6 +197,7 @@ def test_process_groups_made_in_the_function_are_a_reason(monkeypatch: pytest.Mo
     assert "process groups are made inside of the function" in begun.problem
 
 
+@apart
 def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: pytest.LogCaptureFixture) -> None:
     global counted
     survivor, new = AsBegun({}), AsBegun({})
@@ -226,6 +251,7 @@ class _Stream:
     ],
     ids=["cycle", "list", "zip", "map", "islice", "count", "repeat", "expression", "generator"],
 )
+@apart
 def test_an_iterator_that_goes_on_in_survivors_is_named(
     make: Callable[[], Iterator[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,6 +275,7 @@ def test_an_iterator_that_goes_on_in_survivors_is_named(
     assert next(unused) != next(make()) or isinstance(unused, itertools.repeat)
 
 
+@apart
 def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
     global batches
     try:
@@ -261,6 +288,7 @@ def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
         batches = None
 
 
+@apart
 def test_what_only_a_function_holds_on_to_is_compared() -> None:
     def make() -> Callable[[], None]:
         number, turns = 0, itertools.cycle(range(3))
@@ -280,6 +308,7 @@ def test_what_only_a_function_holds_on_to_is_compared() -> None:
     assert names == ['"number" (train() in test_as_begun.py)', 'the position of "turns" (train() in test_as_begun.py)']
 
 
+@apart
 def test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() -> None:
     def train() -> None:
         train.calls = getattr(train, "calls", 0) + 1  # type: ignore[attr-defined]

@@ -124,8 +124,18 @@ class Faults:
             if int(victim) == rank:
                 self._orders[int(step), where] = what[0] if what else "kill"
 
-    def at(self, step: int, where: str) -> None:
+    def passed(self, step: int, where: str) -> None:
+        """Let the others' `at` of this place go on that waits for this rank."""
+        (self._folder / f"passed-{self._rank}-{step}-{where}").touch()
+
+    def at(self, step: int, where: str, *, behind: Sequence[int] = ()) -> None:
+        """`behind`: these ranks must have passed the place before."""
         what = self._orders.get((step, where))
+        if what is not None and behind and not (self._folder / f"{self._rank}-{step}-{where}").exists():
+            names = [self._folder / f"passed-{rank}-{step}-{where}" for rank in behind]
+            end = time.monotonic() + 100.0
+            while not all(name.exists() for name in names) and time.monotonic() < end:
+                time.sleep(0.001)
         if what is None or not self._claim(f"{self._rank}-{step}-{where}"):
             return
         say(f"FAULT {self._rank} {step} {where}")
@@ -301,6 +311,8 @@ class Trainer:
             self.scheduler.step()
             self.optimizer.zero_grad()
         self.guard.step_end(loss=loss)
+        if args.share != "no":
+            faults.passed(step, "share")
         faults.at(step, "after")
         if step == args.hold_at:
             say(f"HOLD {self.rank} {step}")
@@ -319,7 +331,7 @@ class Trainer:
 
     def share(self) -> None:
         """Ranks 1 and 2 exchange something; the others go on."""
-        self.faults.at(self.step, "share")
+        self.faults.at(self.step, "share", behind=[0])
         if self.rank in (1, 2):
             dist.broadcast(torch.zeros(1), 2, group=self.pair)
 

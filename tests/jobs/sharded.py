@@ -153,16 +153,18 @@ class Trainer:
                     self.scheduler.step()
                     self.optimizer.zero_grad()
                 self.guard.step_end(loss=loss)
+                self.faults.passed(step, "share")
                 self.faults.at(step, "after")
 
     def share(self) -> None:
         """In the middle of the update, all ranks."""
-        self.faults.at(self.step, "share")
+        self.faults.passed(self.step, "share")
+        self.faults.at(self.step, "share", behind=range(dist.get_world_size()))
         dist.all_reduce(torch.zeros(1))
 
     def wait_for_rank_2(self) -> None:
         """Rank 1 does, while the others go on."""
-        self.faults.at(self.step, "share")
+        self.faults.at(self.step, "share", behind=[0, 3])
         if self.rank in (1, 2):
             dist.broadcast(torch.zeros(1), 2, group=self.pair)
 
