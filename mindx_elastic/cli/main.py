@@ -15,6 +15,7 @@ import typer
 from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
 from mindx_elastic.cli.convert import convert_command
+from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.msrun import msrun_command
@@ -43,6 +44,7 @@ app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SET
 app.command("msrun", help=unwrapped(msrun_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(
     msrun_command
 )
+app.command("doctor", help=unwrapped(doctor_command.__doc__))(doctor_command)
 app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=SCRIPT_SETTINGS, cls=ScriptCommand)(
     prove_command
 )
@@ -79,6 +81,7 @@ def _common(
     \b
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
+    mindx-elastic doctor ckpt --state-gib 18      before the first run: is the disk fast enough, is anything wrong?
     mindx-elastic prove -- train.py               stop and resume it, compare every step, name the first difference
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost, how long it took, still the same?
     mindx-elastic inspect ckpt                    list the checkpoints, newest first
