@@ -29,7 +29,7 @@ FOUNDATION = {"_version", "config", "core", "errors"}
 """What everything may import, and what imports nothing but its own kind."""
 JOINERS = {
     *("agent", "cli", "cluster", "convert", "doctor", "drill", "guard", "integrations", "mirror", "platforms"),
-    *("prove", "rejoin", "train"),
+    *("prove", "rejoin", "report", "train"),
 }
 """May import any stage. So may the modules at the top of the package. No stage imports one of them."""
 PURE = [
