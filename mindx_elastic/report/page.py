@@ -42,7 +42,8 @@ stroke-width:1.5}.m-recovery{fill:var(--mark);stroke:var(--back);stroke-width:1}
 stroke-width:2}.dot{fill:var(--even)}.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:right;padding:3px 8px;
 border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;vertical-align:top}th{color:var(--dim);
-font-weight:600}td.text,th.text{text-align:left;overflow-wrap:anywhere}.wide{overflow-x:auto}
+font-weight:600}td.text,th.text{text-align:left;overflow-wrap:anywhere}.wide{overflow-x:auto}.wide svg{min-width:640px}
+td:first-child{white-space:nowrap}@media print{.wide{overflow:visible}.wide svg{min-width:0}}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px}
 """
 
