@@ -153,7 +153,8 @@ def _print_frame(console: Console, report: dict[str, Any]) -> None:
 
 def _show_live(console: Console, look: _Look, report: dict[str, Any], interval_s: float) -> dict[str, Any]:
     """The last report, when the agent has ended."""
-    with Live(console=console, screen=True, auto_refresh=False) as live, _signals(live):
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with _signals(live), live:
         while True:
             size = console.size
             lines = draw_frame(report, width=size.width, height=size.height)

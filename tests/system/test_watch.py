@@ -12,6 +12,8 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,41 +92,56 @@ main()
 """
 
 
-def look(job: Job, run_dir: Path, *, end: str) -> None:
-    terminal = Terminal("top", str(run_dir), "--interval", "0.2")
-    try:
-        terminal.wait_for(rb"killed now: .* lost")
-        terminal.wait_for(rb"checkpoint of step \d+, .* old")
-        if end == "Ctrl-C":
-            terminal.type(b"\x03")
-        else:
-            terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.wait() == (0 if end == "Ctrl-C" else 143)
-        assert terminal.is_as_before()
-    finally:
-        terminal.close()
-    assert job.process.poll() is None, "the job has nothing to do with it"
-
-
-def test_a_job_is_watched_in_a_terminal_and_into_a_pipe(tmp_path: Path) -> None:
+@contextmanager
+def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Path]]:
+    """A job that trains, and its RUN_DIR."""
     run_dir = tmp_path / "run"
     args = (tmp_path / "ckpt", "--steps", "100000", "--step-s", "0.02", "--save-at", "3")
     with start_agent("agent_guarded.py", *args, run_dir=run_dir, options=["--snapshot-every", "2"]) as job:
         job.wait_for(r"READY 0")
-        look(job, run_dir, end="Ctrl-C")
-        look(job, run_dir, end="SIGTERM")
+        yield job, run_dir
+
+
+def leave(terminal: Terminal, *, by_key: bool) -> None:
+    """Wait until it shows what it is for, end it, and see that the terminal is as it was."""
+    terminal.wait_for(rb"killed now: .* lost")
+    terminal.wait_for(rb"checkpoint of step \d+, .* old")
+    if by_key:
+        terminal.type(b"\x03")
+    else:
+        terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.wait() == (0 if by_key else 143)
+    assert terminal.is_as_before()
+
+
+def test_a_job_is_watched_in_a_terminal_and_into_a_pipe(tmp_path: Path) -> None:
+    with watched_job(tmp_path) as (job, run_dir):
         command = [sys.executable, "-m", "mindx_elastic", "top", str(run_dir), "--interval", "0.2"]
         env = {**clean_environment(), "PYTHONPATH": str(ROOT)}
         pipe = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        terminal = Terminal("top", str(run_dir), "--interval", "0.2")
         assert pipe.stdout is not None
         try:
             while "machine lost now" not in (line := pipe.stdout.readline()):
                 assert line, "it ended early"
+            leave(terminal, by_key=False)
+            assert job.process.poll() is None, "the job does not notice"
             job.signal_launcher(signal.SIGTERM)
             job.expect(143)
             rest = pipe.stdout.read()  # it ends with the agent
             assert pipe.wait() == 0 and "has ended" in rest and "\x1b" not in rest
         finally:
+            terminal.close()
             pipe.kill()
             pipe.wait()
             pipe.stdout.close()
+
+
+@pytest.mark.drill
+def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
+    with watched_job(tmp_path) as (_, run_dir):
+        terminal = Terminal("top", str(run_dir), "--interval", "0.2")
+        try:
+            leave(terminal, by_key=True)
+        finally:
+            terminal.close()
