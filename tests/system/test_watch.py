@@ -139,9 +139,11 @@ def test_a_job_is_watched_in_a_terminal_and_into_a_pipe(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
-    with watched_job(tmp_path) as (_, run_dir):
+    with watched_job(tmp_path) as (job, run_dir):
         terminal = Terminal("top", str(run_dir), "--interval", "0.2")
         try:
             leave(terminal, by_key=True)
         finally:
             terminal.close()
+        job.signal_launcher(signal.SIGTERM)  # a killed one would leave its folder in shared memory
+        job.expect(143)
