@@ -28,8 +28,8 @@ STAGES = ["alarm", "agreement", "capture", "persist", "memory", "plan", "invento
 FOUNDATION = {"_version", "config", "core", "errors"}
 """What everything may import, and what imports nothing but its own kind."""
 JOINERS = {
-    *("agent", "cli", "cluster", "convert", "drill", "guard", "integrations", "mirror", "platforms"),
-    *("prove", "rejoin", "train"),
+    *("agent", "cli", "cluster", "convert", "doctor", "drill", "guard", "integrations", "mirror", "platforms"),
+    *("prove", "rejoin", "report", "train"),
 }
 """May import any stage. So may the modules at the top of the package. No stage imports one of them."""
 PURE = [
@@ -55,7 +55,7 @@ PURE = [
         "core/values.py",
     ),
     *("plan/assumptions.py", "plan/candidate.py", "plan/facts.py", "plan/planner.py", "plan/targets.py"),
-    *("drill/faults.py", "prove/causes.py", "prove/compare.py"),
+    *("doctor/finding.py", "doctor/saving.py", "drill/faults.py", "prove/causes.py", "prove/compare.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""
 IMPURE_MODULES = {

@@ -15,15 +15,17 @@ import typer
 from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
 from mindx_elastic.cli.convert import convert_command
+from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.msrun import msrun_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import prove_command
+from mindx_elastic.cli.report import report_command
 from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, run_command
 from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
-from mindx_elastic.cli.status import status_command
+from mindx_elastic.cli.status import status_command, top_command
 from mindx_elastic.cli.verify import verify_command
 
 __all__ = ["app", "main"]
@@ -43,6 +45,7 @@ app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SET
 app.command("msrun", help=unwrapped(msrun_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(
     msrun_command
 )
+app.command("doctor", help=unwrapped(doctor_command.__doc__))(doctor_command)
 app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=SCRIPT_SETTINGS, cls=ScriptCommand)(
     prove_command
 )
@@ -53,6 +56,8 @@ app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
 app.command("plan", help=unwrapped(plan_command.__doc__))(plan_command)
 app.command("status", help=unwrapped(status_command.__doc__))(status_command)
+app.command("top", help=unwrapped(top_command.__doc__))(top_command)
+app.command("report", help=unwrapped(report_command.__doc__))(report_command)
 app.command("pause", help=unwrapped(pause_command.__doc__))(pause_command)
 app.command("resume", help=unwrapped(resume_command.__doc__))(resume_command)
 app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
@@ -79,6 +84,7 @@ def _common(
     \b
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
+    mindx-elastic doctor ckpt --state-gib 18      before the first run: is the disk fast enough, is anything wrong?
     mindx-elastic prove -- train.py               stop and resume it, compare every step, name the first difference
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost, how long it took, still the same?
     mindx-elastic inspect ckpt                    list the checkpoints, newest first
@@ -87,6 +93,8 @@ def _common(
     mindx-elastic verify ckpt                     recompute every digest
     mindx-elastic plan ckpt                       say from which step the next start would resume, and why
     mindx-elastic status mindx-run                show what happened to a job under mindx-elastic run
+    mindx-elastic top mindx-run                   the same live: rates, and what would be lost if it died now
+    mindx-elastic report mindx-run -o report.html the whole run as one page to look at
     mindx-elastic pause mindx-run                 let all ranks wait at one step, and keep their memory; then: resume
     mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,30 +14,30 @@ from rich.text import Text
 
 from mindx_elastic.cli.common import (
     EXIT_NOTHING,
-    JSON_SCHEMA,
     RunDirArgument,
     find_cluster_recoveries,
     find_runs,
     human_age,
-    is_running,
     make_console,
     printable,
 )
-from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
+from mindx_elastic.cli.status_report import agent_line, make_report
+from mindx_elastic.cli.watch import watch
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.ledger import AttemptRecord, Totals
     from mindx_elastic.agent.run_log import AgentRun
     from mindx_elastic.rejoin.record import RecoveryRecord
 
-__all__ = ["status_command"]
-
-_RARE = ("paused_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
+__all__ = ["status_command", "top_command"]
 
 
 def status_command(
     path: RunDirArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    watch_it: Annotated[bool, typer.Option("--watch", help="Show it live, until the agent ends or Ctrl-C.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="With --watch: between two looks.")
+    ] = 1.0,
 ) -> None:
     """Show what happened to a job: its attempts, why each ended, what was saved and lost, how long it took.
 
@@ -48,6 +46,9 @@ def status_command(
 
     Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how many
     milliseconds after the failure each stage was reached. In a dynamic cluster give the checkpoint directory.
+
+    With --watch: each rank's step and rate, and what would be lost now if every process were killed, or the machine
+    lost. Into a pipe or a file it prints one frame after the other; with --json one document a line.
 
     \b
     [bold]Exit code[/bold]
@@ -59,10 +60,13 @@ def status_command(
     [bold]Examples[/bold]
     mindx-elastic status mindx-run
     mindx-elastic status mindx-run --json | jq '.totals'
+    mindx-elastic status mindx-run --watch         the same: mindx-elastic top mindx-run
     """
+    if watch_it:
+        raise typer.Exit(watch(path, interval, as_json=as_json))
     runs = find_runs(path)
     recoveries = runs[-1].recoveries if runs else find_cluster_recoveries(path)
-    report = _report(path, runs, recoveries, now=time.time())
+    report = make_report(path, runs, recoveries, now=time.time())
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -71,86 +75,19 @@ def status_command(
         raise typer.Exit(EXIT_NOTHING)
 
 
-def _report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecord], *, now: float) -> dict[str, Any]:
-    """The JSON document; what is printed comes from it, so that the two cannot disagree."""
-    from mindx_elastic.agent.ledger import add_up
+def top_command(
+    path: RunDirArgument,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Between two looks.")] = 1.0,
+) -> None:
+    """Show a job live: the ranks, their rates, and what would be lost now. The same as status --watch.
 
-    report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
-    report["recoveries"] = [asdict(record) for record in recoveries]
-    if not runs:
-        return {**report, "agent": None, "attempts": [], "totals": None, "workers": [], "pause": None}
-    run = runs[-1]
-    running = is_running(run)
-    agent = {
-        "pid": run.pid,
-        "host": run.host or None,
-        "running": running,
-        "started": run.started,
-        "ended": run.ended,
-        "outcome": run.outcome or None,
-        "agent_dir": run.agent_dir or None,
-        "age_s": None if run.started is None else round(now - run.started, 3),
-    }
-    attempts = [{**_facts(record), "pause_s": record.pause_s} for record in run.records]
-    workers = _workers(Path(run.agent_dir)) if run.agent_dir and running is not None and run.ended is None else []
-    return {
-        **report,
-        "agent": agent,
-        "attempts": attempts,
-        "totals": _facts(add_up(run.records)),
-        "workers": workers,
-        "pause": _pause(workers),
-    }
-
-
-def _facts(content: AttemptRecord | Totals) -> dict[str, Any]:
-    """Pauses and recoveries in place only where there were any: most jobs have none."""
-    return {name: value for name, value in asdict(content).items() if name not in _RARE or value}
-
-
-def _workers(agent_dir: Path) -> list[dict[str, Any]]:
-    """What the workers' pages say now, by rank."""
-    from mindx_elastic.core.posix import is_alive
-
-    phases = {phase.value: phase.name.lower() for phase in WorkerPhase}
-    found = []
-    for page in agent_dir.glob("rank_*.page"):
-        rank, status = page.stem.removeprefix("rank_"), read_page(page)
-        if not rank.isdecimal() or status is None:
-            continue
-        idle_s = (time.monotonic_ns() - status.boundary_ns) / 1e9 if status.boundary_ns else None
-        worker = {
-            "rank": int(rank),
-            "pid": status.pid,
-            "alive": is_alive(status.pid, None),
-            "phase": "paused" if _waits(status) else phases.get(status.phase),
-            "step": status.step,
-            "since_boundary_s": None if idle_s is None else round(idle_s, 3),
-            "boundaries": status.boundaries,
-            "resumed_step": status.resumed_step,
-            "saved_step": status.saved_step,
-            "save_every_s": status.save_every_s or None,
-            "paused_step": status.paused_step if _waits(status) else None,
-            "paused_s": round((time.monotonic_ns() - status.paused_ns) / 1e9, 3) if _waits(status) else None,
-            "reason": status.reason or None,
-        }
-        found.append(worker)
-    return sorted(found, key=lambda worker: int(str(worker["rank"])))
-
-
-def _waits(status: Status) -> bool:
-    """Whether the rank waits by command (`mindx-elastic pause`)."""
-    return status.phase == WorkerPhase.BETWEEN and status.paused_ns > 0
-
-
-def _pause(workers: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Where the ranks of this machine wait by command, and since when; None: none of them waits."""
-    waiting = [worker for worker in workers if worker["paused_s"] is not None and worker["alive"]]
-    if not waiting:
-        return None
-    step, seconds = max(worker["paused_step"] for worker in waiting), min(worker["paused_s"] for worker in waiting)
-    since = round(time.time() - seconds, 3)
-    return {"step": step, "since": since, "seconds": seconds, "ranks": [worker["rank"] for worker in waiting]}
+    \b
+    [bold]Exit code[/bold]
+    0  the agent has ended, or Ctrl-C
+    2  wrong usage, for example no such RUN_DIR
+    3  no agent has run there
+    """
+    raise typer.Exit(watch(path, interval, as_json=False))
 
 
 def _print(console: Console, report: dict[str, Any], runs: list[AgentRun], recoveries: list[RecoveryRecord]) -> None:
@@ -163,7 +100,7 @@ def _print(console: Console, report: dict[str, Any], runs: list[AgentRun], recov
             _print_recoveries(console, recoveries)
         return
     run, agent = runs[-1], report["agent"]
-    console.print(printable(_agent_line(agent)), style="bold", soft_wrap=True)
+    console.print(printable(agent_line(agent)), style="bold", soft_wrap=True)
     still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[agent["running"]]
     console.print(draw(run.records, still_open=still_open, width=console.width), soft_wrap=False)
     if recoveries:
@@ -188,20 +125,6 @@ def _print_recoveries(console: Console, recoveries: list[RecoveryRecord]) -> Non
     console.print()
     for line in as_lines(recoveries):
         console.print(line, soft_wrap=True)
-
-
-def _agent_line(agent: dict[str, Any]) -> str:
-    name = "agent" if agent["pid"] is None else f"agent {agent['pid']}"
-    name += f" on {agent['host']}" if agent["host"] else ""
-    age = "" if agent["age_s"] is None else f", begun {human_age(agent['age_s'])} ago"
-    if agent["ended"] is not None:
-        outcome = f": {agent['outcome']}" if agent["outcome"] else ""
-        return f"{name} has ended{age}{outcome}"
-    if agent["running"] is None:
-        return f"{name} has not recorded its end{age}; whether it runs can be seen on that machine only"
-    if agent["running"]:
-        return f"{name} runs{age}"
-    return f"{name} is gone without recording its end: it was killed{age}; start the same command again to go on"
 
 
 def _pause_line(pause: dict[str, Any], workers: list[dict[str, Any]]) -> str:

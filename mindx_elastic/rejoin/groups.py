@@ -31,6 +31,7 @@ __all__ = [
     "devices",
     "digest",
     "keep_timeout",
+    "missing_calls",
     "move_default_store",
     "my_groups",
     "problem",
@@ -59,8 +60,8 @@ class _Group:
     """Device types and the names of their backends."""
 
 
-def problem() -> str:
-    """Why the groups of this process cannot get new connections; empty: they can."""
+def missing_calls() -> list[str]:
+    """What this torch lacks of its own that a recovery in place needs, whatever the program does; empty: nothing."""
     from torch.distributed import distributed_c10d as c10d
 
     world: Any = getattr(c10d, "_world", None)
@@ -75,8 +76,12 @@ def problem() -> str:
         (getattr(dist, "Reducer", None), "_rebuild_buckets"),
         (DistributedDataParallel, "_update_process_group"),
     ]
-    missing = [name for owner, name in needed if owner is None or not hasattr(owner, name)]
-    if missing:
+    return [name for owner, name in needed if owner is None or not hasattr(owner, name)]
+
+
+def problem() -> str:
+    """Why the groups of this process cannot get new connections; empty: they can."""
+    if missing := missing_calls():
         return f"this torch ({torch.__version__}) lacks {', '.join(missing)}"
     if not dist.is_initialized():
         return "there is no process group"

@@ -1,0 +1,155 @@
+"""``mindx-elastic doctor``: what of this machine would cost a job its steps, before the job is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, make_console, printable
+
+if TYPE_CHECKING:
+    from mindx_elastic.doctor.examine import Examination
+    from mindx_elastic.doctor.finding import Finding
+
+__all__ = ["doctor_command"]
+
+_GIB = 1 << 30
+_STYLES = {"good": "green", "not visible": "cyan", "warning": "yellow", "problem": "bold red"}
+_LEVEL_WIDTH, _CHECK_WIDTH, _NARROW, _WIDEST = 11, 13, 60, 120
+
+
+def doctor_command(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="[DIR]", help="The checkpoint directory of the job; it need not exist.", readable=False),
+    ] = Path(),
+    grace: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Grace period of the job.", show_default="MINDX_GRACE_S, or 30"),
+    ] = None,
+    state_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--state-gib",
+            metavar="G",
+            help="Size of weights and optimizer on this machine, counted once where several ranks hold the same.",
+            show_default="from the newest checkpoint in DIR",
+        ),
+    ] = None,
+    nproc_per_node: Annotated[
+        int,
+        typer.Option("--nproc-per-node", min=0, metavar="N", help="Ranks on this machine; 0: as in the checkpoint."),
+    ] = 0,
+    measure: Annotated[
+        float, typer.Option(min=0, max=60, metavar="SECONDS", help="How long to write to the disk; 0: not at all.")
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a list.")] = False,
+) -> None:
+    """Look at this machine before the first run: would a stop be saved in time, and what else is wrong?
+
+    Disk speed and room against the grace period, shared memory against the state, owners and permissions, limits, the
+    clock, torch and its devices, the platform as far as it can be seen, and the variables. Each finding has its remedy.
+
+    It writes to DIR for a second, as a save does, and leaves nothing there. No network, no process group: run it once
+    on each machine, as the user who will train, with the environment of the job.
+
+    \b
+    [bold]Exit code[/bold]
+    0  no problem, though there may be warnings
+    1  a problem: the job will not run, or will lose what it need not lose
+    2  wrong usage
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic doctor ckpt --grace 30 --state-gib 18
+    mindx-elastic doctor ckpt --nproc-per-node 8       the state's size comes from the newest checkpoint there
+    mindx-elastic doctor ckpt --json | jq '.findings[] | select(.level == "problem")'
+    """
+    from mindx_elastic.config import MIN_GRACE_S
+
+    if grace is not None and not MIN_GRACE_S <= grace <= 86400:
+        fail(f"--grace {grace:g}: give {MIN_GRACE_S:g} to 86400 seconds")
+    if state_gib is not None and not 0 < state_gib <= 1 << 20:
+        fail(f"--state-gib {state_gib:g}: give a number of GiB above 0")
+    from mindx_elastic.doctor.examine import Wish, examine
+    from mindx_elastic.doctor.finding import Level, worst
+
+    wish = Wish(
+        directory=directory,
+        grace_s=grace,
+        state_bytes=None if state_gib is None else int(state_gib * _GIB),
+        ranks=nproc_per_node,
+        measure_s=measure,
+    )
+    found = examine(wish, os.environ)
+    if as_json:
+        typer.echo(json.dumps(_report(directory, found), indent=2))
+    else:
+        _print(make_console(), directory, found)
+    if worst(found.findings) is Level.PROBLEM:
+        raise typer.Exit(EXIT_BAD)
+
+
+def _report(directory: Path, found: Examination) -> dict[str, Any]:
+    from mindx_elastic.doctor.finding import worst
+
+    return {
+        "schema": JSON_SCHEMA,
+        "directory": str(directory),
+        "grace_s": found.grace_s,
+        "state_bytes": None if found.state is None else found.state.nbytes,
+        "ranks": None if found.state is None else found.state.ranks,
+        "worst": worst(found.findings).value,
+        "findings": [_finding(finding) for finding in found.findings],
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "check": finding.check,
+        "level": finding.level.value,
+        "text": finding.text,
+        "remedy": finding.remedy or None,
+        "figures": dict(finding.figures),
+    }
+
+
+def _print(console: Console, directory: Path, found: Examination) -> None:
+    from mindx_elastic.doctor.finding import Level
+
+    size = "size of the state not known"
+    if found.state is not None:
+        ranks = f"{found.state.ranks} rank{'' if found.state.ranks == 1 else 's'} here"
+        size = f"a state of {found.state.nbytes / _GIB:.3g} GiB ({found.state.source}), {ranks}"
+    title = f"{directory.absolute()}: {found.grace_s:g} s of grace, {size}"
+    console.print(Text(printable(title), style="bold"), soft_wrap=True)
+    width = min(console.width, _WIDEST)
+    for finding in found.findings:
+        for line in _lines(finding, width):
+            console.print(line, soft_wrap=True)
+    counts = [(sum(finding.level is level for finding in found.findings), level.value) for level in Level]
+    console.print(Text(", ".join(f"{number} {name}" for number, name in counts if number)), soft_wrap=True)
+
+
+def _lines(finding: Finding, width: int) -> list[Text]:
+    """Level, check and text in columns; below each other where the terminal is narrow."""
+    level = finding.level.value
+    label = Text(f"{level:<{_LEVEL_WIDTH}} ", style=_STYLES[level])
+    label.append(f"{finding.check:<{_CHECK_WIDTH}} ", style="none")
+    room, indent = width - len(label), len(label)
+    if width < _NARROW:
+        room, indent = width - 2, 2
+    body = textwrap.wrap(printable(finding.text), max(room, 20)) or [""]
+    remedy = textwrap.wrap(f"-> {printable(finding.remedy)}", max(room, 20)) if finding.remedy else []
+    rest = [Text(" " * indent + line) for line in [*body[(width >= _NARROW) :], *remedy]]
+    if width >= _NARROW:
+        label.append(body[0], style="none")
+    label.rstrip()
+    return [label, *rest]

@@ -1,0 +1,176 @@
+"""What a running job would lose if it died now: its newest boundary against the newest one in memory and on disk.
+
+Where every process is killed, shared memory stays, and a start goes on from the newest snapshot there, or from disk if
+that is newer. Where the machine is lost, disk alone counts. (Where one rank is killed, the others save their last
+boundary, and nothing is lost; the same at a stop.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindx_elastic.core.posix import is_own_folder
+from mindx_elastic.core.status_page import Status
+
+__all__ = ["DiskWatch", "Outlook", "Rates", "Saved", "expect"]
+
+_LEAST_PAUSE_S = 2.0
+_PAUSE_TIMES = 20
+"""A look at the disk is not repeated before so many times as long as it took."""
+_WINDOW_NS = 10 * 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest complete step on disk."""
+
+    step: int
+    created: float
+    """Unix seconds."""
+    name: str
+    """Of one of its files, for a person."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """None: not known, or there is none."""
+
+    step: int | None = None
+    """Newest boundary that a rank of this machine has passed."""
+    directory: str | None = None
+    """Of the checkpoints."""
+    memory_step: int | None = None
+    """Newest boundary from which a start could go on by memory."""
+    disk: Saved | None = None
+    lost_if_killed: int | None = None
+    """Steps lost if every process of the machine were killed."""
+    lost_if_machine_lost: int | None = None
+    """Steps lost if the machine were lost."""
+
+
+class Rates:
+    """Steps a second of each rank, over the last ten seconds. One thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+    def update(self, pages: Mapping[int, Status]) -> dict[int, float]:
+        """By rank; a rank that is not known long enough has none."""
+        kept, found = {}, {}
+        for rank, page in pages.items():
+            points = self._seen.get((rank, page.pid), [])
+            if not points and page.first_boundary_ns:
+                points = [(page.first_boundary_ns, 1)]
+            if page.boundary_ns and (not points or page.boundaries > points[-1][1]):
+                points = [*points, (page.boundary_ns, page.boundaries)]
+            while len(points) > 2 and points[1][0] < points[-1][0] - _WINDOW_NS:
+                points = points[1:]
+            kept[rank, page.pid] = points
+            if len(points) > 1 and points[-1][0] > points[0][0]:
+                end_ns = points[-1][0]
+                mean_ns = (end_ns - points[0][0]) / (points[-1][1] - points[0][1])
+                late_ns = time.monotonic_ns() - end_ns
+                if late_ns > 3 * mean_ns + 1e9 and page.phase == 2:  # it waits: the rate of before is none of now
+                    mean_ns = max(mean_ns, late_ns)
+                found[rank] = 1e9 / mean_ns
+        self._seen = kept
+        return found
+
+
+@dataclass
+class DiskWatch:
+    """Looks for the newest complete step of a directory, by headers, as often as that is cheap. One thread."""
+
+    _next: dict[Path, float] = field(default_factory=dict)
+    _found: dict[Path, Saved | None] = field(default_factory=dict)
+    _listed: dict[Path, str] = field(default_factory=dict)
+
+    def newest(self, directory: Path, run_id: str) -> Saved | None:
+        """Of the run `run_id`. Raises nothing: a directory that cannot be read has none."""
+        from mindx_elastic.errors import MindxError
+        from mindx_elastic.inventory.findings import list_files
+
+        began = time.monotonic()
+        if began < self._next.get(directory, 0.0):
+            return self._found.get(directory)
+        try:
+            listing = list_files([directory])
+            if self._listed.get(directory) != listing.disk:
+                self._found[directory] = _newest(directory, run_id)
+                self._listed[directory] = listing.disk
+        except (MindxError, OSError):
+            self._found[directory] = None
+        now = time.monotonic()
+        self._next[directory] = now + max(_LEAST_PAUSE_S, _PAUSE_TIMES * (now - began))
+        return self._found[directory]
+
+
+def _newest(directory: Path, run_id: str) -> Saved | None:
+    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
+    from mindx_elastic.inventory.inventory import Inventory
+
+    found = Inventory.merge([scan(list_files([directory]), trust=reader_trust(directory))])
+    newest = found.newest_complete(run_id or None)
+    if newest is None:
+        return None
+    created = max((entry.info.created for entry in newest.entries if entry.info is not None), default=0.0)
+    return Saved(newest.moment[2], created, newest.entries[0].path.name if newest.entries else "")
+
+
+def expect(pages: Mapping[int, Status], disk: DiskWatch) -> Outlook:
+    """What the job of these pages would lose now. Ranks with folders of their own in memory are jobs of their own: the
+    one that would lose most counts."""
+    jobs: dict[str, list[Status]] = {}
+    for page in pages.values():
+        if page.step >= 0 or page.entered_ns:
+            jobs.setdefault(page.arena, []).append(page)
+    found = [_expect(arena, ranks, disk) for arena, ranks in jobs.items()]
+    return max(found, key=lambda each: (each.lost_if_machine_lost or 0, each.lost_if_killed or 0), default=Outlook())
+
+
+def _expect(arena: str, pages: Sequence[Status], disk: DiskWatch) -> Outlook:
+    step = max(page.step for page in pages)
+    if step < 0:
+        return Outlook()
+    directory = _directory(arena)
+    memory = _in_memory(Path(arena)) if arena else None
+    saved = None if directory is None else disk.newest(directory, pages[0].run_id)
+    on_disk = 0 if saved is None else saved.step
+    return Outlook(
+        step=step,
+        directory=None if directory is None else str(directory),
+        memory_step=memory,
+        disk=saved,
+        lost_if_killed=None if directory is None else max(0, step - max(on_disk, memory or 0)),
+        lost_if_machine_lost=None if directory is None else max(0, step - on_disk),
+    )
+
+
+def _directory(arena: str) -> Path | None:
+    """Where the job of a folder in shared memory saves; None: it does not say, or the folder is another user's."""
+    from mindx_elastic.core.values import text
+    from mindx_elastic.memory.folders import read_owner
+
+    if not arena or not is_own_folder(arena):
+        return None
+    try:
+        found = text(read_owner(Path(arena)).get("directory"))
+    except (OSError, ValueError):
+        return None
+    return Path(found) if found else None
+
+
+def _in_memory(arena: Path) -> int | None:
+    """The newest step of which each rank that keeps snapshots has one; ranks that hold the same keep one together."""
+    from mindx_elastic.memory.arena import SlotState, read_records
+    from mindx_elastic.memory.folders import rank_folders
+
+    newest = []
+    for folder in rank_folders(arena).values():
+        steps = [record.step for record in read_records(folder) if record.state is not SlotState.EMPTY]
+        if steps:
+            newest.append(max(steps))
+    return min(newest, default=None)

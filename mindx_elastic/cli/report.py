@@ -1,0 +1,71 @@
+"""``mindx-elastic report``: a run as one page to look at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mindx_elastic.cli.common import EXIT_NOTHING, RunDirArgument, fail, human_size, is_folder, printable
+
+__all__ = ["report_command"]
+
+
+def report_command(
+    path: RunDirArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write; replaced where it exists.")
+    ] = Path("report.html"),
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The checkpoint directory, for the saves in its events.jsonl.",
+            show_default="that of the files that the run resumed from",
+        ),
+    ] = None,
+) -> None:
+    """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the step.
+
+    The page needs no network, runs no script, follows the browser's light or dark, and prints. Of several runs in one
+    log the newest is shown. Lines of the logs that are torn are counted and left out.
+
+    \b
+    [bold]Exit code[/bold]
+    0  the page was written
+    2  wrong usage: no such RUN_DIR, or FILE cannot be written
+    3  no agent has run there
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic report mindx-run -o report.html
+    mindx-elastic report mindx-run --checkpoints ckpt
+    """
+    from mindx_elastic.core.events import EVENTS_FILE
+    from mindx_elastic.report.page import make_page
+    from mindx_elastic.report.story import tell
+
+    log = path / EVENTS_FILE if is_folder(path) else path
+    if checkpoints is not None and not (checkpoints / EVENTS_FILE).is_file():
+        fail(f"--checkpoints {checkpoints}: there is no {EVENTS_FILE}")
+    try:
+        story = tell(log, checkpoints)
+    except FileNotFoundError:
+        story = None
+    except OSError as error:
+        fail(f"{log} cannot be read: {error.strerror or error}")
+    if story is None:
+        typer.echo(printable(f"no agent has run in {path}"))
+        raise typer.Exit(EXIT_NOTHING)
+    data = make_page(story).encode("utf-8", "backslashreplace")
+    temp = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temp.write_bytes(data)
+        os.replace(temp, output)
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        fail(f"{output} cannot be written: {error.strerror or error}")
+    torn = f"; {story.torn} torn or foreign lines were left out" if story.torn else ""
+    typer.echo(printable(f"{output}: {human_size(len(data))}, {len(story.run.records)} attempts{torn}"))

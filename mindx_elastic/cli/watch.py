@@ -1,0 +1,188 @@
+"""``mindx-elastic status --watch``, ``top``: a job live in the terminal, or frame by frame into a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from mindx_elastic.cli.common import EXIT_NOTHING, find_runs, make_console, printable
+from mindx_elastic.cli.outlook import DiskWatch, Rates, expect
+from mindx_elastic.cli.status_report import make_report, read_pages
+from mindx_elastic.cli.watch_frame import draw_frame
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.run_log import AgentRun
+
+__all__ = ["watch"]
+
+_NOTABLE = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership")
+"""Events of the agent that are shown as alarms."""
+_TAIL_BYTES = 1 << 17
+_MOST_ALARMS = 3
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
+    """Show the newest agent's job in RUN_DIR until that agent has ended, or Ctrl-C; returns the exit code.
+
+    The terminal is as it was when this returns or is left by SIGTERM or SIGHUP. Main thread.
+    """
+    look = _Look(path)
+    first = look.take()
+    if first is None:
+        typer.echo(f"mindx-elastic: {printable(f'no agent has run in {path}')}", err=True)
+        return EXIT_NOTHING
+    console = make_console()
+    try:
+        if as_json or not sys.stdout.isatty() or console.is_dumb_terminal:
+            _print_frames(console, look, first, interval_s, as_json=as_json)
+        else:
+            last = _show_live(console, look, first, interval_s)
+            _print_frame(console, last)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return _BROKEN_PIPE
+    return 0
+
+
+class _Look:
+    """Reads everything that a frame shows. The log is read again only when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rates, self._disk = Rates(), DiskWatch()
+        self._log_state: object = None
+        self._runs: list[AgentRun] = []
+
+    def take(self) -> dict[str, Any] | None:
+        """The document of `status`, with `rates`, `outlook` and `alarms`; None where no agent has run."""
+        from mindx_elastic.core.events import EVENTS_FILE
+
+        log = self._path / EVENTS_FILE if self._path.is_dir() else self._path
+        state = _state_of(log)
+        if state is None or state != self._log_state:
+            self._runs, self._log_state = find_runs(self._path), state
+        if not self._runs:
+            return None
+        run = self._runs[-1]
+        report = make_report(self._path, self._runs, run.recoveries, now=time.time())
+        pages = read_pages(Path(run.agent_dir)) if report["workers"] else {}
+        rates = self._rates.update(pages)
+        for worker in report["workers"]:
+            worker["steps_per_s"] = None if worker["rank"] not in rates else round(rates[worker["rank"]], 3)
+        report["time"] = round(time.time(), 3)
+        report["outlook"] = asdict(expect(pages, self._disk))
+        report["alarms"] = _alarms(log, run)
+        return report
+
+
+def _state_of(log: Path) -> object:
+    try:
+        status = os.stat(log)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _alarms(log: Path, run: AgentRun) -> list[dict[str, Any]]:
+    """The newest notable events of this agent, the oldest first."""
+    from mindx_elastic.core.events import lines_backwards
+    from mindx_elastic.core.values import real, text
+
+    found: list[dict[str, Any]] = []
+    for line in lines_backwards(log, _TAIL_BYTES):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(event, dict) or event.get("event") not in _NOTABLE:
+            continue
+        at = real(event.get("time"))
+        if at is None or (run.started is not None and at < run.started):
+            continue
+        found.append({"time": at, "event": event["event"], "reason": text(event.get("reason"))})
+        if len(found) == _MOST_ALARMS:
+            break
+    return found[::-1]
+
+
+def _is_over(report: dict[str, Any]) -> bool:
+    return report["agent"]["running"] is False
+
+
+# --- into a pipe, a file, or a terminal that can do nothing ---
+
+
+def _print_frames(console: Console, look: _Look, report: dict[str, Any], interval_s: float, *, as_json: bool) -> None:
+    while True:
+        if as_json:
+            print(json.dumps(report), flush=True)
+        else:
+            _print_frame(console, report)
+        if _is_over(report):
+            return
+        if not as_json:
+            print(flush=True)
+        time.sleep(interval_s)
+        report = look.take() or report
+
+
+def _print_frame(console: Console, report: dict[str, Any]) -> None:
+    for line in draw_frame(report, width=console.width, height=None):
+        console.print(line, soft_wrap=True)
+    sys.stdout.flush()
+
+
+# --- live ---
+
+
+def _show_live(console: Console, look: _Look, report: dict[str, Any], interval_s: float) -> dict[str, Any]:
+    """The last report, when the agent has ended."""
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with _signals(live), live:
+        while True:
+            size = console.size
+            lines = draw_frame(report, width=size.width, height=size.height)
+            live.update(Text("\n").join(lines), refresh=True)
+            if _is_over(report):
+                return report
+            time.sleep(interval_s)
+            report = look.take() or report
+
+
+@contextmanager
+def _signals(live: Live) -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command by an exception, Ctrl-Z gives the terminal back until `fg`."""
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    def suspend(signum: int, frame: object) -> None:
+        live.stop()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # stops here, until SIGCONT
+        signal.signal(signal.SIGTSTP, suspend)
+        live.start(refresh=True)
+
+    handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: suspend}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,112 @@
+"""Measures the file system of the checkpoint directory by writing to it as a save does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mindx_elastic.doctor.saving import Disk
+from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, free_space, fsync_dir, publish
+
+__all__ = ["Clocks", "compare_clocks", "existing_part", "measure"]
+
+_PIECE_BYTES = 32 << 20
+_MOST_BYTES = 4 << 30
+_FREE_PART = 10
+_SMALL_FILES = 3
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The time of a file that was just written, on both clocks (unix seconds)."""
+
+    ours: float
+    theirs: float
+
+
+def existing_part(directory: Path) -> Path:
+    """`directory`, or the nearest folder above it that exists."""
+    path = directory.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def measure(folder: Path, measure_s: float) -> Disk:
+    """Write to an existing folder for about `measure_s` seconds, as a save does. Raises OSError. Blocks.
+
+    At most a tenth of the free room is used, and 4 GiB. The file loses its name as soon as it has one, so that nothing
+    is left behind however this process ends.
+    """
+    data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
+    most = min(_MOST_BYTES, free_space(folder) // _FREE_PART)
+    with _nameless(folder) as fd, contextlib.closing(BlockWriter(fd, 0)) as writer:
+        pieces = max(1, most // _PIECE_BYTES)
+        if most < _PIECE_BYTES:
+            data = data[: max(1, most // 4096) * 4096]
+        preallocate(fd, pieces * data.nbytes)  # as a save does
+        began = time.monotonic()
+        written = 0
+        for _ in range(pieces):
+            writer.put(data)
+            written += data.nbytes
+            if time.monotonic() - began > measure_s:
+                break
+        writer.finish()
+        os.fsync(fd)
+        took_s = time.monotonic() - began
+        is_direct = writer.direct
+    return Disk(
+        bytes_per_s=written / max(took_s, 1e-6),
+        measured_bytes=written,
+        is_direct=is_direct,
+        small_file_s=_time_small_files(folder),
+    )
+
+
+def compare_clocks(folder: Path) -> Clocks:
+    """What the file system takes for the time, which on a network one is its server's. Raises OSError."""
+    with _nameless(folder) as fd:
+        before = time.time()
+        os.write(fd, b"\0")
+        theirs = os.fstat(fd).st_mtime
+        return Clocks((before + time.time()) / 2, theirs)
+
+
+@contextmanager
+def _nameless(folder: Path) -> Iterator[int]:
+    fd, temp = create_temp(folder / "doctor")
+    try:
+        temp.unlink()
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _time_small_files(folder: Path) -> float:
+    """Seconds until a small file is durable under its name, the median of a few."""
+    took = []
+    final = folder / f".doctor.{secrets.token_hex(6)}{TEMP_SUFFIX}"  # a name that the next start removes
+    for _ in range(_SMALL_FILES):
+        began = time.monotonic()
+        fd, temp = create_temp(final)
+        try:
+            os.write(fd, b"x" * 512)
+            os.fsync(fd)
+            publish(temp, final)
+            fsync_dir(folder)
+            took.append(time.monotonic() - began)
+        finally:
+            os.close(fd)
+            temp.unlink(missing_ok=True)
+            final.unlink(missing_ok=True)
+    return sorted(took)[len(took) // 2]

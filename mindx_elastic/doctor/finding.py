@@ -1,0 +1,71 @@
+"""One thing that was looked at: how it is, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["Finding", "Level", "gib", "good", "problem", "seconds", "unknown", "warning", "worst"]
+
+_GIB = 1 << 30
+
+
+class Level(Enum):
+    """How much a finding matters, the most harmless first."""
+
+    GOOD = "good"
+    UNKNOWN = "not visible"
+    """It cannot be seen from here, and the remedy says where to look."""
+    WARNING = "warning"
+    """The job runs; time, steps or exactness may be lost in some case."""
+    PROBLEM = "problem"
+    """The job does not run, or loses what it need not lose."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    """What was looked at, in a word or two; several findings may have the same."""
+    level: Level
+    text: str
+    remedy: str = ""
+    """What to do; empty where there is nothing to do."""
+    figures: Mapping[str, float | str | None] = field(default_factory=dict)
+    """The measured values for a script, by names that end in their unit."""
+
+
+def good(check: str, text: str, **figures: float | str | None) -> Finding:
+    return Finding(check, Level.GOOD, text, "", figures)
+
+
+def unknown(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, Level.UNKNOWN, text, remedy)
+
+
+def warning(check: str, text: str, remedy: str, **figures: float | str | None) -> Finding:
+    return Finding(check, Level.WARNING, text, remedy, figures)
+
+
+def problem(check: str, text: str, remedy: str, **figures: float | str | None) -> Finding:
+    return Finding(check, Level.PROBLEM, text, remedy, figures)
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The level of the worst of `findings`; `Level.GOOD` where there are none."""
+    order = list(Level)
+    return max((finding.level for finding in findings), key=order.index, default=Level.GOOD)
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for a person, with two or three digits."""
+    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size or unit == "KiB":
+            value = nbytes / size
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def seconds(value: float) -> str:
+    """A duration for a person, with two digits at least."""
+    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s" if value >= 0.1 else f"{value * 1000:.1f} ms"

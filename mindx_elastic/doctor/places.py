@@ -1,0 +1,236 @@
+"""The checkpoint directory and shared memory: whose they are, whether they can be written to, and how much room is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.core.owners import check_place
+from mindx_elastic.core.printable import printable
+from mindx_elastic.doctor.disk import compare_clocks, existing_part, measure
+from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, unknown, warning
+from mindx_elastic.doctor.saving import Disk, State, judge_room, judge_time
+from mindx_elastic.errors import UnsafeDirectoryError
+from mindx_elastic.memory.folders import squatted_folder
+from mindx_elastic.persist.storage import free_space
+
+__all__ = ["Mount", "find_mount", "judge_memory", "look_at_directory", "look_at_memory", "read_mounts"]
+
+_MEMORY_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_NETWORK_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs")
+_NUM_SLOTS = 2
+_SLOW_FILE_S = 0.5
+_CLOCK_S = 2.0
+_LEAST_MEMORY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/self/mountinfo."""
+
+    path: str
+    kind: str
+    """The file system's type."""
+
+
+def read_mounts(text: str) -> list[Mount]:
+    """The mounts in the text of a mountinfo file; lines of another shape are skipped."""
+    found = []
+    for line in text.splitlines():
+        before, dash, after = line.partition(" - ")
+        words = before.split()
+        if dash and len(words) > 4 and after.split():
+            path = words[4].encode().decode("unicode_escape", "replace")  # \040 is a blank
+            found.append(Mount(path, after.split()[0]))
+    return found
+
+
+def find_mount(path: Path, mounts: list[Mount]) -> Mount | None:
+    """The innermost of `mounts` that `path` is on; the later one of two at the same place."""
+    real = os.path.realpath(path)
+    on = [mount for mount in mounts if real == mount.path or real.startswith(mount.path.rstrip("/") + "/")]
+    return max(reversed(on), key=lambda mount: len(mount.path), default=None)
+
+
+def _mounts_here() -> list[Mount]:
+    try:
+        return read_mounts(Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return []
+
+
+# --- the checkpoint directory ---
+
+
+def look_at_directory(
+    directory: Path, state: State | None, grace_s: float, measure_s: float, *, allow_shared: bool
+) -> Iterator[Finding]:
+    """All that can be said of `directory`, which need not exist. `measure_s`: how long to write; 0: not at all."""
+    folder = existing_part(directory)
+    name = printable(directory)
+    if directory.exists() and not directory.is_dir():
+        yield problem("directory", f"{name} is a file", "give a directory")
+        return
+    yield _place(directory, allow_shared=allow_shared)
+    mount = find_mount(folder, _mounts_here())
+    kind = mount.kind if mount is not None else "unknown"
+    where = printable(f"{folder} ({kind})")
+    if kind in _MEMORY_SYSTEMS:
+        yield problem(
+            "directory",
+            f"{where} is in memory: a checkpoint there does not outlive the machine",
+            "give a directory on a disk, or on a file system that all nodes see",
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield problem(
+            "directory",
+            f"user {os.geteuid()} cannot write to {where}",
+            f"give a directory of your own, or chown {os.geteuid()} {folder}",
+        )
+        return
+    is_new = "" if folder == directory.absolute() else " (it does not exist; the first start makes it)"
+    yield good("directory", f"{name}{is_new} can be written to; {where}")
+    if kind in _NETWORK_SYSTEMS or kind.startswith("fuse."):
+        yield warning(
+            "directory",
+            f"{where} is shared over a network: other machines' saves take part of the speed below",
+            "run doctor on all machines at the same moment, and take the slowest",
+        )
+    yield judge_room(free_space(folder), state, where)
+    yield from _clocks(folder)
+    if measure_s <= 0:
+        yield unknown("disk speed", "not measured (--measure 0)", "leave the option out to measure for a second")
+        return
+    try:
+        disk = measure(folder, measure_s)
+    except OSError as error:
+        yield problem(
+            "disk speed",
+            f"writing to {where} fails: {error.strerror or error}",
+            "a save would fail the same way: make room, or give another directory",
+        )
+        return
+    yield from judge_time(disk, state, grace_s)
+    yield from _habits(disk, where)
+
+
+def _place(directory: Path, *, allow_shared: bool) -> Finding:
+    try:
+        check_place(directory.resolve())
+        check_place(directory)
+    except UnsafeDirectoryError as error:
+        text, _, remedy = printable(error).partition("; ")
+        if allow_shared:
+            return warning("owners", f"{text} (accepted by MINDX_ALLOW_SHARED_DIRECTORY=1)", remedy)
+        return problem("owners", text, remedy)
+    return good("owners", f"no other user can exchange what is in {printable(directory)}")
+
+
+def _clocks(folder: Path) -> Iterator[Finding]:
+    try:
+        clocks = compare_clocks(folder)
+    except OSError:
+        return  # the measurement after it says what is wrong
+    apart_s = clocks.theirs - clocks.ours
+    if abs(apart_s) > _CLOCK_S:
+        how = "ahead of" if apart_s > 0 else "behind"
+        yield warning(
+            "clock",
+            f"the file system's clock is {seconds(abs(apart_s))} {how} this machine's",
+            "set both by NTP; whether a flag file is older than the start is judged by its time",
+        )
+    else:
+        yield good("clock", f"the file system's clock agrees with this machine's, {time.strftime('%Y-%m-%d %H:%M')}")
+
+
+def _habits(disk: Disk, where: str) -> Iterator[Finding]:
+    if disk.is_direct:
+        yield good("direct I/O", f"{where} takes it")
+    else:
+        yield warning(
+            "direct I/O",
+            f"{where} does not take it: saves go through the page cache, and take memory from the training",
+            "a local disk (ext4, xfs) takes it; else count the page cache in the container's memory limit",
+        )
+    text = f"a small file is durable after {seconds(disk.small_file_s)}"
+    figures = {"small_file_s": disk.small_file_s}
+    if disk.small_file_s > _SLOW_FILE_S:
+        remedy = "each save waits for this a few times: a faster file system, or more grace"
+        yield warning("disk speed", text, remedy, **figures)
+    else:
+        yield good("disk speed", text, **figures)
+
+
+# --- shared memory ---
+
+
+def look_at_memory(base: Path | None, state: State | None, limit_left: int | None) -> Iterator[Finding]:
+    """Shared memory at `base` (None: MINDX_ARENA_DIR=none). `limit_left`: bytes of memory that the machine has, or that
+    the limit of its container leaves; None: it cannot be seen."""
+    if base is None:
+        yield warning(
+            "shared memory",
+            "not used (MINDX_ARENA_DIR=none): a killed process loses all steps since the last checkpoint",
+            "unset MINDX_ARENA_DIR",
+        )
+        return
+    name = printable(base)
+    if not base.is_dir():
+        remedy = "mount a tmpfs there, or set MINDX_ARENA_DIR to one"
+        yield problem("shared memory", f"{name} is not a folder", remedy)
+        return
+    if not os.access(base, os.W_OK | os.X_OK):
+        yield problem(
+            "shared memory",
+            f"user {os.geteuid()} cannot write to {name}",
+            f"chmod 1777 {base}, or set MINDX_ARENA_DIR to a memory file system of your own",
+        )
+        return
+    mount = find_mount(base, _mounts_here())
+    if mount is not None and mount.kind not in _MEMORY_SYSTEMS:
+        yield warning(
+            "shared memory",
+            f"{name} is on {printable(mount.kind)}, not in memory: snapshots are as slow as that",
+            "mount a tmpfs there, or set MINDX_ARENA_DIR to one",
+        )
+    if (squatted := squatted_folder(base)) is not None:
+        yield warning(
+            "shared memory",
+            f"{printable(squatted)} is not a private folder of user {os.geteuid()}: a folder of another name is taken",
+            f"remove it if it is a left-over of yours: rm -r {squatted}",
+        )
+    yield judge_memory(name, free_space(base), state, limit_left)
+
+
+def judge_memory(name: str, free_bytes: int, state: State | None, limit_left: int | None) -> Finding:
+    """Whether the snapshots of `state` fit. Pure."""
+    room = free_bytes if limit_left is None else min(free_bytes, limit_left)
+    figures = {"free_bytes": float(free_bytes), "limit_left_bytes": None if limit_left is None else float(limit_left)}
+    bound = (
+        ""
+        if limit_left is None or free_bytes <= limit_left
+        else ", and the machine or the limit of its container has no more"
+    )
+    text = f"{gib(room)} free in {name}{bound}"
+    if state is None:
+        if room >= _LEAST_MEMORY:
+            return good("shared memory", text, **figures)
+        remedy = "docker run --shm-size=8g; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+        return warning("shared memory", f"{text}: less than most states take twice", remedy, **figures)
+    need = _NUM_SLOTS * state.nbytes
+    figures |= {"need_bytes": float(need)}
+    size = max(1, -(-int(need * 1.1) // (1 << 30)))
+    remedy = (
+        f"docker run --shm-size={size}g; Kubernetes: an emptyDir with medium: Memory and sizeLimit: {size}Gi at "
+        "/dev/shm, which counts in the container's memory limit"
+    )
+    text += f"; two snapshots of {gib(state.nbytes)} take {gib(need)}"
+    if room < need:
+        why = "a killed process then loses all steps since the last checkpoint"
+        return problem("shared memory", f"{text}: {why}", remedy, **figures)
+    if room < need * 1.1:
+        return warning("shared memory", f"{text}: hardly anything is left for loader workers", remedy, **figures)
+    return good("shared memory", text, **figures)

@@ -1,0 +1,214 @@
+"""Variables of the environment that are unknown, have a wrong value, or contradict each other. Starts nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from mindx_elastic import config
+from mindx_elastic.agreement.job_key import read_key_file
+from mindx_elastic.cluster.settings import WORKER, ClusterSettings
+from mindx_elastic.config import KeySettings
+from mindx_elastic.core.printable import printable
+from mindx_elastic.doctor.finding import Finding, good, problem, warning
+from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.launchers import refusal
+
+__all__ = ["judge_variables", "known_names"]
+
+_OTHER_NAMES = {
+    *("MINDX_RESUME_RUN_ID", "MINDX_RESUME_ATTEMPT", "MINDX_RESUME_STEP"),  # for shell scripts
+    *("MINDX_WHEEL_DIR", "MINDX_INSTALL_DIR"),  # of ma_pre_start.sh
+    "MINDX_CLUSTER_ANEW",  # of the dynamic cluster, for itself
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+}
+_OF_THE_AGENT = ("MINDX_AGENT_DIR", "MINDX_AGENT_PID", "MINDX_RUN_DIR", "MINDX_ATTEMPT", "MINDX_SPARE", "MINDX_TRIAL")
+_ALIKE = 0.8
+
+
+class _Asked(dict[str, str]):
+    """An environment that notes what is asked for."""
+
+    def __init__(self, content: Mapping[str, str]) -> None:
+        super().__init__(content)
+        self.names: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+
+def known_names() -> set[str]:
+    """The names of all variables that the package reads."""
+    found = set(_OTHER_NAMES)
+    readers = [cls.from_env for cls in vars(config).values() if hasattr(cls, "from_env")]
+    for read in (*readers, ClusterSettings.from_env):
+        asked = _Asked({"MS_ROLE": WORKER} if read == ClusterSettings.from_env else {})
+        with suppress(UsageError):  # some are needed where others are set; it has asked for all by then
+            read(asked)
+        found |= asked.names
+    return found
+
+
+def judge_variables(env: Mapping[str, str]) -> Iterator[Finding]:
+    """All that is to be said of `env`; one good finding where that is nothing. Reads the file of a job's key."""
+    found = [*_unknown(env), *_wrong(env), *_launcher(env)]
+    for check in _CONTRADICTIONS:
+        found += check(env)
+    if found:
+        yield from found
+        return
+    names = [name for name in sorted(known_names()) if name.startswith(("MINDX_", "MS_")) and env.get(name)]
+    yield good("variables", f"{', '.join(names)}: valid, no contradiction" if names else "none of ours is set")
+
+
+def _unknown(env: Mapping[str, str]) -> Iterator[Finding]:
+    """MindSpore and torch have more names than we know, so theirs must be like one of ours."""
+    known = known_names()
+    for name in sorted(env):
+        if name in known or not name.startswith(("MINDX", "MS_", "TORCH_ELASTIC", "TORCHELASTIC")):
+            continue
+        alike = difflib.get_close_matches(name, known, 1, _ALIKE)
+        if not alike and not name.startswith("MINDX_"):
+            continue
+        remedy = f"{alike[0]}?" if alike else "unset it; docs/environment.md has them all"
+        yield warning("variables", f"{printable(name)} is read by nothing", remedy)
+
+
+def _wrong(env: Mapping[str, str]) -> Iterator[Finding]:
+    readers = [cls.from_env for cls in vars(config).values() if hasattr(cls, "from_env")]
+    said = set()
+    for read in (*readers, ClusterSettings.from_env):
+        try:
+            read(env)
+        except UsageError as error:
+            if (text := printable(error)) not in said:
+                said.add(text)
+                yield problem("variables", text, "docs/environment.md says what it may be; unset it for the default")
+
+
+def _launcher(env: Mapping[str, str]) -> Iterator[Finding]:
+    if env.get("MS_ROLE", "").strip():
+        return  # of the dynamic cluster, which `_wrong` has read
+    if text := refusal(env):
+        what, _, remedy = text.partition(". ")
+        yield problem("variables", printable(what), printable(remedy))
+
+
+# --- contradictions: each gives what is wrong in one place ---
+
+
+def _grace(env: Mapping[str, str]) -> list[Finding]:
+    ours, theirs = _seconds(env, "MINDX_GRACE_S"), _seconds(env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    found = []
+    if ours is not None and theirs is not None and theirs < ours:
+        found.append(
+            problem(
+                "variables",
+                f"MINDX_GRACE_S={ours:g}, but torchrun kills after {theirs:g} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+                f"make them equal; or under mindx-elastic run, --grace {ours:g}, which goes before both",
+            )
+        )
+    grace = ours if ours is not None else theirs if theirs is not None else config.DEFAULT_GRACE_S
+    wait = _seconds(env, "MINDX_AGREEMENT_S")
+    if wait is not None and wait > grace / 3:
+        text = f"MINDX_AGREEMENT_S={wait:g} is more than a third of the {grace:g} s of grace, and is cut to that"
+        found.append(warning("variables", text, "a longer grace period, or unset it"))
+    return found
+
+
+def _memory(env: Mapping[str, str]) -> list[Finding]:
+    if env.get("MINDX_ARENA_DIR", "").strip() != "none":
+        return []
+    found = []
+    every = env.get("MINDX_SNAPSHOT_EVERY", "").strip()
+    if every not in ("", "0"):
+        text = f"MINDX_SNAPSHOT_EVERY={every} asks for snapshots in memory, and MINDX_ARENA_DIR=none forbids them"
+        found.append(problem("variables", printable(text), "unset MINDX_ARENA_DIR, or MINDX_SNAPSHOT_EVERY=0"))
+    if env.get("MINDX_RECOVER", "").strip() == "in-place":
+        text = "MINDX_RECOVER=in-place needs shared memory, and MINDX_ARENA_DIR=none forbids it"
+        found.append(problem("variables", text, "unset MINDX_ARENA_DIR, or MINDX_RECOVER=restart"))
+    return found
+
+
+def _recover(env: Mapping[str, str]) -> list[Finding]:
+    in_place = env.get("MINDX_RECOVER", "").strip() == "in-place"
+    with_nccl = env.get("MINDX_REJOIN_NCCL", "").strip() == "1"
+    found = []
+    if with_nccl and not in_place:
+        text = "MINDX_REJOIN_NCCL=1 has no effect without MINDX_RECOVER=in-place or --recover in-place"
+        found.append(warning("variables", text, "give --recover in-place too, or unset it"))
+    handling = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "").strip()
+    if in_place and with_nccl and handling not in ("", "0"):
+        text = f"TORCH_NCCL_ASYNC_ERROR_HANDLING={handling}: torch ends a process whose peer has died, never in place"
+        found.append(problem("variables", printable(text), "unset it; the agent sets 0"))
+    if in_place and env.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
+        text = "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the process groups, so that no recovery is in place"
+        found.append(problem("variables", text, "INFO, or unset it"))
+    return found
+
+
+def _ranks(env: Mapping[str, str]) -> list[Finding]:
+    found = []
+    if env.get("RANK", "").strip() and not env.get("WORLD_SIZE", "").strip():
+        text = f"RANK={env['RANK']} without WORLD_SIZE: this process takes itself for the whole job"
+        found.append(problem("variables", printable(text), "start with mindx-elastic run or torchrun, or unset RANK"))
+    for one, other in (("RANK", "RANK_ID"), ("WORLD_SIZE", "RANK_SIZE"), ("MINDX_RANK_TABLE", "RANK_TABLE_FILE")):
+        values = [env.get(name, "").strip() for name in (one, other)]
+        if all(values) and values[0] != values[1]:
+            text = f"{one}={values[0]} and {other}={values[1]} differ; {one} is taken"
+            found.append(warning("variables", printable(text), f"unset {other}, or make them equal"))
+    return found
+
+
+def _leftovers(env: Mapping[str, str]) -> list[Finding]:
+    found = []
+    names = [name for name in _OF_THE_AGENT if env.get(name, "").strip()]
+    pid = env.get("MINDX_AGENT_PID", "").strip()
+    if names and not (pid.isdecimal() and os.path.isdir(f"/proc/{pid}")):
+        text = f"{', '.join(names)}: set by an agent for its workers, and that agent is not there"
+        found.append(problem("variables", text, f"unset {' '.join(names)}"))
+    if env.get("MINDX_PROVE", "").strip():
+        text = "MINDX_PROVE is set: each guard takes itself for a run of mindx-elastic prove"
+        found.append(problem("variables", text, "unset MINDX_PROVE"))
+    return found
+
+
+def _key(env: Mapping[str, str]) -> list[Finding]:
+    found = []
+    settings = KeySettings.from_env({**env, "LOCAL_WORLD_SIZE": ""})
+    if settings.text and settings.file is not None:
+        text = "MINDX_JOB_KEY and MINDX_JOB_KEY_FILE are both set; MINDX_JOB_KEY is taken"
+        found.append(warning("variables", text, "unset MINDX_JOB_KEY: other programs can read the environment"))
+    if settings.file is not None:
+        try:
+            read_key_file(settings.file, "MINDX_JOB_KEY_FILE")
+        except UsageError as error:
+            what, _, remedy = printable(error).rpartition("; ")
+            found.append(problem("variables", what or remedy, remedy))
+    return found
+
+
+def _restarts(env: Mapping[str, str]) -> list[Finding]:
+    under_torchrun = env.get("TORCHELASTIC_RUN_ID", "").strip() and not env.get("MINDX_AGENT_DIR", "").strip()
+    if under_torchrun and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "").strip() != "1":
+        text = "torchrun without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: restarted ranks on gloo do not find each other"
+        return [warning("variables", text, "export it, or use mindx-elastic run, which needs no such variable")]
+    return []
+
+
+_CONTRADICTIONS: tuple[Callable[[Mapping[str, str]], list[Finding]], ...] = (
+    *(_grace, _memory, _recover, _ranks, _leftovers, _key, _restarts),
+)
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    """None: not set, or no number, which `_wrong` tells."""
+    try:
+        return float(env.get(name, ""))
+    except ValueError:
+        return None

@@ -1,0 +1,328 @@
+"""What happened in a run, put together from the agent's event log and those of its ranks.
+
+Their lines are not trusted: what is torn, or no event, is counted and left out, and values of the wrong type are taken
+as unknown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agent.ledger import FAILED, AttemptRecord
+from mindx_elastic.agent.run_log import AgentRun, load_runs
+from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation
+from mindx_elastic.core.values import real, text, whole
+from mindx_elastic.rejoin.record import IN_PLACE
+
+__all__ = ["Bar", "Mark", "Saves", "Share", "Story", "shares_of", "tell"]
+
+_ALARMS = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership", "pause")
+
+
+_MOST, _MOST_S = 1 << 62, 1e11
+"""What is beyond them in a log is taken as unknown."""
+_MOST_RANKS = 1024
+_OF_STEPS = ("save", "resume", "durable", "worker_end", "attempt_end", "rejoin", "pause")
+"""Events that say that a step was passed at their time."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One process of a rank, from its start to its end (unix seconds)."""
+
+    rank: int
+    attempt: int
+    start: float
+    end: float
+    how: str
+    """How it ended; empty: it has not."""
+    is_bad: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something at a moment: ``fault``, ``save``, ``recovery`` or another event."""
+
+    kind: str
+    time: float
+    rank: int | None
+    step: int | None
+    text: str
+
+
+@dataclass
+class Saves:
+    """The saves of one kind, of all ranks."""
+
+    count: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    duration_s: float = 0.0
+    longest_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the run's time."""
+
+    name: str
+    seconds: float
+    meaning: str
+
+
+@dataclass
+class Story:
+    run: AgentRun
+    start: float
+    end: float
+    """Unix seconds; of the last event where the end is not recorded."""
+    bars: list[Bar] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    steps: list[list[tuple[float, int]]] = field(default_factory=list)
+    """For each attempt the moments at which a step is known to have been passed."""
+    saves: dict[str, Saves] = field(default_factory=dict)
+    shares: list[Share] = field(default_factory=list)
+    sources: list[Path] = field(default_factory=list)
+    """The logs that were read."""
+    torn: int = 0
+    """Lines that are no events."""
+    older_runs: int = 0
+
+
+def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
+    """The newest agent's run in the log of a RUN_DIR; None: no agent has run there. Raises OSError.
+
+    checkpoints: the directory whose log has the ranks' own events; None: that of the files which the run resumed from.
+    """
+    runs = load_runs(log)
+    if not runs:
+        return None
+    run = _bounded(runs[-1])
+    lines, torn = _read(log)
+    sources = [log]
+    for folder in [checkpoints] if checkpoints is not None else _checkpoint_folders(run):
+        path = folder / EVENTS_FILE
+        if path.exists() and not path.samefile(log):
+            more, more_torn = _read(path)
+            lines, torn, sources = lines + more, torn + more_torn, [*sources, path]
+    began = run.started
+    if began is None:
+        began = min((line["time"] for line in lines), default=0.0)
+    ours = sorted((line for line in lines if line["time"] >= began), key=lambda line: line["time"])
+    end = run.ended if run.ended is not None else max((line["time"] for line in ours), default=began)
+    ours = [line for line in ours if line["time"] <= end]
+    story = Story(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
+    story.bars = list(_bars(run.records, ours, story.end))
+    story.marks = list(_marks(run, ours))
+    story.steps = _steps(run.records, ours)
+    story.saves = _saves(ours)
+    story.shares = shares_of(
+        run.records, _durations(run.records, ours), story.end - story.start, _first_start(ours, began)
+    )
+    return story
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events of a log and of its older generation, and how many lines are none."""
+    found: dict[bytes, dict[str, Any]] = {}
+    torn = 0
+    for each in (older_generation(path), path):
+        for data in reversed(list(lines_backwards(each))):
+            try:
+                line = json.loads(data)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict) and isinstance(line.get("event"), str) and _time(line.get("time")) is not None:
+                found.setdefault(data, line)  # lines that were carried on stand in both
+            else:
+                torn += 1
+    return list(found.values()), torn
+
+
+def _bounded(run: AgentRun) -> AgentRun:
+    """Without numbers that nothing can be drawn from; they are taken as unknown. Changes `run`."""
+    run.started, run.ended = _time(run.started), _time(run.ended)
+    for record in run.records:
+        for name, value in asdict(record).items():
+            if name != "attempt" and isinstance(value, (int, float)):
+                setattr(record, name, _time(value) if isinstance(value, float) else _count(value))
+    return run
+
+
+def _time(value: object) -> float | None:
+    """Seconds, or unix seconds."""
+    found = real(value) if not isinstance(value, int) or abs(value) < _MOST else None
+    return found if found is not None and 0 <= found < _MOST_S else None
+
+
+def _count(value: object) -> int | None:
+    """A step, a rank, bytes."""
+    found = whole(value)
+    return found if found is not None and -1 <= found < _MOST else None
+
+
+def _checkpoint_folders(run: AgentRun) -> list[Path]:
+    """Where the ranks of the run may have their log: above the files that attempts resumed from."""
+    for record in reversed(run.records):
+        if record.resumed_path:
+            folder = Path(record.resumed_path).parent
+            return [each for each in (folder, *list(folder.parents)[:2]) if (each / EVENTS_FILE).is_file()][:1]
+    return []
+
+
+def _bars(records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], end: float) -> Iterator[Bar]:
+    """A rank whose process was replaced in place has several. The ranks are those of the node that wrote the log, where
+    it says which they are."""
+    ends: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for line in lines:
+        rank, attempt = _count(line.get("worker_rank")), _count(line.get("attempt"))
+        if line["event"] == "worker_end" and rank is not None and attempt is not None:
+            ends.setdefault(attempt, {}).setdefault(rank, []).append(line)
+    here = sorted({rank for of_attempt in ends.values() for rank in of_attempt})
+    for record, last in zip(records, _next_starts(records, end), strict=True):
+        if record.started is None:
+            continue
+        of_attempt = ends.get(record.attempt, {})
+        ranks = here or range(record.world_size or 0)
+        for rank in ranks[:_MOST_RANKS]:
+            start = record.started
+            for line in of_attempt.get(rank, []):
+                outcome = text(line.get("outcome"))
+                how = f"{outcome}: {text(line.get('reason'))}".strip(": ")
+                yield Bar(rank, record.attempt, start, max(start, line["time"]), how, outcome == "failed")
+                start = line["time"]
+            if not of_attempt.get(rank) or (record.in_place and start < last - 1.0):
+                yield Bar(rank, record.attempt, start, max(start, last), record.outcome or "", False)
+
+
+def _marks(run: AgentRun, lines: Iterable[dict[str, Any]]) -> Iterator[Mark]:
+    for line in lines:
+        event, outcome = line["event"], text(line.get("outcome"))
+        step, reason = _count(line.get("step")), text(line.get("reason"))
+        if event == "worker_end" and outcome == "failed":
+            yield Mark("fault", line["time"], _count(line.get("worker_rank")), step, reason or outcome)
+        elif event == "save" and outcome == "saved":
+            yield Mark("save", line["time"], _count(line.get("rank")), step, text(line.get("kind")) or "saved")
+        elif event in _ALARMS:
+            yield Mark(event, line["time"], None, step, reason)
+    for record in run.recoveries:
+        if record.time is not None:
+            kind = "recovery" if record.outcome == IN_PLACE else "no recovery"
+            for rank in record.ranks or (None,):
+                yield Mark(kind, record.time, rank, record.step, f"{record.cause} {record.reason}".strip())
+
+
+def _steps(records: Sequence[AttemptRecord], lines: Sequence[dict[str, Any]]) -> list[list[tuple[float, int]]]:
+    """By attempt. The ranks' own logs count attempts over all agents, so their lines are placed by their time."""
+    found: list[list[tuple[float, int]]] = []
+    known = [
+        (line["time"], step)
+        for line in lines
+        if line["event"] in _OF_STEPS and (step := _count(line.get("step"))) is not None and step >= 0
+    ]
+    begun = [record for record in records if record.started is not None]
+    for record, until in zip(begun, _next_starts(begun, float("inf")), strict=True):
+        start = record.started or 0.0
+        points = known[bisect_left(known, (start, -1)) : bisect_left(known, (until, -1))]
+        best: dict[float, int] = {} if record.resumed_step is None else {start: max(0, record.resumed_step)}
+        for at, step in points:
+            best[at] = max(step, best.get(at, 0))
+        found.append(sorted(best.items()))
+    return found
+
+
+def _next_starts(records: Sequence[AttemptRecord], end: float) -> list[float]:
+    """For each of these attempts when the next one began, `end` at the latest."""
+    found = []
+    for record in reversed(records):
+        found.append(end)
+        end = min(end, record.started if record.started is not None else end)
+    return found[::-1]
+
+
+def _saves(lines: Iterable[dict[str, Any]]) -> dict[str, Saves]:
+    found: dict[str, Saves] = {}
+    for line in lines:
+        if line["event"] != "save":
+            continue
+        saves = found.setdefault(text(line.get("kind")) or "other", Saves())
+        if text(line.get("outcome")) != "saved":
+            saves.failed += 1
+            continue
+        took = max(0.0, _time(line.get("duration_s")) or 0.0)
+        saves.count += 1
+        saves.nbytes += max(0, _count(line.get("bytes")) or 0)
+        saves.duration_s += took
+        saves.longest_s = max(saves.longest_s, took)
+    return found
+
+
+def _first_start(lines: Iterable[dict[str, Any]], began: float) -> float:
+    """Seconds until the first guard was entered; 0 where the ranks' own log was not read."""
+    entered = next((line["time"] for line in lines if line["event"] in ("start", "resume")), None)
+    return 0.0 if entered is None else max(0.0, entered - began)
+
+
+def _durations(records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Seconds from the start of each attempt to its end, by its number; those that have not ended are not in it."""
+    started = {record.attempt: record.started for record in records}
+    found = {}
+    for line in lines:
+        attempt = _count(line.get("attempt"))
+        begin = started.get(-1 if attempt is None else attempt)
+        if line["event"] == "attempt_end" and attempt is not None and begin is not None:
+            found[attempt] = max(0.0, line["time"] - begin)
+    return found
+
+
+def shares_of(
+    records: Sequence[AttemptRecord], durations: Mapping[int, float], total_s: float, first_start_s: float
+) -> list[Share]:
+    """Where the time of a run went; the parts are never more than `total_s` together. Pure.
+
+    durations: seconds from the start of an attempt to its end, by its number.
+
+    The four times of a record count from the failure; one that is not known counts as the one before.
+    """
+    detect = save = restart = load = redone = 0.0
+    for record in records:
+        if record.outcome == FAILED:
+            known = [record.detect_s, record.save_s, record.restart_s, record.first_step_s]
+            marks = [0.0]
+            for value in known:
+                marks.append(marks[-1] if value is None else max(marks[-1], value))
+            parts = [b - a for a, b in itertools.pairwise(marks)]
+            detect, save, restart, load = detect + parts[0], save + parts[1], restart + parts[2], load + parts[3]
+        redone += _redone(record, durations.get(record.attempt))
+    in_place = sum(max(0.0, record.in_place_s or 0.0) for record in records)
+    paused = sum(max(0.0, record.paused_s or 0.0) for record in records)
+    lost = [
+        Share("redone", redone, "steps that were done again, at the speed of their attempt"),
+        Share("detect", detect, "from a failure until it was noticed"),
+        Share("save", save, "until the newest step was safe"),
+        Share("restart", restart, "until new processes ran"),
+        Share("resume", load, "until every rank had passed a step again"),
+        Share("in place", in_place, "recoveries without a restart"),
+        Share("first start", first_start_s, "until the first guard was entered"),
+        Share("paused", paused, "by command"),
+    ]
+    over = sum(share.seconds for share in lost)
+    factor = total_s / over if over > total_s > 0 else 1.0
+    lost = [Share(share.name, share.seconds * factor, share.meaning) for share in lost if share.seconds > 0]
+    productive = max(0.0, total_s - sum(share.seconds for share in lost))
+    return [Share("productive", productive, "all the rest: training, evaluations, periodic saves"), *lost]
+
+
+def _redone(record: AttemptRecord, duration_s: float | None) -> float:
+    """Seconds that the steps which this attempt has lost had taken."""
+    lost = (record.steps_lost or 0) + (record.in_place_steps_lost or 0)
+    done = (record.step_reached or 0) - max(0, record.resumed_step or 0)
+    if lost <= 0 or done <= 0 or duration_s is None:
+        return 0.0
+    return duration_s * min(1.0, lost / done)

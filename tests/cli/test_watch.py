@@ -1,0 +1,178 @@
+"""Frames of a job of this test's own: pages, a folder in shared memory, checkpoints and a log as the real ones write
+them. Tests of `tests/system/test_watch.py` have a real job and a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent.ledger import FAILED, AttemptRecord, Ledger
+from mindx_elastic.cli.outlook import DiskWatch, Outlook, Rates, Saved, expect
+from mindx_elastic.cli.watch_frame import draw_frame
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path
+from mindx_elastic.memory.arena import SlotRecord, SlotState
+from mindx_elastic.rejoin.record import RecoveryRecord
+from tests.checkpoint_files import write
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Path:
+    """The folder in memory of a job that saves to ``ckpt``, where rank 0 keeps snapshots of steps 20 and 25."""
+    job = tmp_path / "memory"
+    rank = job / "rank_0"
+    rank.mkdir(parents=True)
+    for folder in (job, rank):
+        folder.chmod(0o700)
+    (job / "owner.json").write_text(json.dumps({"directory": str(tmp_path / "ckpt"), "run_id": ""}))
+    slots = [SlotRecord(SlotState.SEALED, step=20, sequence=1), SlotRecord(SlotState.COPIED, step=25, sequence=2)]
+    (rank / "commit").write_bytes(b"".join(slot.pack().ljust(64, b"\0") for slot in slots))
+    (tmp_path / "ckpt").mkdir()
+    return job
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, arena: Path) -> Iterator[Path]:
+    """Of an agent (this process) that runs, with a failed attempt behind it and two workers at step 27."""
+    folder, agent_dir = tmp_path / "run", tmp_path / "agent"
+    folder.mkdir()
+    agent_dir.mkdir()
+    log = EventLog(folder / "events.jsonl")
+    log.emit("agent_start", pid=os.getpid(), host=socket.gethostname(), agent_dir=str(agent_dir))
+    ledger = Ledger(log)
+    ledger.add(AttemptRecord(attempt=0, world_size=2, resumed_step=-1))
+    ledger.update(0, outcome=FAILED, cause="killed by \x1b[31mSIGKILL", cause_rank=1, steps_lost=0, first_step_s=2.0)
+    ledger.start_attempt(1, world_size=2, num_workers=2, node=0, restarts=1)
+    ledger.note_recovery(RecoveryRecord(generation=1, outcome="in place", cause="killed", ranks=(1,), duration_s=0.1))
+    log.emit("hang", reason="rank 0 hangs", ranks=[0])
+    pages = [StatusPage(page_path(agent_dir, rank)) for rank in (0, 1)]
+    for page in pages:
+        page.set(phase=WorkerPhase.TRAINING, resumed_step=4)
+        page.set_text("arena", str(arena))
+        for step in (26, 27):
+            page.pass_boundary(step)
+    yield folder
+    for page in pages:
+        page.close()
+
+
+def first_document(run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The first line of ``--watch --json``; the second look is interrupted, as by Ctrl-C."""
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mindx_elastic.cli.watch.time.sleep", interrupt)
+    result = run("status", run_dir, "--watch", "--json")
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
+    return json.loads(result.stdout)
+
+
+def test_what_would_be_lost(
+    run: Callable[..., Any], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = first_document(run, run_dir, monkeypatch)
+    outlook = document["outlook"]
+    assert (outlook["step"], outlook["memory_step"], outlook["disk"]) == (27, 25, None)
+    assert (outlook["lost_if_killed"], outlook["lost_if_machine_lost"]) == (2, 27)
+    assert [worker["steps_per_s"] > 0 for worker in document["workers"]] == [True, True]
+    assert document["alarms"][0]["reason"] == "rank 0 hangs"
+    write(tmp_path / "ckpt" / "resnet-1_26.safetensors", step=26)
+    document = first_document(run, run_dir, monkeypatch)
+    outlook = document["outlook"]
+    assert (outlook["disk"]["step"], outlook["disk"]["name"]) == (26, "resnet-1_26.safetensors")
+    assert (outlook["lost_if_killed"], outlook["lost_if_machine_lost"]) == (1, 1)
+
+
+def test_a_frame_says_it_in_words(
+    run: Callable[..., Any], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "ckpt" / "resnet-1_20.safetensors", step=20)
+    document = first_document(run, run_dir, monkeypatch)
+    text = "\n".join(line.plain for line in draw_frame(document, width=120, height=None))
+    assert "killed now: 2 steps (" in text and "snapshot of step 25" in text
+    assert "machine lost now: 7 steps (" in text and "checkpoint of step 20, " in text
+    assert "attempt 0: failed, rank 1: killed by \\x1b[31mSIGKILL; 0 steps lost; 2.0 s not training" in text
+    assert "attempt 1: runs, from step 4" in text
+    assert "recovered in place: 1 of 1" in text and "hang: rank 0 hangs" in text
+    assert "\x1b" not in text
+
+
+def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = first_document(run, run_dir, monkeypatch)
+    worker = document["workers"][0]
+    document["workers"] = [{**worker, "rank": rank} for rank in range(64)]
+    document["workers"][40] |= {"alive": False}
+    for width, height in ((20, 5), (40, 10), (80, 24), (200, 100)):
+        lines = draw_frame(document, width=width, height=height)
+        assert len(lines) <= height and max(len(line.plain) for line in lines) <= width
+    text = [line.plain for line in draw_frame(document, width=80, height=24)]
+    assert text[2].split()[:2] == ["40", "gone"], "the one that is not as it should be comes first"
+    assert any("more; all ranks: step 27 to 27" in line for line in text)
+
+
+def test_a_job_that_has_ended_has_one_frame(run: Callable[..., Any], run_dir: Path) -> None:
+    EventLog(run_dir / "events.jsonl").emit("agent_end", outcome="finished", pid=os.getpid())
+    result = run("top", run_dir)
+    assert result.exit_code == 0 and "has ended" in result.stdout.splitlines()[0]
+    assert "\x1b" not in result.stdout, "plain where the output is no terminal"
+    assert run("status", run_dir, "--watch").stdout.split(" ", 1)[1] != ""
+
+
+def test_nothing_there_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("top", tmp_path)
+    assert result.exit_code == 3 and "no agent has run in" in result.stderr
+    assert run("top", tmp_path / "no").exit_code == 2
+
+
+def page(**fields: Any) -> Status:
+    return replace(Status(pid=7, phase=WorkerPhase.TRAINING, entered_ns=1), **fields)
+
+
+def test_without_shared_memory_nothing_is_claimed() -> None:
+    found = expect({0: page(step=9)}, DiskWatch())
+    assert (found.step, found.lost_if_killed, found.lost_if_machine_lost) == (9, None, None)
+    assert expect({}, DiskWatch()) == Outlook() == expect({0: page()}, DiskWatch())
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"directory": 7}'])
+def test_a_folder_in_memory_that_says_nothing(arena: Path, content: str) -> None:
+    (arena / "owner.json").write_text(content)
+    found = expect({0: page(step=30, arena=str(arena))}, DiskWatch())
+    assert found.directory is None and found.lost_if_killed is None
+
+
+def test_ranks_with_parts_have_a_snapshot_together(arena: Path) -> None:
+    second = arena / "rank_1"
+    second.mkdir(mode=0o700)
+    (second / "commit").write_bytes(SlotRecord(SlotState.SEALED, step=21, sequence=1).pack().ljust(128, b"\0"))
+    assert expect({0: page(step=30, arena=str(arena))}, DiskWatch()).memory_step == 21
+
+
+def test_rates_follow_the_steps() -> None:
+    rates, now = Rates(), time.monotonic_ns()
+    second = 1_000_000_000
+    first = page(first_boundary_ns=now - 4 * second, boundary_ns=now, boundaries=21)
+    assert rates.update({0: first}) == {0: pytest.approx(5)}
+    faster = replace(first, boundary_ns=now + second, boundaries=41)
+    assert rates.update({0: faster})[0] == pytest.approx(8), "over all that is known, for ten seconds"
+    stuck = replace(first, pid=8, boundary_ns=now - 100 * second, first_boundary_ns=now - 102 * second)
+    assert rates.update({0: stuck})[0] == pytest.approx(0.01, rel=0.1), "a rank that waits has no rate of before"
+    assert rates.update({0: page()}) == {}
+
+
+def test_the_disk_is_looked_at_seldom(tmp_path: Path) -> None:
+    watch = DiskWatch()
+    assert watch.newest(tmp_path, "") is None
+    write(tmp_path / "resnet-1_3.safetensors", step=3)
+    assert watch.newest(tmp_path, "") is None, "not again at once"
+    found = DiskWatch().newest(tmp_path, "")
+    assert found is not None and asdict(found) == asdict(Saved(3, found.created, "resnet-1_3.safetensors"))

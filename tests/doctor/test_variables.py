@@ -1,0 +1,70 @@
+"""Environments that are wrong, and those that must be left alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.doctor.finding import Level, worst
+from mindx_elastic.doctor.variables import judge_variables, known_names
+
+WRONG = [
+    ({"MINDX_GRACE": "30"}, Level.WARNING, "MINDX_GRACE is read by nothing", "MINDX_GRACE_S?"),
+    ({"MINDX_NONSENSE_XYZ": "1"}, Level.WARNING, "read by nothing", "environment.md"),
+    ({"MS_ENABLE_GRACEFULL_EXIT": "1"}, Level.WARNING, "read by nothing", "MS_ENABLE_GRACEFUL_EXIT?"),
+    ({"MINDX_GRACE_S": "soon"}, Level.PROBLEM, "not a number", ""),
+    ({"MINDX_GRACE_S": "60", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}, Level.PROBLEM, "kills after 30 s", "--grace 60"),
+    ({"MINDX_AGREEMENT_S": "20"}, Level.WARNING, "more than a third", ""),
+    ({"MINDX_ARENA_DIR": "none", "MINDX_SNAPSHOT_EVERY": "1"}, Level.PROBLEM, "forbids", "MINDX_ARENA_DIR"),
+    ({"MINDX_ARENA_DIR": "none", "MINDX_RECOVER": "in-place"}, Level.PROBLEM, "needs shared memory", ""),
+    ({"MINDX_REJOIN_NCCL": "1"}, Level.WARNING, "no effect", "--recover in-place"),
+    ({"MINDX_RECOVER": "in-place", "TORCH_DISTRIBUTED_DEBUG": "detail"}, Level.PROBLEM, "wraps", ""),
+    ({"RANK": "1", "WORLD_SIZE": "2", "RANK_ID": "0"}, Level.WARNING, "differ; RANK is taken", "unset RANK_ID"),
+    ({"RANK": "0"}, Level.PROBLEM, "without WORLD_SIZE", ""),
+    ({"MINDX_AGENT_DIR": "/x", "MINDX_AGENT_PID": "0"}, Level.PROBLEM, "that agent is not there", "unset MINDX_AGENT"),
+    ({"MINDX_PROVE": "/x"}, Level.PROBLEM, "MINDX_PROVE is set", "unset"),
+    ({"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, Level.WARNING, "on gloo", "mindx-elastic run"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, Level.PROBLEM, "one of several", "Start the job as one"),
+    ({"MS_ROLE": "MS_WORKER"}, Level.PROBLEM, "MS_SCHED_HOST is not set", ""),
+    ({"MINDX_JOB_KEY_FILE": "/no/such/file"}, Level.PROBLEM, "cannot be read", "chmod 600"),
+]
+RIGHT = [
+    {},
+    {"MINDX_GRACE_S": "30", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"},
+    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+    {"MS_COMPILER_CACHE_ENABLE": "1", "TORCH_HOME": "/x", "MS_DEV_SAVE_GRAPHS": "1"},
+    {"MINDX_ARENA_DIR": "none", "MINDX_SNAPSHOT_EVERY": "0"},
+]
+
+
+@pytest.mark.parametrize(("env", "level", "text", "remedy"), WRONG, ids=lambda each: str(each)[:40])
+def test_what_is_wrong_has_a_remedy(env: dict[str, str], level: Level, text: str, remedy: str) -> None:
+    found = list(judge_variables(env))
+    assert worst(found) is level, found
+    assert any(text in each.text and remedy in each.remedy and each.remedy for each in found), found
+
+
+@pytest.mark.parametrize("env", RIGHT, ids=str)
+def test_good_environments_are_left_alone(env: dict[str, str]) -> None:
+    (found,) = judge_variables(env)
+    assert found.level is Level.GOOD
+
+
+def test_the_environment_of_a_living_agent_is_good(tmp_path: Path) -> None:
+    env = {"MINDX_AGENT_DIR": str(tmp_path), "MINDX_AGENT_PID": str(os.getpid()), "MINDX_RUN_DIR": "/x"}
+    assert worst(judge_variables(env)) is Level.GOOD
+
+
+def test_all_documented_variables_are_known() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text(encoding="utf-8")
+    named = {word.strip("`,") for word in page.split() if word.startswith("`MINDX_") and word.strip("`,").isupper()}
+    assert len(named) > 20
+    assert {name for name in named if name.replace("_", "").isalnum()} <= known_names()
+
+
+def test_escape_sequences_are_shown_and_not_obeyed() -> None:
+    found = list(judge_variables({"MINDX_\x1b[31m": "1", "RANK": "\x1b[2J"}))
+    assert not any("\x1b" in each.text + each.remedy for each in found)

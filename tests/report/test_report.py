@@ -1,0 +1,201 @@
+"""A run as a page: what is told, what is left out, and that nothing out of a log gets into the page as markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord
+from mindx_elastic.report.drawing import span, thin
+from mindx_elastic.report.page import make_page
+from mindx_elastic.report.story import shares_of, tell
+from tests.cli.conftest import run as run
+
+EVIL = '</title><script>alert(1)</script>" onload="x\x1b[31m\u202e'
+BEGIN = 1_760_000_000.0
+ME = {"pid": 7, "host": "h"}
+
+
+class Log:
+    """Writes events as the agent and the ranks do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.now = path, BEGIN
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines: list[str] = []
+
+    def emit(self, event: str, **more: Any) -> None:
+        fields = {"time": self.now, "attempt": 0, "rank": 0, "step": None, "event": event, "reason": None}
+        self._lines.append(json.dumps({**fields, "outcome": None, **more}))
+
+    def write(self, *foreign: str) -> Path:
+        self.path.write_text("\n".join([*foreign, *self._lines]) + "\n")
+        return self.path
+
+
+def record_run(folder: Path, *, attempts: int = 2, steps: int = 10, ranks: int = 2, cause: str = "killed") -> Path:
+    """Every attempt but the last one fails, with 2 steps lost; every fifth step is saved. The log of the RUN_DIR."""
+    agent, job = Log(folder / "run" / "events.jsonl"), Log(folder / "ckpt" / "events.jsonl")
+    agent.emit("agent_start", **ME)
+    step, resumed = 0, -1
+    for number in range(attempts):
+        agent.emit("attempt_start", attempt=number, world_size=ranks, started=agent.now, **ME)
+        started = agent.now
+        job.now = agent.now + 1
+        job.emit("resume" if number else "start", step=max(resumed, 0))
+        for _ in range(steps):
+            step += 1
+            job.now += 1
+            if step % 5 == 0:
+                job.emit("save", step=step, outcome="saved", kind="periodic", duration_s=0.5, bytes=10**9)
+        agent.now = job.now
+        facts: dict[str, Any] = {"step": step, "resumed_step": resumed, "world_size": ranks, "started": started, **ME}
+        facts["resumed_path"] = str(folder / "ckpt" / "rank_0" / "x.safetensors") if number else None
+        if number == attempts - 1:
+            agent.emit("attempt_end", attempt=number, outcome="finished", **facts)
+            break
+        for rank in range(ranks):
+            outcome = "left gracefully" if rank else "failed"
+            agent.emit("worker_end", attempt=number, worker_rank=rank, outcome=outcome, reason=cause, step=step)
+        facts |= {"steps_lost": 2, "saved_step": step - 2, "detect_s": 0.1, "save_s": 0.5, "restart_s": 1.0}
+        agent.emit("attempt_end", attempt=number, outcome="failed", reason=cause, cause_rank=0, **facts)
+        agent.emit("attempt", attempt=number, outcome="failed", reason=cause, cause_rank=0, first_step_s=2.0, **facts)
+        step, resumed = step - 2, step - 2
+        agent.now += 1
+    agent.emit("rejoin", attempt=0, outcome="in place", generation=1, cause=cause, ranks=[1], duration_s=0.2, **ME)
+    agent.emit("hang", reason=cause, **ME)
+    agent.emit("agent_end", outcome="finished, exit code 0", **ME)
+    job.write()
+    return agent.write()
+
+
+def test_the_story_of_a_run(tmp_path: Path) -> None:
+    story = tell(record_run(tmp_path))
+    assert story is not None and story.torn == 0
+    assert [path.parent.name for path in story.sources] == ["run", "ckpt"], "found by what the run resumed from"
+    assert [(bar.rank, bar.attempt, bar.is_bad) for bar in story.bars] == [
+        (0, 0, True),
+        (1, 0, False),
+        (0, 1, False),
+        (1, 1, False),
+    ]
+    assert [mark.kind for mark in story.marks].count("save") == 4
+    assert {mark.kind for mark in story.marks} == {"save", "fault", "recovery", "hang"}
+    assert [points[-1][1] for points in story.steps] == [10, 18] and story.steps[1][0][1] == 8
+    assert (story.saves["periodic"].count, story.saves["periodic"].nbytes) == (4, 4 * 10**9)
+    assert sum(share.seconds for share in story.shares) == pytest.approx(story.end - story.start)
+
+
+def test_where_the_time_went() -> None:
+    times: dict[str, Any] = {"detect_s": 0.5, "save_s": 2.0, "restart_s": 3.0, "first_step_s": 7.0}
+    failed = AttemptRecord(attempt=0, outcome=FAILED, steps_lost=5, step_reached=50, resumed_step=-1, **times)
+    done = AttemptRecord(attempt=1, outcome=FINISHED, in_place_s=1.0, paused_s=3.0)
+    shares = {share.name: share.seconds for share in shares_of([failed, done], {0: 100.0}, 300.0, 4.0)}
+    assert shares.pop("productive") == pytest.approx(300 - 10 - 7 - 1 - 3 - 4)
+    expected = {"redone": 10, "detect": 0.5, "save": 1.5, "restart": 1, "resume": 4, "in place": 1, "paused": 3}
+    assert shares == pytest.approx({**expected, "first start": 4})
+    squeezed = shares_of([failed], {0: 100.0}, 2.0, 0.0)
+    assert sum(share.seconds for share in squeezed) == pytest.approx(2.0), "logs that contradict themselves"
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: dict[str, set[str]] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, set()).add(value or "")
+
+
+def test_nothing_out_of_a_log_is_markup(tmp_path: Path) -> None:
+    log = record_run(tmp_path, cause=EVIL)
+    log.write_text(log.read_text() + '{"time": 1.0, "event"\n<script>\n[]\n{"time": "x", "event": "save"}\n')
+    story = tell(log)
+    assert story is not None and story.torn == 4
+    page = make_page(story)
+    found = Tags()
+    found.feed(page)
+    assert "script" not in found.tags and "onload" not in found.attributes
+    assert "\x1b" not in page and "\u202e" not in page and "&lt;script&gt;" in page
+    links = {*found.attributes.get("href", set()), *found.attributes.get("src", set())}
+    assert links == {"data:,"}, "nothing from a network"
+    assert "4 torn or foreign lines were left out" in page
+
+
+@pytest.mark.parametrize("number", ["1e308", "-1e308", "1e18", str(10**30), "-5", "true", '"7"', "null", "[]"])
+def test_absurd_numbers_are_unknown(tmp_path: Path, number: str) -> None:
+    log = record_run(tmp_path, attempts=3)
+    lines = log.read_text().splitlines()
+    fields = ("step", "detect_s", "first_step_s", "world_size", "steps_lost", "started", "duration_s", "worker_rank")
+    spoilt = [re.sub(rf'"({"|".join(fields)})": [^,}}\[]+', rf'"\1": {number}', line) for line in lines]
+    assert spoilt != lines
+    spoilt += [re.sub(r'"time": [^,]+', f'"time": {number}', line) for line in lines]
+    log.write_text("\n".join(spoilt) + "\n")
+    story = tell(log)
+    assert story is not None
+    page = make_page(story)
+    assert "nan" not in page and "inf " not in page and len(page) < 500_000
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    story = tell(record_run(tmp_path, attempts=501, steps=200, ranks=8))
+    assert story is not None
+    page = make_page(story)
+    assert len(page) < 2_000_000
+    assert page.count("<rect") < 7000 and "marks are not shown" in page
+
+
+@pytest.mark.parametrize("content", ['{"time": 1e999, "event": "agent_start"}', '{"time": 1, "event": "agent_start"}'])
+def test_a_log_with_hardly_anything(tmp_path: Path, content: str) -> None:
+    (tmp_path / "events.jsonl").write_text(content)
+    story = tell(tmp_path / "events.jsonl")
+    assert story is not None and "<svg" in make_page(story)
+
+
+def test_the_command(run: Callable[..., Any], tmp_path: Path) -> None:
+    record_run(tmp_path)
+    page = tmp_path / "r.html"
+    result = run("report", tmp_path / "run", "-o", page)
+    assert result.exit_code == 0 and "2 attempts" in result.stdout and page.read_text().startswith("<!doctype html>")
+    assert run("report", tmp_path / "run", "-o", tmp_path / "no" / "r.html").exit_code == 2
+    assert run("report", tmp_path / "run", "--checkpoints", tmp_path, "-o", page).exit_code == 2
+    (tmp_path / "empty").mkdir()
+    assert run("report", tmp_path / "empty", "-o", page).exit_code == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "empty", "r.html", "run"]
+
+
+def test_words_and_thinning() -> None:
+    assert [span(n) for n in (0.0123, 9, 59.6, 200, 18420, 2 * 86400)] == [
+        *("0.012 s", "9 s", "1 min", "3 min 20 s", "5 h 7 min", "2 d")
+    ]
+    points = [(float(n), n % 100) for n in range(10_000)]
+    found = thin(points, 200)
+    assert len(found) <= 210 and found[0] == points[0] and found[-1] == points[-1] and found == sorted(found)
+    assert {step for _, step in found} >= {0, 99}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path) -> None:
+    record_run(tmp_path, cause=EVIL, attempts=20)
+    story = tell(tmp_path / "run" / "events.jsonl")
+    assert story is not None
+    (tmp_path / "r.html").write_text(make_page(story), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--v=0"]
+    command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path}/r.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Step over time" in done.stdout and "<polyline" in done.stdout and "<script" not in done.stdout
+    assert not re.findall(r".*CONSOLE.*", done.stderr)
