@@ -26,6 +26,7 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.ledger import render
+from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import Places
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRendezvous, OneNodeRendezvous
@@ -77,6 +78,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
     attach_console(_AgentFilter(), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    metrics_server = None if options.metrics is None else MetricsServer(*options.metrics)
     signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
 
@@ -89,8 +91,10 @@ def _launch(plan: Launch, result: ResultFile) -> int:
     try:
         with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
             _share_signals(inbox)
-            return _run(plan, folder, inbox, result)
+            return _run(plan, folder, inbox, result, metrics_server)
     finally:
+        if metrics_server is not None:
+            metrics_server.close()
         folder.remove()
 
 
@@ -108,7 +112,9 @@ def _share_signals(inbox: SignalInbox) -> None:
         )
 
 
-def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox, result: ResultFile) -> int:
+def _run(
+    plan: Launch, folder: AgentFolder, inbox: SignalInbox, result: ResultFile, metrics_server: MetricsServer | None
+) -> int:
     options, config = plan.options, plan.config
     _set_environment(plan, folder)
     events = EventLog(options.run_dir / EVENTS_FILE, run_id=config.run_id)
@@ -137,6 +143,8 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox, result: ResultFi
             code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
         supervisor = _make_supervisor(plan, handler, folder, inbox, events, notices)
+        if metrics_server is not None:
+            supervisor.metrics = metrics_server.metrics
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         supervisor.run()
         code = supervisor.ending.code

@@ -88,6 +88,8 @@ class AgentOptions:
     """Memory file system for the agent's folder."""
     job_key_file: Path | None
     """Private file with the job's key, absolute; None: none was given."""
+    metrics: tuple[str, int] | None = None
+    """Address and port of the metrics server; None: there is none."""
     notices: tuple[Source, ...] = ()
     """Where it is asked whether this machine is about to be taken away."""
     log_level: str
@@ -289,6 +291,20 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         "then save and stop within the time that it names, with exit code 75; may be given several times (default: "
         "nothing is asked)",
     )
+    add(
+        "--metrics-port",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="serve metrics for Prometheus at http://HOST:N/metrics, 0: at a free port; needs mindx_elastic[metrics] "
+        "(default: none)",
+    )
+    add(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of --metrics-port; 0.0.0.0 lets other machines ask (default: 127.0.0.1)",
+    )
 
 
 def _parser() -> tuple[ArgumentParser, frozenset[str]]:
@@ -346,6 +362,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         regrow_after_s=args.regrow_after,
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
+        metrics=None if args.metrics_port is None else (args.metrics_host, args.metrics_port),
         notices=tuple(open_source(text) for text in dict.fromkeys(args.notice or ())),
         log_level=settings.log_level,
     )

@@ -34,6 +34,7 @@ from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
@@ -98,6 +99,8 @@ class Supervisor(LocalElasticAgent):
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
+        self.metrics: Metrics | None = None
+        """Is told what the pages say; None: nobody asks for it."""
         self.arenas: set[str] = set()
         """Folders of shared memory that the workers have used."""
         self.error_file = ""
@@ -253,6 +256,8 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
+        if self.metrics is not None:
+            self.metrics.look(workers.last_statuses(), self.ledger.records)
         if attempt.must_be_brought_to_disk:
             for arena in sorted(map(Path, self.arenas)):
                 flushed = flush(arena)
@@ -559,6 +564,8 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        if self.metrics is not None:
+            self.metrics.look(statuses, self.ledger.records)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
