@@ -150,3 +150,17 @@ def test_a_notice_on_one_node_stops_all_nodes_at_one_step() -> None:
     steps = {match[1] for job in nodes.jobs.values() for match in job.matches(r"step (\d+) saved in")}
     assert len(steps) == 1, nodes.report()
     assert nodes.jobs["other"].matches("has stopped: .*maintenance on rank"), nodes.report()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_a_notice_ends_the_wait_for_other_nodes() -> None:
+    with MetadataServer() as server, ExitStack() as stack:
+        nodes = Nodes(stack, nnodes="2", options=["--notice", f"{server.base}/n"])
+        job = nodes.start("told")
+        server.wait_for_requests(3)
+        server.answers["/n"] = reply('{"stop": true, "seconds": 60, "reason": "maintenance"}')
+        job.expect(75)
+    result = read_result(Path("told"))
+    assert result is not None and result.reason.endswith("/n: maintenance"), job.report()
+    assert (result.outcome, result.attempts, result.progressed, result.retry) == ("stopped", 0, None, True)
