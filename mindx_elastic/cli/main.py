@@ -17,6 +17,7 @@ from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unw
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.manifest import manifest_command
 from mindx_elastic.cli.msrun import msrun_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
@@ -56,6 +57,7 @@ app.command("status", help=unwrapped(status_command.__doc__))(status_command)
 app.command("pause", help=unwrapped(pause_command.__doc__))(pause_command)
 app.command("resume", help=unwrapped(resume_command.__doc__))(resume_command)
 app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
+app.command("manifest", help=unwrapped(manifest_command.__doc__))(manifest_command)
 app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
 
 
@@ -89,6 +91,7 @@ def _common(
     mindx-elastic status mindx-run                show what happened to a job under mindx-elastic run
     mindx-elastic pause mindx-run                 let all ranks wait at one step, and keep their memory; then: resume
     mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
+    mindx-elastic manifest kubernetes --state 18GiB -- train.py     print a job for Kubernetes
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
     """
 
