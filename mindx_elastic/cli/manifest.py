@@ -10,7 +10,7 @@ import typer
 
 from mindx_elastic.cli.common import fail
 
-__all__ = ["manifest_command"]
+__all__ = ["ManifestKind", "manifest_command"]
 
 
 class ManifestKind(str, Enum):
