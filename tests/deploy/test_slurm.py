@@ -126,6 +126,8 @@ class Training:
         cluster.env |= {"LAUNCHER": f"{sys.executable} -m mindx_elastic.cli.main run", "PYTHON": sys.executable}
         cluster.env |= {"NPROC": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
         folder.mkdir()
+        (folder / "shm").mkdir()
+        cluster.env["MINDX_ARENA_DIR"] = str(folder / "shm")
         self.output, self.pause, checkpoints = folder / "out", folder / "pause", str(folder / "ckpt")
         self.pause.write_text(pause_s)
         first = [checkpoints] if script == "plain.sbatch" else []
