@@ -87,7 +87,7 @@ test: lint types pytest
 lint: $(DONE)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@if [ -x $(BIN)/shellcheck ]; then set -x; $(BIN)/shellcheck ma_pre_start.sh .ci/run examples/*/*.sh; fi
+	@if [ -x $(BIN)/shellcheck ]; then set -x; $(BIN)/shellcheck ma_pre_start.sh .ci/run examples/*/*.sh deploy/*/*.sbatch; fi
 
 format: $(DONE)/dev
 	$(BIN)/ruff check --fix-only .

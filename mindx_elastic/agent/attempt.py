@@ -43,6 +43,7 @@ from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, REJOIN
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
 
 __all__ = ["Attempt", "AttemptContext"]
@@ -101,6 +102,7 @@ class Attempt:
         self._num_heard = 0
         self._cause, self._cause_rank = "", -1
         self._deadline: float | None = None
+        self._grace_s, self._extends = context.grace_s, False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
         self._lost_since: float | None = None
@@ -208,7 +210,7 @@ class Attempt:
             return
         event = self._context.stop_files.poll()
         if event is not None:
-            self._hear_fault(event.kind, event.reason)
+            self._hear_fault(event)
             return
         is_recovering = self._waits_for_new_process()
         if wanted and self._deadline is None and not is_recovering:
@@ -276,12 +278,14 @@ class Attempt:
                 kind = signal.SIGTERM  # SIGHUP would kill it without a checkpoint
             self.workers.send(rank, kind)
 
-    def _hear_fault(self, kind: str, reason: str) -> None:
-        logger.warning("%s: the job stops; the workers have %.1f s", reason, self._left())
-        self._context.events.emit("fault", reason=reason, kind=kind)
-        self.stop, self._cause = StopKind.FAULT, reason
+    def _hear_fault(self, event: FaultEvent) -> None:
+        if event.grace_s is not None and self._deadline is None:
+            self._grace_s, self._extends = event.grace_s, True
+        logger.warning("%s: the job stops; the workers have %.1f s", event.reason, self._left())
+        self._context.events.emit("fault", reason=event.reason, kind=event.kind, grace_s=round(self._left(), 3))
+        self.stop, self._cause = StopKind.FAULT, event.reason
         self._begin_stop()
-        self._give_order(kind, reason)
+        self._give_order(event.kind, event.reason)
 
     def _hear_end(self, end: WorkerExit) -> None:
         what = meaning(end)
@@ -531,16 +535,16 @@ class Attempt:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _left(self) -> float:
-        return self._context.grace_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return self._grace_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _begin_stop(self, *, half_way: bool = True) -> None:
         if self._deadline is not None:
             return
-        self._deadline = time.monotonic() + self._context.grace_s
+        self._deadline = time.monotonic() + self._grace_s
         if half_way:
             for rank in list(self.workers.live):
-                self._after_rank(self._context.grace_s / 2, self._urge, rank)
-        self._after(self._context.grace_s, self._kill_all)
+                self._after_rank(self._grace_s / 2, self._urge, rank)
+        self._after(self._grace_s, self._kill_all)
 
     def _fail(self, cause: str, rank: int, reason: str) -> None:
         """A failure: the others save what they have. `cause` and `rank` where no worker's own end tells them."""
@@ -555,7 +559,9 @@ class Attempt:
         context = self._context
         ordered = True
         try:
-            context.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY, rank=about)
+            context.folder.order(
+                kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY, rank=about, extends=self._extends
+            )
         except OSError as error:
             ordered = False
             logger.warning("%s: no order can be written (%s); SIGTERM instead", context.folder.path, error)
@@ -588,7 +594,7 @@ class Attempt:
 
     def _kill_all(self) -> None:
         for rank in list(self.workers.live):
-            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._context.grace_s)
+            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._grace_s)
             self.workers.kill(rank)
         self._after(_UNKILLABLE_S, self._abandon)
 

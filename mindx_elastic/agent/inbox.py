@@ -108,6 +108,11 @@ class SignalInbox:
             while os.read(self.fd, 512):
                 pass
 
+    def stop_waiting(self) -> None:
+        """Any thread: a wait inside of `interrupting` ends as by a SIGTERM. Outside of one nothing happens."""
+        if self._raising:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     @contextmanager
     def interrupting(self) -> Iterator[None]:
         """Inside, a signal that comes (or has come) raises SignalException. For waits that torch makes."""

@@ -26,18 +26,22 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.ledger import render
+from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import Places
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRendezvous, OneNodeRendezvous
+from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.agreement.hosting import ask_again_soon
+from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.platforms.notice_watch import NoticeWatch
 from mindx_elastic.rejoin.nccl import ERROR_HANDLING
 
 __all__ = ["launch"]
@@ -65,23 +69,32 @@ def launch(arguments: Sequence[str]) -> int:
 
     Raises UsageError for what cannot work, before anything is started.
     """
-    plan = parse(arguments)
+    with ResultFile() as result:
+        return _launch(parse(arguments, on_run_dir=result.open), result)
+
+
+def _launch(plan: Launch, result: ResultFile) -> int:
     options, config = plan.options, plan.config
     attach_console(_AgentFilter(), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    metrics_server = None if options.metrics is None else MetricsServer(*options.metrics)
     signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
 
     def give_up(signum: int) -> NoReturn:
         folder.remove()
-        os._exit(exit_code_of_signal(signum))
+        code = exit_code_of_signal(signum)
+        result.write_soon("stopped", code, f"{signal_name(signum)}; the agent was stuck in a wait for other nodes")
+        os._exit(code)
 
     try:
         with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
             _share_signals(inbox)
-            return _run(plan, folder, inbox)
+            return _run(plan, folder, inbox, result, metrics_server)
     finally:
+        if metrics_server is not None:
+            metrics_server.close()
         folder.remove()
 
 
@@ -99,7 +112,9 @@ def _share_signals(inbox: SignalInbox) -> None:
         )
 
 
-def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
+def _run(
+    plan: Launch, folder: AgentFolder, inbox: SignalInbox, result: ResultFile, metrics_server: MetricsServer | None
+) -> int:
     options, config = plan.options, plan.config
     _set_environment(plan, folder)
     events = EventLog(options.run_dir / EVENTS_FILE, run_id=config.run_id)
@@ -118,21 +133,24 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
     logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
     handler = None
     supervisor = None
-    code, cause = 1, None
+    code, cause, early = 1, None, "failed"
+    notices = NoticeWatch(options.notices, on_notice=inbox.stop_waiting).start() if options.notices else None
     try:
         try:
             with inbox.interrupting():
                 handler = _open_rendezvous(config, in_place=options.in_place, master=plan.master)
         except ValueError as error:
-            code, cause = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}"
+            code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
-        supervisor = _make_supervisor(plan, handler, folder, inbox, events)
+        supervisor = _make_supervisor(plan, handler, folder, inbox, events, notices)
+        if metrics_server is not None:
+            supervisor.metrics = metrics_server.metrics
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         supervisor.run()
         code = supervisor.ending.code
         torch_events.record(supervisor.get_event_succeeded(), config.event_log_handler)
     except SignalException as stop:
-        code = exit_code_of_signal(stop.sigval)
+        code, cause, early = exit_code_of_signal(stop.sigval), signal_name(stop.sigval), "stopped"
         if supervisor is not None:
             torch_events.record(supervisor.get_event_failed(), config.event_log_handler)
     except RendezvousError as error:  # the node that hosts it may not be up yet
@@ -145,12 +163,15 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
             torch_events.record(supervisor.get_event_failed(), config.event_log_handler)
         raise
     finally:
+        if notices is not None:
+            notices.close()
         if supervisor is not None:
             _conclude(supervisor, handler, inbox)
             cause = supervisor.ending.cause or None
         outcome = "failed" if supervisor is None else supervisor.ending.outcome
         outcome = f"{outcome}, exit code {code}"
         host = socket.gethostname()
+        _write_result(result, supervisor, early, code, cause)
         events.emit("agent_end", reason=cause, pid=os.getpid(), host=host, outcome=outcome, exit_code=code)
     return code
 
@@ -204,7 +225,12 @@ def _open_rendezvous(
 
 
 def _make_supervisor(
-    plan: Launch, handler: RendezvousHandler, folder: AgentFolder, inbox: SignalInbox, events: EventLog
+    plan: Launch,
+    handler: RendezvousHandler,
+    folder: AgentFolder,
+    inbox: SignalInbox,
+    events: EventLog,
+    notices: NoticeWatch | None,
 ) -> Supervisor:
     config = plan.config
     known = {field.name for field in fields(WorkerSpec)}
@@ -242,7 +268,7 @@ def _make_supervisor(
         folder=folder,
         inbox=inbox,
         events=events,
-        stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
+        stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env(), notices),
         num_nodes=config.max_nodes,
         forks=forks,
         shrinking=_make_shrinking(plan, events, forks, shim),
@@ -294,6 +320,16 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     said = f": {ending.cause}" if ending.cause else ""
     what = {"finished": "has finished", "stopped": "has stopped"}.get(ending.outcome, "has failed")
     logger.log(_LEVELS.get(ending.outcome, logging.ERROR), "the job %s%s; exit code %d", what, said, ending.code)
+
+
+def _write_result(result: ResultFile, supervisor: Supervisor | None, early: str, code: int, cause: str | None) -> None:
+    """For the script that has started the agent. early: how it ended where there was no supervisor yet."""
+    if supervisor is None:
+        if cause is not None:  # else an error is on its way out
+            result.write(early, code, cause)
+        return
+    progress = find_progress(supervisor.ledger.records)
+    result.write(supervisor.ending.outcome, code, cause or "", progress, final=supervisor.is_hopeless)
 
 
 def _hand_on_error(file: str, code: int) -> None:

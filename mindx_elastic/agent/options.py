@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.config import MIN_GRACE_S, SHRINK_MODES, KeySettings, MemorySettings, Settings, parse_snapshot_every
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.notices import Source, open_source
 
 __all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "CommandLine", "Launch", "check_options", "parse", "split"]
 
@@ -87,6 +88,10 @@ class AgentOptions:
     """Memory file system for the agent's folder."""
     job_key_file: Path | None
     """Private file with the job's key, absolute; None: none was given."""
+    metrics: tuple[str, int] | None = None
+    """Address and port of the metrics server; None: there is none."""
+    notices: tuple[Source, ...] = ()
+    """Where it is asked whether this machine is about to be taken away."""
     log_level: str
 
 
@@ -102,10 +107,11 @@ class Launch:
     """MASTER_ADDR and MASTER_PORT that the user has fixed for the workers' store."""
 
 
-def parse(arguments: Sequence[str]) -> Launch:
+def parse(arguments: Sequence[str], *, on_run_dir: Callable[[Path], None] = lambda path: None) -> Launch:
     """Read the command line, behind ``run``. Prints help and leaves for ``--help``, leaves with 2 for unknown options.
 
-    Raises UsageError for what cannot work. Creates the run directory and torch's log directory.
+    Raises UsageError for what cannot work. Creates the run directory and torch's log directory. on_run_dir: is called
+    with the former as soon as it is there; what is refused after it may be noted in it.
     """
     parser, ours = _parser()
     line = split(parser, ours, arguments)
@@ -113,8 +119,10 @@ def parse(arguments: Sequence[str]) -> Launch:
         print(_help())
         raise SystemExit(0)
     args = line.parse(parser)
+    run_dir = _make_run_dir(args.run_dir)
+    on_run_dir(run_dir)
     settings = Settings.from_env()
-    options = _options(args, settings)
+    options = _options(args, settings, run_dir)
     _check_script(args)
     _check_values(args)
     if args.log_dir is None:
@@ -275,6 +283,28 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         help="with --min-nproc: try so often whether a process can be started again where one has failed, more rarely "
         "with each time that it cannot; 0: never (default: 60)",
     )
+    add(
+        "--notice",
+        action="append",
+        metavar="aws|aws-rebalance|gce|azure|URL|FILE",
+        help="ask the cloud's metadata service, a URL or a file whether this machine is about to be taken away, and "
+        "then save and stop within the time that it names, with exit code 75; may be given several times (default: "
+        "nothing is asked)",
+    )
+    add(
+        "--metrics-port",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="serve metrics for Prometheus at http://HOST:N/metrics, 0: at a free port; needs mindx_elastic[metrics] "
+        "(default: none)",
+    )
+    add(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of --metrics-port; 0.0.0.0 lets other machines ask (default: 127.0.0.1)",
+    )
 
 
 def _parser() -> tuple[ArgumentParser, frozenset[str]]:
@@ -305,7 +335,7 @@ def _help() -> str:
     return f"{ours.format_help()}\n{_EPILOG.format(restarts=DEFAULT_MAX_RESTARTS)}\npositional arguments:{rest}"
 
 
-def _options(args: Namespace, settings: Settings) -> AgentOptions:
+def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions:
     shutdown_timeout = getattr(args, "shutdown_timeout", None)
     if shutdown_timeout is not None and not 0 <= shutdown_timeout <= 86400:
         raise UsageError(f"--shutdown-timeout {shutdown_timeout}: give seconds from 0 to 86400")
@@ -321,7 +351,7 @@ def _options(args: Namespace, settings: Settings) -> AgentOptions:
         snapshot_every=every,
         hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
         exit_timeout_s=None if args.exit_timeout == "auto" else args.exit_timeout,
-        run_dir=_make_run_dir(args.run_dir),
+        run_dir=run_dir,
         restarts_window_s=args.max_restarts_window,
         crash_loop=args.crash_loop,
         in_place=args.recover == "in-place",
@@ -332,6 +362,8 @@ def _options(args: Namespace, settings: Settings) -> AgentOptions:
         regrow_after_s=args.regrow_after,
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
+        metrics=None if args.metrics_port is None else (args.metrics_host, args.metrics_port),
+        notices=tuple(open_source(text) for text in dict.fromkeys(args.notice or ())),
         log_level=settings.log_level,
     )
 

@@ -1,4 +1,5 @@
-"""The files that stop a job: fault reports of the platform, and a flag file that a person sets."""
+"""What stops a job from outside: fault reports of the platform, a flag file that a person sets, notices that this
+machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from mindx_elastic.config import FaultPaths, Settings
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
+from mindx_elastic.platforms.notice_watch import NoticeWatch
 
 __all__ = ["FLAG_NAME", "StopFiles"]
 
@@ -17,9 +19,12 @@ FLAG_NAME = "graceful_exit.json"
 class StopFiles:
     """Used by one thread. Neither method raises for what a file holds."""
 
-    def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings) -> None:
+    def __init__(
+        self, run_dir: Path, paths: FaultPaths, settings: Settings, notices: NoticeWatch | None = None
+    ) -> None:
         """Looks for ``graceful_exit.json`` in `run_dir`; in the working directory too where `Settings.graceful_exit` is
-        on; nowhere where it is off."""
+        on; nowhere where it is off. notices: has been started; None: none were asked for."""
+        self._notices = notices
         self.faults = FaultWatch(paths)
         folders: Sequence[Path] = [run_dir, Path.cwd()] if settings.graceful_exit else [run_dir]
         wanted = [] if settings.graceful_exit is False else [folder / FLAG_NAME for folder in folders]
@@ -30,7 +35,12 @@ class StopFiles:
         for flag in self._flags:
             if flag.poll():
                 return FaultEvent("request", f"flag file {flag.path}", frozenset(), flag.path)
-        return self.faults.poll()
+        return self.faults.poll() or self.notice()
+
+    def notice(self) -> FaultEvent | None:
+        """That this machine is about to be taken away; the same at each call."""
+        found = None if self._notices is None else self._notices.poll()
+        return None if found is None else FaultEvent("request", found.reason, frozenset(), "--notice", found.grace_s)
 
     def flushing(self) -> bool:
         """Whether the platform forbids a start at this moment."""

@@ -35,6 +35,7 @@ from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
@@ -99,6 +100,8 @@ class Supervisor(LocalElasticAgent):
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
+        self.metrics: Metrics | None = None
+        """Is told what the pages say; None: nobody asks for it."""
         self.arenas: set[str] = set()
         """Folders of shared memory that the workers have used."""
         self.error_file = ""
@@ -110,6 +113,8 @@ class Supervisor(LocalElasticAgent):
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
         """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
+        self.is_hopeless = False
+        """The job was stopped because of equal failures: another start would only meet the next one."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
@@ -145,6 +150,8 @@ class Supervisor(LocalElasticAgent):
         try:
             while True:
                 self._hold_start()
+                if self._stops_for_notice():
+                    break
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
                 if not self._goes_on(attempt):
@@ -152,6 +159,8 @@ class Supervisor(LocalElasticAgent):
                 self._remaining_restarts -= self.ending.outcome == "failed"
                 self._resize()
             num_nodes = self._worker_group.group_world_size
+            if attempt is None:  # a notice came before the first
+                return self._result(None)
             if self.ending.outcome == "finished" and num_nodes != 1 and not (attempt.lacks_node and num_nodes == 2):
                 if attempt.lacks_node:  # it does not come to this; the others' agents may take a moment
                     own: Any = self
@@ -162,6 +171,7 @@ class Supervisor(LocalElasticAgent):
             if self.ending.outcome != "finished":
                 code = exit_code_of_signal(stop.sigval)
                 self.ending = Ending(outcome="stopped", code=code, cause=signal_name(stop.sigval))
+                self._stops_for_notice()
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
         finally:
@@ -182,6 +192,15 @@ class Supervisor(LocalElasticAgent):
                 time.sleep(_FLUSH_POLL_S)
         if held:
             logger.info("the platform has cleared the faults: starting")
+
+    def _stops_for_notice(self) -> bool:
+        """Whether this machine is about to be taken away, so that no workers are started on it any more."""
+        notice = self._stop_files.notice()
+        if notice is not None:
+            logger.warning("%s: no workers are started", notice.reason)
+            self._events.emit("fault", reason=notice.reason, kind=notice.kind)
+            self.ending = Ending(outcome="stopped", code=EXIT_TEMPORARY, cause=notice.reason)
+        return notice is not None
 
     def _run_attempt(self) -> Attempt:
         group, membership = self._worker_group, None
@@ -241,6 +260,8 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
+        if self.metrics is not None:
+            self.metrics.look(workers.last_statuses(), self.ledger.records)
         if attempt.must_be_brought_to_disk:
             for arena in sorted(map(Path, self.arenas)):
                 flushed = flush(arena)
@@ -366,6 +387,7 @@ class Supervisor(LocalElasticAgent):
             logger.error("%s", verdict.explanation)
             self._events.emit("crash_loop", reason=verdict.explanation, outcome=verdict.action, path=verdict.path)
         if not allowed:
+            self.is_hopeless = verdict.action == "stop"
             if verdict.action != "stop":
                 logger.error("no restart: %s", self._restarts.why_not)
             return False
@@ -546,6 +568,8 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        if self.metrics is not None:
+            self.metrics.look(statuses, self.ledger.records)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)

@@ -24,6 +24,7 @@ REQUEST_KINDS = ALARM_KINDS | {REFUSAL}
 """What a rank may ask the others to stop for."""
 _LEAST_GRACE_S = 3.0  # an unsealed request cannot shorten the grace period further
 _LEAST_SEALED_GRACE_S = 0.5
+_MAX_GRACE_S = 86400.0
 _MAX_REASON = 400
 _MAX_EXCEPTION = 300
 
@@ -105,17 +106,19 @@ class Alarms:
         code = exit_code(kind, self._exit_codes, named=named if is_code else None)
         grace_s = self._settings.grace_s
         if isinstance(grace, (int, float)) and not isinstance(grace, bool) and grace == grace:
-            grace_s = min(grace_s, max(0.5, grace))
+            longest_s = _MAX_GRACE_S if content.get("extends") is True else grace_s
+            grace_s = min(longest_s, max(0.5, grace))
         return self._make(kind, printable(content["reason"], _MAX_REASON), code, grace_s=grace_s)
 
     def of_peer(self, content: Mapping[str, Any], *, is_sealed: bool = False) -> Alarm:
         """Another rank's request, made by `Alarm.to_request` and checked by `agreement.stop_request.parse_request`.
 
         `is_sealed`: only a rank of this job can have written it. If not, the request may stop the job and no more: it
-        cannot choose the exit code, and enough time to save remains.
+        cannot choose the exit code, and enough time to save remains; nor can it lengthen the time.
         """
         kind, signum, named = str(content["kind"]), content.get("signum"), int(content["exit_code"])
         least_s = _LEAST_SEALED_GRACE_S if is_sealed else min(self._settings.grace_s, _LEAST_GRACE_S)
+        longest_s = _MAX_GRACE_S if is_sealed else self._settings.grace_s
         if kind == "request" and named == 0 and not is_sealed:
             logger.warning(
                 "rank %s asks for exit code 0, but without a job key any process that reaches the store can ask for "
@@ -126,7 +129,7 @@ class Alarms:
         return Alarm(
             kind=kind,
             reason=f"{content['reason']} on rank {content['origin']}",
-            deadline=Deadline.after(min(self._settings.grace_s, max(least_s, float(content["grace_left_s"])))),
+            deadline=Deadline.after(min(longest_s, max(least_s, float(content["grace_left_s"])))),
             exit_code=exit_code_from_peer(kind, self._exit_codes, signum=signum, named=named, is_sealed=is_sealed),
             origin=int(content["origin"]),
             signum=signum,

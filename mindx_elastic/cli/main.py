@@ -18,6 +18,7 @@ from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.manifest import manifest_command
 from mindx_elastic.cli.msrun import msrun_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
@@ -61,6 +62,7 @@ app.command("report", help=unwrapped(report_command.__doc__))(report_command)
 app.command("pause", help=unwrapped(pause_command.__doc__))(pause_command)
 app.command("resume", help=unwrapped(resume_command.__doc__))(resume_command)
 app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
+app.command("manifest", help=unwrapped(manifest_command.__doc__))(manifest_command)
 app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
 
 
@@ -97,6 +99,7 @@ def _common(
     mindx-elastic report mindx-run -o report.html the whole run as one page to look at
     mindx-elastic pause mindx-run                 let all ranks wait at one step, and keep their memory; then: resume
     mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
+    mindx-elastic manifest kubernetes --state 18GiB -- train.py     print a job for Kubernetes
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
     """
 

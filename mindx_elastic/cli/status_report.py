@@ -23,13 +23,15 @@ _RARE = ("paused_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size
 def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecord], *, now: float) -> dict[str, Any]:
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
     from mindx_elastic.agent.ledger import add_up
+    from mindx_elastic.agent.result import read_result
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
     report["recoveries"] = [asdict(record) for record in recoveries]
     if not runs:
-        return {**report, "agent": None, "attempts": [], "totals": None, "workers": [], "pause": None}
+        return {**report, "agent": None, "attempts": [], "totals": None, "workers": [], "pause": None, "result": None}
     run = runs[-1]
     running = is_running(run)
+    result = read_result(path if path.is_dir() else path.parent)
     agent = {
         "pid": run.pid,
         "host": run.host or None,
@@ -49,6 +51,7 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
         "totals": _facts(add_up(run.records)),
         "workers": workers,
         "pause": _pause(workers),
+        "result": None if result is None else asdict(result),
     }
 
 

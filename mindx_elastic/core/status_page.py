@@ -39,6 +39,7 @@ _FIELDS = (
     *("in_place", "generation"),
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
     *("accumulates", "save_every_s"),
+    *("durable_step", "durable_ns", "durable_bytes", "stall_ns"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -116,6 +117,14 @@ class Status:
     save_every_s: int = 0
     """Seconds between two periodic saves, where that is measured (``save_checkpoint_steps="auto"``); 0: it is not, or
     not yet. Rank 0's page."""
+    durable_step: int = -1
+    """Newest step that this process has brought to disk, so that a start can go on from it; -1: none."""
+    durable_ns: int = 0
+    """When; 0: it has not."""
+    durable_bytes: int = 0
+    """Bytes of all such files of this process."""
+    stall_ns: int = 0
+    """How long periodic saves have held up its training."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""
@@ -146,7 +155,7 @@ class StatusPage:
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("q")
-        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step"):
+        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step", "durable_step"):
             self._words[_INDEX[name]] = -1
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING

@@ -165,6 +165,7 @@ class Opening:
     def _begin_schedules(self) -> None:
         """Periodic policies may depend on the clock, and on how the job has fared."""
         page, place = self.around.page, self._place
+        self.saver.meter.page = page
 
         def tell(seconds: int) -> None:
             if page is not None and self._ranks.rank == 0:

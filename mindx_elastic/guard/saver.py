@@ -24,6 +24,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.save_meter import SaveMeter
 from mindx_elastic.guard.together import Together, cover_path
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
@@ -81,6 +82,7 @@ class Saver:
         """The boundary that the attempt went on from; None: it began anew."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
+        self.meter = SaveMeter()
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
@@ -227,6 +229,10 @@ class Saver:
         With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the
         events.
         """
+        with self.meter.holding():
+            return self._save_periodic(policy)
+
+    def _save_periodic(self, policy: PeriodicPolicy) -> bool:
         position = self.collector.position
         path = self.folder(policy.directory) / policy.name(position)
         info = self._info(position, kind="periodic", reason="periodic", append_info=policy.append_info)
@@ -451,6 +457,7 @@ class Saver:
         )
         if info.resumable:
             self.newest = (info.step, result.path)
+            self.meter.note(info.step, result.nbytes)
         if self.mirror is not None and not dying:
             self.mirror.submit(result.path, info.step)
         return result

@@ -52,13 +52,18 @@ class AgentFolder:
             remove_dead_agents(parent)
         self._sequence = 0
 
-    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, rank: int = -1) -> int:
+    def order(
+        self, kind: str, reason: str, *, grace_s: float, exit_code: int, rank: int = -1, extends: bool = False
+    ) -> int:
         """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. `rank`: the one
-        that it is about. Returns its number, from 1. Raises OSError."""
+        that it is about. `extends`: the workers may take `grace_s` also where that is longer than their own grace
+        period. Returns its number, from 1. Raises OSError."""
         self._sequence += 1
         content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
         if rank >= 0:
             content["rank"] = rank
+        if extends:
+            content["extends"] = True
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
         os.replace(temp, self.path / "control.json")

@@ -37,7 +37,9 @@ class FaultEvent:
     """One line for a person."""
     ranks: frozenset[int]
     """The ranks named; empty for a request."""
-    source: Path
+    source: Path | str
+    grace_s: float | None = None
+    """How long the workers may take, where the platform says it."""
 
 
 class FaultWatch:

@@ -45,6 +45,10 @@ def test_the_option_set() -> None:
         "pause": ["--timeout", "path"],
         "resume": ["--timeout", "path"],
         "clean": ["--all", "--base", "--dry-run", "--json"],
+        "manifest": [
+            *("--claim", "--faults", "--gpus", "--grace", "--image", "--mount", "--name", "--nodes", "--nproc"),
+            *("--restarts", "--run-options", "--state", "command", "kind"),
+        ],
         "plan": [
             *("--emit-env", "--explain", "--fault-node", "--fault-ranks", "--faults", "--json", "--mesh"),
             *("--no-verify", "--rank-table", "--run", "--step", "--strategy", "--verify", "--world-size", "--write"),

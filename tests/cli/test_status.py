@@ -81,7 +81,18 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
     result = run("status", run_dir, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
-    keys = {"schema", "run_dir", "older_runs", "agent", "attempts", "recoveries", "totals", "workers", "pause"}
+    keys = {
+        "schema",
+        "run_dir",
+        "older_runs",
+        "agent",
+        "attempts",
+        "recoveries",
+        "totals",
+        "workers",
+        "pause",
+        "result",
+    }
     assert set(document) == keys
     assert document["recoveries"] == []
     assert (document["schema"], document["run_dir"], document["older_runs"]) == (1, str(run_dir), 0)

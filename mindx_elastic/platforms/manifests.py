@@ -1,0 +1,234 @@
+"""Manifests of a job under ``mindx-elastic run`` for Kubernetes, JobSet, Kubeflow Trainer v2 and Slurm.
+
+What they have in common: a graceful stop (143, 75) and an eviction cost none of the job's tries, an error of usage (2,
+126, 127) is final, the pod lives longer than the workers' grace period, and ``/dev/shm`` has room for the snapshots.
+Pure, but for the batch script that is read from beside this file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindx_elastic.errors import UsageError
+
+__all__ = ["KINDS", "JobNumbers", "manifest", "parse_size", "shared_memory_bytes"]
+
+KINDS = ("kubernetes", "jobset", "trainer", "slurm")
+_AGENT_S = 15  # for the agent itself: what only memory holds, the last lines, result.json
+_SLOTS = 2
+_ROOM = 1.1  # headers, boundary rings
+_OTHERS_BYTES = 1 << 30  # loader workers' batches, the process group's own
+_FAULT_DIR = "/user/restore/fault/config"
+_PORT = 29400
+_UNITS = {"": 0, "ki": 10, "mi": 20, "gi": 30, "ti": 40}
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobNumbers:
+    """What a manifest is made of; checked."""
+
+    name: str
+    """Of the job: a label of DNS, 40 characters at most."""
+    image: str
+    command: tuple[str, ...]
+    """The training program and its arguments."""
+    nodes: int = 1
+    nproc: int = 1
+    """Workers on each node."""
+    gpus: int = 0
+    """Of each node."""
+    grace_s: float = 45.0
+    """What the workers get to save."""
+    state_bytes: int = 1 << 30
+    """Of one rank's checkpoint."""
+    restarts: int = 3
+    """Failures that Kubernetes answers with new pods."""
+    claim: str = "checkpoints"
+    """Persistent volume claim of the checkpoints and the run directory."""
+    mount: str = "/checkpoints"
+    faults: str = ""
+    """ConfigMap with the platform's fault report; empty: none."""
+    run_options: tuple[str, ...] = ()
+    """Further options of ``mindx-elastic run``."""
+
+    def __post_init__(self) -> None:
+        for what, name in (("--name", self.name), ("--claim", self.claim), ("--faults", self.faults or "a")):
+            if not _NAME.fullmatch(name):
+                raise UsageError(f"{what} {name}: give small letters, digits and -, a letter first, 40 at most")
+        if not self.command:
+            raise UsageError("give the training program and its arguments behind --")
+        if not self.mount.startswith("/"):
+            raise UsageError(f"--mount {self.mount}: give a path that begins with /")
+
+    @property
+    def termination_s(self) -> int:
+        """When the platform may kill the pod, in seconds after its SIGTERM."""
+        return math.ceil(self.grace_s) + _AGENT_S
+
+
+def parse_size(text: str) -> int:
+    """``18Gi`` (also ``18GiB``) -> bytes. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i)?B?", text.strip(), re.IGNORECASE)
+    size = 0 if found is None else int(float(found[1]) * (1 << _UNITS[(found[2] or "").lower()]))
+    if not 0 < size < 1 << 50:
+        raise UsageError(f"--state {text}: give a size such as 18GiB, the one of a rank's checkpoint file")
+    return size
+
+
+def shared_memory_bytes(numbers: JobNumbers) -> int:
+    """Room in ``/dev/shm``: two snapshots of each rank's state, in whole GiB. Ranks that are replicas need less."""
+    needed = numbers.nproc * numbers.state_bytes * _SLOTS * _ROOM + _OTHERS_BYTES
+    return math.ceil(needed / (1 << 30)) << 30
+
+
+def manifest(kind: str, numbers: JobNumbers) -> str:
+    """The text of one of `KINDS`. Raises UsageError."""
+    if kind == "slurm":
+        return _slurm(numbers)
+    makers = {"kubernetes": _kubernetes, "jobset": _jobset, "trainer": _trainer}
+    documents = makers[kind](numbers)
+    shm = shared_memory_bytes(numbers) >> 30
+    head = (
+        f"# {numbers.termination_s} s until a pod is killed: {numbers.grace_s:g} s for the workers (--grace), "
+        f"{_AGENT_S} s for the agent.\n# {shm} GiB of /dev/shm: {_SLOTS} snapshots of each of {numbers.nproc} ranks "
+        "of a node; they count as the container's memory.\n"
+    )
+    return head + yaml.safe_dump_all(documents, sort_keys=False, width=120)
+
+
+def _run(numbers: JobNumbers, endpoint: str = "") -> list[str]:
+    words = ["mindx-elastic", "run", "--nproc-per-node", str(numbers.nproc), "--grace", f"{numbers.grace_s:g}"]
+    if endpoint:
+        words += ["--nnodes", str(numbers.nodes), "--rdzv-backend", "c10d", "--rdzv-id", numbers.name]
+        words += ["--rdzv-endpoint", f"{endpoint}:{_PORT}"]
+    where = f"{numbers.mount}/run" if numbers.nodes == 1 else f"{numbers.mount}/run-$(JOB_COMPLETION_INDEX)"
+    return [*words, "--run-dir", where, *numbers.run_options, *numbers.command]
+
+
+def _pod(numbers: JobNumbers, container: str, command: Sequence[str]) -> dict[str, Any]:
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "checkpoints", "mountPath": numbers.mount}]
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shared_memory_bytes(numbers) >> 30}Gi"}},
+        {"name": "checkpoints", "persistentVolumeClaim": {"claimName": numbers.claim}},
+    ]
+    if numbers.faults:  # a folder, never a subPath: that would not follow the ConfigMap's changes
+        mounts.append({"name": "faults", "mountPath": _FAULT_DIR})
+        volumes.append({"name": "faults", "configMap": {"name": numbers.faults, "optional": True}})
+    made: dict[str, Any] = {
+        "name": container,
+        "image": numbers.image,
+        "command": list(command),
+        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+        "volumeMounts": mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if numbers.gpus:
+        made["resources"] = {"limits": {"nvidia.com/gpu": str(numbers.gpus)}}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": numbers.termination_s,
+        "containers": [made],
+        "volumes": volumes,
+    }
+
+
+def _job_spec(numbers: JobNumbers, container: str, command: Sequence[str]) -> dict[str, Any]:
+    """The spec of a batch/v1 Job."""
+
+    def codes(action: str, *values: int) -> dict[str, Any]:
+        found = {"containerName": container, "operator": "In", "values": list(values)}
+        return {"action": action, "onExitCodes": found}
+
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        codes("FailJob", 2, 126, 127),
+        codes("Ignore", 75, 143),
+    ]
+    several = {} if numbers.nodes == 1 else {"completionMode": "Indexed"}
+    return {
+        "parallelism": numbers.nodes,
+        "completions": numbers.nodes,
+        **several,
+        "backoffLimit": numbers.restarts * numbers.nodes,
+        "podReplacementPolicy": "Failed",  # no second pod while the first one still saves
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": _pod(numbers, container, command)},
+    }
+
+
+def _kubernetes(numbers: JobNumbers) -> list[dict[str, Any]]:
+    name, documents = numbers.name, []
+    endpoint = f"{name}-0.{name}" if numbers.nodes > 1 else ""
+    spec = _job_spec(numbers, "train", _run(numbers, endpoint))
+    if endpoint:
+        spec["template"]["spec"]["subdomain"] = name
+        chosen = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": chosen}
+        documents.append(service)
+    return [*documents, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}]
+
+
+def _jobset_spec(numbers: JobNumbers, command: Sequence[str], labels: dict[str, str] | None = None) -> dict[str, Any]:
+    template: dict[str, Any] = {"spec": _job_spec(numbers, "node", command)}
+    if labels:
+        template = {"metadata": {"labels": labels}, **template}
+    rule = {"name": "wrongusage", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "failurePolicy": {"maxRestarts": numbers.restarts, "restartStrategy": "BlockingRecreate", "rules": [rule]},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
+    }
+
+
+def _jobset(numbers: JobNumbers) -> list[dict[str, Any]]:
+    name = numbers.name
+    endpoint = f"{name}-node-0-0.{name}" if numbers.nodes > 1 else ""
+    spec = _jobset_spec(numbers, _run(numbers, endpoint))
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}]
+
+
+def _trainer(numbers: JobNumbers) -> list[dict[str, Any]]:
+    """The runtime has what a TrainJob cannot say; nodes and rendezvous come from Trainer's PET_ variables."""
+    name, command = numbers.name, _run(numbers)
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    policy = {"numNodes": numbers.nodes, "torch": {}}
+    spec = {"mlPolicy": policy, "template": {"spec": _jobset_spec(numbers, command, labels)}}
+    trainer: dict[str, Any] = {"numNodes": numbers.nodes, "numProcPerNode": numbers.nproc, "image": numbers.image}
+    job = {"runtimeRef": {"kind": "TrainingRuntime", "name": name}, "trainer": {**trainer, "command": command}}
+    api = "trainer.kubeflow.org/v1alpha1"
+    return [
+        {"apiVersion": api, "kind": "TrainingRuntime", "metadata": {"name": name}, "spec": spec},
+        {"apiVersion": api, "kind": "TrainJob", "metadata": {"name": name}, "spec": job},
+    ]
+
+
+def _slurm(numbers: JobNumbers) -> str:
+    """The batch script of ``deploy/slurm``, with these numbers in it."""
+    if numbers.nodes > 1:
+        raise UsageError(f"--nodes {numbers.nodes}: the batch script is for one node")
+    text = Path(__file__).with_name("slurm_agent.sbatch").read_text(encoding="utf-8")
+    words = " ".join(map(shlex.quote, (*numbers.run_options, *numbers.command)))
+    gpus = f"#SBATCH --gpus={numbers.gpus}\n" if numbers.gpus else ""
+    for old, new in (
+        ("#SBATCH --job-name=train\n", f"#SBATCH --job-name={numbers.name}\n{gpus}"),
+        ("#SBATCH --signal=B:TERM@60\n", f"#SBATCH --signal=B:TERM@{numbers.termination_s}\n"),
+        ("${GRACE:-45}", f"${{GRACE:-{numbers.grace_s:g}}}"),
+        ("${NPROC:-${SLURM_GPUS_ON_NODE:-1}}", f"${{NPROC:-{numbers.nproc}}}"),
+        ('"$@" &\n', f'{words} "$@" &\n'),
+        (
+            "--signal=B:TERM@60 and GRACE=45 fit",
+            f"--signal=B:TERM@{numbers.termination_s} and GRACE={numbers.grace_s:g} fit",
+        ),
+        ("and 60 s before the end", f"and {numbers.termination_s} s before the end"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text

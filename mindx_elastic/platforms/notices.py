@@ -1,0 +1,362 @@
+"""Notices that this machine is about to be taken away: what clouds, a URL or a file say, and how they are asked.
+
+==================  ==================================================================  ============  ==================
+source              asked                                                               every         usual notice
+==================  ==================================================================  ============  ==================
+``aws``             ``/latest/meta-data/spot/instance-action`` (IMDSv2, with a token)   5 s           120 s
+``aws-rebalance``   that, and ``.../events/recommendations/rebalance``                  5 s           none is named
+``gce``             ``/computeMetadata/v1/instance/preempted``                          1 s           30 s
+``azure``           ``/metadata/scheduledevents``: ``Preempt`` and ``Terminate``        1 s           30 s
+a URL, a file       ``{"stop": true, "deadline": ..., "seconds": ..., "reason": ...}``  2 s           none is named
+==================  ==================================================================  ============  ==================
+
+The clouds' formats are those of their public pages: "Spot Instance interruption notices" and "EC2 instance rebalance
+recommendations" (Amazon EC2 User Guide), "Spot VMs" (Compute Engine), "Scheduled Events for Linux VMs" (Azure).
+
+A source never decides by guess: what it does not understand is a ValueError, which is named and stops nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.values import real
+from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.small_files import read_regular
+
+__all__ = ["CLOUDS", "Answer", "Ask", "Notice", "Source", "ask", "open_source"]
+
+_METADATA = "http://169.254.169.254"
+_TIMEOUT_S = 2.0
+_TOTAL_S = 5.0
+_MAX_BYTES = 64 << 10
+_MAX_REASON = 200
+_TOKEN_S = 21600
+_AZURE_HEADERS = {"Metadata": "true"}
+_MOST_AHEAD_S = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """The machine will be taken away."""
+
+    reason: str
+    """One line for a person."""
+    deadline: float | None
+    """Unix seconds; None: it is not known."""
+    written: float | None = None
+    """When it was written, unix seconds, where it could be left over from another run (a file); None: it is current."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of an HTTP server."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Ask(Protocol):
+    """Sends one request. Raises OSError or ValueError where there is no answer that can be used."""
+
+    def __call__(self, url: str, headers: Mapping[str, str], method: str = "GET") -> Answer: ...
+
+
+class Source(Protocol):
+    """One place where a notice may appear. Used by one thread."""
+
+    name: str
+    """For people."""
+    period_s: float
+
+    def look(self) -> Notice | None:
+        """The notice, if there is one now. Raises OSError or ValueError where that cannot be told."""
+        ...
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A metadata service does not redirect; whoever does is something else (a captive portal)."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+_OPENER = build_opener(ProxyHandler({}), _NoRedirects)  # a proxy has metadata of its own machine
+
+
+def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+    """Send one request, without proxies and redirects; at most `_MAX_BYTES` are read, for some seconds at most. Any
+    status is an answer. Raises OSError or ValueError."""
+    ends = time.monotonic() + _TOTAL_S
+    request = Request(url, headers=dict(headers), method=method)
+    try:
+        response: HTTPResponse | HTTPError
+        try:
+            response = _OPENER.open(request, timeout=_TIMEOUT_S)
+        except HTTPError as error:
+            response = error
+        with response:
+            body = b""
+            while chunk := response.read1(_MAX_BYTES):
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise ValueError(f"an answer of more than {_MAX_BYTES >> 10} KiB")
+                if time.monotonic() > ends:
+                    raise ValueError(f"an answer that takes more than {_TOTAL_S:g} s")
+            return Answer(int(response.status or 0), body, {k.lower(): v for k, v in response.headers.items()})
+    except HTTPException as error:
+        raise ValueError(f"no HTTP ({type(error).__name__})") from None
+
+
+def _expect(answer: Answer, what: str, *none: int) -> bytes | None:
+    """The body of a good answer; None for a status that says that there is nothing. Raises ValueError for others."""
+    if answer.status in none:
+        return None
+    if answer.status != 200:
+        raise ValueError(f"{what} answers with status {answer.status}")
+    return answer.body
+
+
+def _json(body: bytes, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{what} is no JSON: {printable(body[:60].decode(errors='replace'))!r}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} is no JSON object")
+    return content
+
+
+def _moment(value: object, what: str) -> float:
+    """Unix seconds of ``2026-01-02T03:04:05Z`` or of a number. Raises ValueError."""
+    found = real(value)
+    if found is None and isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value.strip().replace("Z", "+00:00"))
+            found = moment.timestamp() if moment.tzinfo else None
+        except (ValueError, OverflowError):
+            found = None
+    if found is None:
+        raise ValueError(f"{what} is no time with a zone: {printable(value, 60)!r}")
+    if found > time.time() + _MOST_AHEAD_S:
+        raise ValueError(f"{what} is more than a day ahead: {printable(value, 60)!r}")
+    return found
+
+
+def _at(deadline: float) -> str:
+    return datetime.fromtimestamp(deadline, timezone.utc).strftime("%H:%M:%S UTC")
+
+
+class _Aws:
+    period_s = 5.0
+    _ACTION = "/latest/meta-data/spot/instance-action"
+    _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+    def __init__(self, base: str, ask: Ask, *, rebalance: bool = False) -> None:
+        self.name = "aws-rebalance" if rebalance else "aws"
+        self._base, self._ask, self._rebalance, self._token = base, ask, rebalance, ""
+
+    def look(self) -> Notice | None:
+        body = self._get(self._ACTION)
+        if body is not None:
+            content = _json(body, "spot/instance-action")
+            action = content.get("action")
+            if action not in ("terminate", "stop", "hibernate"):
+                raise ValueError(f"spot/instance-action has the action {printable(action, 60)!r}")
+            deadline = _moment(content.get("time"), "the time of spot/instance-action")
+            return Notice(reason=f"AWS: {action} at {_at(deadline)}", deadline=deadline)
+        body = self._get(self._REBALANCE) if self._rebalance else None
+        if body is not None:
+            _moment(_json(body, "rebalance").get("noticeTime"), "the noticeTime of rebalance")
+            return Notice(reason="AWS: rebalance recommendation", deadline=None)
+        return None
+
+    def _get(self, path: str) -> bytes | None:
+        for _ in range(2):
+            if not self._token:
+                self._token = self._new_token()
+            answer = self._ask(self._base + path, {"X-aws-ec2-metadata-token": self._token})
+            if answer.status != 401:
+                break
+            self._token = ""  # it has expired
+        return _expect(answer, path, 404)
+
+    def _new_token(self) -> str:
+        path = "/latest/api/token"
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+        token = (_expect(self._ask(self._base + path, headers, "PUT"), path) or b"").decode("latin-1").strip()
+        if not token or not token.isascii() or not token.isprintable() or len(token) > 1024:
+            raise ValueError(f"{path} gives no token")
+        return token
+
+
+class _Gce:
+    name, period_s = "gce", 1.0
+    _PATH = "/computeMetadata/v1/instance/preempted"
+    _USUAL_S = 30.0
+
+    def __init__(self, base: str, ask: Ask) -> None:
+        self._base, self._ask = base, ask
+        self._seen: float | None = None
+
+    def look(self) -> Notice | None:
+        answer = self._ask(self._base + self._PATH, {"Metadata-Flavor": "Google"})
+        word = (_expect(answer, self._PATH) or b"").strip().upper()
+        if answer.headers.get("metadata-flavor") != "Google":
+            raise ValueError("the answer has no header Metadata-Flavor: Google, so it is not Google's")
+        if word not in (b"TRUE", b"FALSE"):
+            raise ValueError(f"instance/preempted is {printable(word[:60].decode(errors='replace'))!r}")
+        if word == b"FALSE":
+            self._seen = None
+            return None
+        self._seen = self._seen or time.time()
+        return Notice(reason="GCE: preempted", deadline=self._seen + self._USUAL_S)
+
+
+class _Azure:
+    name, period_s = "azure", 1.0
+    _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+    _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    _USUAL_S = 30.0
+
+    def __init__(self, base: str, ask: Ask) -> None:
+        self._base, self._ask, self._own = base, ask, ""
+
+    def look(self) -> Notice | None:
+        body = _expect(self._ask(self._base + self._EVENTS, _AZURE_HEADERS), "scheduledevents") or b""
+        events = _json(body, "scheduledevents").get("Events")
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+            raise ValueError("scheduledevents has no list of Events")
+        for event in events:
+            if event.get("EventType") in ("Preempt", "Terminate") and self._is_ours(event):
+                return self._notice(event)
+        return None
+
+    def _is_ours(self, event: dict[str, Any]) -> bool:
+        """All machines of a scale set may hear of the events of each."""
+        resources = event.get("Resources")
+        if not isinstance(resources, list):
+            raise ValueError(f"a {event['EventType']} event names no Resources")
+        if not self._own:
+            body = _expect(self._ask(self._base + self._NAME, _AZURE_HEADERS), "instance/compute/name") or b""
+            self._own = body.decode(errors="replace").strip()
+        return self._own.lower() in [str(each).lower() for each in resources] if self._own else False
+
+    def _notice(self, event: dict[str, Any]) -> Notice:
+        what, begins = str(event["EventType"]), event.get("NotBefore")
+        if not begins:  # it has started
+            return Notice(reason=f"Azure: {what} of {printable(self._own, 60)} has begun", deadline=None)
+        try:
+            moment = parsedate_to_datetime(str(begins))
+            moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+            deadline = _moment(moment.timestamp(), "NotBefore")
+        except (TypeError, ValueError, IndexError, OverflowError):
+            raise ValueError(f"NotBefore is no time within a day: {printable(begins, 60)!r}") from None
+        return Notice(reason=f"Azure: {what} of {printable(self._own, 60)} at {_at(deadline)}", deadline=deadline)
+
+
+def _own_notice(body: bytes, name: str, *, written: float | None) -> Notice | None:
+    """Our own format; `seconds` counts from `written`, or from now."""
+    content = _json(body, "the notice")
+    stop = content.get("stop")
+    if not isinstance(stop, bool):
+        raise ValueError('the notice has no "stop": true or false')
+    if not stop:
+        return None
+    deadline, seconds = content.get("deadline"), content.get("seconds")
+    if deadline is not None:
+        deadline = _moment(deadline, '"deadline"')
+    elif seconds is not None:
+        found = real(seconds)
+        if found is None or not 0 < found <= _MOST_AHEAD_S:
+            raise ValueError(f'"seconds" is no number from 0 to {_MOST_AHEAD_S:g}: {printable(seconds, 60)!r}')
+        deadline = (time.time() if written is None else written) + found
+    why = content.get("reason")
+    text = f": {printable(why, _MAX_REASON)}" if isinstance(why, str) and why else ""
+    return Notice(reason=f"{name}{text}", deadline=deadline, written=written)
+
+
+class _Url:
+    period_s = 2.0
+
+    def __init__(self, url: str, ask: Ask) -> None:
+        parts = urlsplit(url)
+        self.name = f"{parts.scheme}://{parts.netloc}{parts.path}"  # a query may hold a secret
+        self._url, self._ask = url, ask
+        self._seen: tuple[bytes, Notice] | None = None
+
+    def look(self) -> Notice | None:
+        body = _expect(self._ask(self._url, {"Accept": "application/json"}), "it", 204, 404)
+        if not body or not body.strip():
+            self._seen = None
+            return None
+        if self._seen is None or self._seen[0] != body:  # "seconds" counts from its first appearance
+            notice = _own_notice(body, self.name, written=None)
+            self._seen = None if notice is None else (body, notice)
+        return None if self._seen is None else self._seen[1]
+
+
+class _File:
+    period_s = 1.0
+
+    def __init__(self, path: Path) -> None:
+        self.name, self._path = f"notice file {path}", path
+
+    def look(self) -> Notice | None:
+        try:
+            body, status = read_regular(self._path, _MAX_BYTES, follow_links=True)
+        except FileNotFoundError:
+            return None
+        return _own_notice(body, self.name, written=status.st_mtime) if body.strip() else None
+
+
+CLOUDS: dict[str, Callable[[str, Ask], Source]] = {
+    "aws": _Aws,
+    "aws-rebalance": lambda base, ask: _Aws(base, ask, rebalance=True),
+    "gce": _Gce,
+    "azure": _Azure,
+}
+"""By the word of ``--notice``: makes the source from the address of the metadata service."""
+
+
+def open_source(text: str, ask: Ask = ask) -> Source:
+    """The source that a ``--notice`` names: a word of `CLOUDS` (``aws=http://[fd00:ec2::254]``: at another address), a
+    URL, or the path of a file. Asks nothing yet. Raises UsageError."""
+    word, equals, base = text.partition("=")
+    if word in CLOUDS:
+        return CLOUDS[word](_checked_url(base, text).rstrip("/") if equals else _METADATA, ask)
+    if "://" in text:
+        return _Url(_checked_url(text, text), ask)
+    if "/" not in text:
+        raise UsageError(
+            f"--notice {text}: give {', '.join(CLOUDS)}, a URL (http://...), or the path of a file with a / in it"
+        )
+    path = Path(text).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"--notice {text}: the folder {path.parent} does not exist; make it, the file may come later")
+    return _File(path)
+
+
+def _checked_url(url: str, text: str) -> str:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
+    except ValueError:
+        good = False
+    if not good or not url.isascii() or not url.isprintable() or " " in url:
+        raise UsageError(f"--notice {printable(text)}: give http://HOST[:PORT]... or https://..., without a user in it")
+    return url

@@ -1,0 +1,183 @@
+"""``result.json``: what a script may do after the agent's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent.launcher import launch
+from mindx_elastic.agent.ledger import AttemptRecord
+from mindx_elastic.agent.result import (
+    FRUITLESS_MOST,
+    RESULT_FILE,
+    JobResult,
+    Progress,
+    ResultFile,
+    find_progress,
+    read_result,
+)
+from mindx_elastic.errors import UsageError
+
+
+def end(run_dir: Path, *args: Any, **more: Any) -> JobResult:
+    with ResultFile() as file:
+        file.open(run_dir)
+        file.write(*args, **more)
+    found = read_result(run_dir)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "retry"),
+    [
+        ("finished", 0, False),
+        ("stopped", 143, True),
+        ("stopped", 75, True),
+        ("stopped", 0, False),
+        ("stopped", 12, True),
+        ("failed", 1, False),
+        ("failed", 75, True),
+        ("failed", 137, True),
+        ("failed", 139, False),
+    ],
+)
+def test_what_is_worth_another_start(tmp_path: Path, outcome: str, code: int, retry: bool) -> None:
+    result = end(tmp_path, outcome, code, "why", Progress(saved_step=7, progressed=True, attempts=2))
+    assert (result.retry, result.exit_code, result.saved_step, result.attempts) == (retry, code, 7, 2)
+    assert ('"retry": true' in (tmp_path / RESULT_FILE).read_text()) is retry, "for grep"
+
+
+def test_a_crash_loop_is_not_worth_it(tmp_path: Path) -> None:
+    assert not end(tmp_path, "failed", 137, "why", Progress(7, True), final=True).retry
+
+
+def test_stops_before_the_first_step_come_to_an_end(tmp_path: Path) -> None:
+    none = Progress(saved_step=None, progressed=False)
+    assert [end(tmp_path, "stopped", 143, "SIGTERM", none).retry for _ in range(FRUITLESS_MOST + 1)] == [
+        *[True] * (FRUITLESS_MOST - 1),
+        *[False] * 2,
+    ]
+    assert end(tmp_path, "stopped", 143, "SIGTERM", Progress(3, True)).fruitless == 0
+    assert end(tmp_path, "stopped", 143, "SIGTERM", none).retry
+
+
+def test_it_is_there_only_when_the_agent_has_ended(tmp_path: Path) -> None:
+    end(tmp_path, "stopped", 143)
+    with ResultFile() as file:
+        file.open(tmp_path)
+        assert not (tmp_path / RESULT_FILE).exists()
+        file.write("failed", 1, "first")
+        file.write("finished", 0, "second")
+    found = read_result(tmp_path)
+    assert found is not None and found.reason == "first", "the first one counts"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "code"),
+    [(UsageError("--x: no"), "usage", 2), (SystemExit(2), "usage", 2), (KeyError("x"), "failed", 1)],
+)
+def test_an_error_is_an_end_too(tmp_path: Path, error: BaseException, outcome: str, code: int) -> None:
+    def fail() -> None:
+        with ResultFile() as file:
+            file.open(tmp_path)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    found = read_result(tmp_path)
+    assert found is not None and (found.outcome, found.exit_code, found.retry) == (outcome, code, False)
+
+
+def test_a_wrong_option_is_noted_where_the_run_directory_is_known(tmp_path: Path) -> None:
+    for wrong in (["--notice", "gcp"], ["--nproc-per-node", "0"]):
+        (tmp_path / RESULT_FILE).unlink(missing_ok=True)
+        with pytest.raises(UsageError):
+            launch(["--run-dir", str(tmp_path), *wrong, __file__])
+        found = read_result(tmp_path)
+        assert found is not None and (found.outcome, found.exit_code, found.retry) == ("usage", 2, False), wrong
+
+
+def test_before_there_is_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ResultFile() as file:
+        file.write("failed", 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_its_place_does_not_change_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / RESULT_FILE).mkdir()
+    with ResultFile() as file:
+        file.open(tmp_path)
+        file.write("stopped", 143)
+    assert len(caplog.messages) == 2 and all(RESULT_FILE in line for line in caplog.messages)
+    assert [path.name for path in tmp_path.iterdir()] == [RESULT_FILE], "no temporary file is left"
+
+
+def test_a_file_system_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    release = threading.Event()
+    monkeypatch.setattr("mindx_elastic.agent.result.write_whole", lambda *args: release.wait(60))
+    monkeypatch.setattr("mindx_elastic.agent.result._PATIENCE_S", 0.01)
+    with ResultFile() as file:
+        file.open(tmp_path)
+        file.write_soon("stopped", 143, "SIGTERM")
+    release.set()
+
+
+GOOD = {"version": 1, "outcome": "stopped", "exit_code": 143, "retry": True}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", "[" * 100_000, '{"retry": true}', "\x00\xff"),
+        json.dumps({**GOOD, "version": 2}),
+        json.dumps({**GOOD, "retry": "true"}),
+        json.dumps({**GOOD, "outcome": "splendid"}),
+        json.dumps({**GOOD, "exit_code": None}),
+        json.dumps({**GOOD, "reason": "x" * 200_000}),
+    ],
+)
+def test_half_written_and_foreign_files_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / RESULT_FILE).write_text(content)
+    assert read_result(tmp_path) is None
+    assert end(tmp_path, "stopped", 143).fruitless == 1, "and are replaced"
+
+
+def test_what_is_no_file_is_none(tmp_path: Path) -> None:
+    assert read_result(tmp_path / "nowhere") is None
+    os.mkfifo(tmp_path / RESULT_FILE)
+    assert read_result(tmp_path) is None
+
+
+def test_strange_values_are_unknown(tmp_path: Path) -> None:
+    more = {"saved_step": "7", "progressed": 1, "fruitless": -3, "reason": "a\x1b[2Jb", "attempts": True, "time": "now"}
+    (tmp_path / RESULT_FILE).write_text(json.dumps({**GOOD, **more}))
+    assert read_result(tmp_path) == JobResult(outcome="stopped", exit_code=143, retry=True, reason="a\\x1b[2Jb")
+
+
+def record(attempt: int, **more: Any) -> AttemptRecord:
+    return AttemptRecord(attempt=attempt, **more)
+
+
+@pytest.mark.parametrize(
+    ("records", "progress"),
+    [
+        ([], Progress()),
+        ([record(0, step_reached=-1)], Progress(None, None, 1)),
+        ([record(0, resumed_step=-1, step_reached=0, saved_step=0)], Progress(0, False, 1)),
+        ([record(0, resumed_step=-1, step_reached=4, saved_step=4)], Progress(4, True, 1)),
+        ([record(0, resumed_step=7, step_reached=7, saved_step=7)], Progress(7, False, 1)),
+        ([record(0, resumed_step=7, step_reached=9)], Progress(7, False, 1)),
+        ([record(0, resumed_step=-1, saved_step=9), record(1, resumed_step=5)], Progress(5, True, 2)),
+        ([record(0, resumed_step=-1), record(1, resumed_step=6), record(2)], Progress(6, True, 3)),
+        ([record(0, resumed_step=-1, step_reached=9, outcome="finished")], Progress(None, True, 1)),
+    ],
+)
+def test_what_attempts_have_come_to(records: list[AttemptRecord], progress: Progress) -> None:
+    assert find_progress(records) == progress

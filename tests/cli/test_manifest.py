@@ -1,0 +1,32 @@
+"""``mindx-elastic manifest``: the options, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+
+def test_what_stands_behind_the_dashes_is_the_program(run: Callable[..., Any]) -> None:
+    words = ("--state", "1GiB", "--nproc", "2", "--run-options", "--notice aws", "--", "train.py", "--lr", "1")
+    result = run("manifest", "kubernetes", *words)
+    assert result.exit_code == 0, result.output
+    (job,) = yaml.safe_load_all(result.stdout)
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[:4] == ["mindx-elastic", "run", "--nproc-per-node", "2"]
+    assert command[-5:] == ["--notice", "aws", "train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("volcano", "--state", "1GiB", "--", "train.py"),
+        ("jobset", "--", "train.py"),
+        ("jobset", "--state", "1GiB"),
+        ("jobset", "--state", "1GiB", "--run-options", "'", "--", "train.py"),
+    ],
+)
+def test_wrong_usage(run: Callable[..., Any], words: tuple[str, ...]) -> None:
+    assert run("manifest", *words).exit_code == 2
