@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, run_job
+from tests.integrations.stopping import check, run, written
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.slow
-
-_WRITTEN = r"^(STEP|MEAN|VALUE|EVAL|HASH) .*"
-_PID = re.compile(r"^((?:STEP|MEAN|VALUE) \S+ \S+) \d+ ")
-
-
-def written(*jobs: Job) -> list[str]:
-    """What the jobs have written of their training, each line once, without process ids."""
-    lines = {_PID.sub(r"\1 ", match[0]) for job in jobs for match in job.matches(_WRITTEN)}
-    return sorted(lines)
-
-
-def run(script: str, directory: Path, ranks: int, options: Sequence[str] = (), code: int = 0) -> Job:
-    return run_job(f"integrations_{script}.py", directory, *options, ranks=ranks, code=code, fresh=True)
-
-
-def check(script: str, tmp_path: Path, ranks: int, stop: Sequence[str], options: Sequence[str] = ()) -> None:
-    """The stopped and resumed job has written what the uninterrupted one has."""
-    straight = run(script, tmp_path / "straight", ranks, options)
-    stopped = run(script, tmp_path / "stopped", ranks, [*options, *stop], code=143 if ranks == 1 else 1)
-    assert not stopped.matches("^HASH"), f"the stop came too late\n{stopped.report()}"
-    resumed = run(script, tmp_path / "stopped", ranks, options)
-    assert resumed.matches(r"resumed from .*saved because of SIGTERM"), resumed.report()
-    assert written(stopped, resumed) == written(straight), f"{stopped.report()}\n{resumed.report()}"
-
 
 ACCELERATE = [
     pytest.param(1, ["--stop-at", "7"], ["--evaluate", "--accumulate", "3"], id="accumulation"),
