@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness import Job, run_job
+from tests.harness import Job, run_job, start_agent
 
-__all__ = ["check", "run", "written"]
+__all__ = ["check", "check_killed", "run", "written"]
 
 _WRITTEN = r"^(STEP|MEAN|VALUE|EVAL|LOG|HASH) .*"
 _PID = re.compile(r"^((?:STEP|MEAN|VALUE) \S+ \S+) \d+ ")
@@ -41,3 +41,15 @@ def check(
     reports = "\n".join(job.report() for job in jobs)
     assert jobs[-1].matches(r"resumed from .*saved because of SIGTERM"), reports
     assert written(*jobs) == written(straight), reports
+
+
+def check_killed(script: str, tmp_path: Path, ranks: int, step: int, options: Sequence[str] = ()) -> None:
+    """A job under the agent, of which the last rank was killed behind `step`, has written what the uninterrupted one
+    has. A snapshot of each step is kept in memory."""
+    straight = run(script, tmp_path / "straight", ranks, options)
+    kill = ["--kill", "--stop-at", str(step), "--stop-rank", str(ranks - 1)]
+    args, limits = [tmp_path / "killed", *kill, *options], ["--snapshot-every", "1"]
+    with start_agent(f"integrations_{script}.py", *args, ranks=ranks, options=limits, run_dir=tmp_path / "run") as job:
+        job.expect(0)
+    assert job.matches(f"^KILLED {ranks - 1}") and job.matches("resumed from"), job.report()
+    assert written(job) == written(straight), f"{job.report()}\n{straight.report()}"

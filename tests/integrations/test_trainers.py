@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.stopping import check, run, written
+from tests.integrations.stopping import check, check_killed, run, written
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -64,6 +64,19 @@ def test_a_fit_of_lightning_goes_on_where_it_was_stopped(
     tmp_path: Path, ranks: int, stop: list[str], options: list[str]
 ) -> None:
     check("lightning", tmp_path, ranks, stop, options)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("script", ["accelerate", "lightning"])
+def test_a_killed_rank_costs_no_step_under_the_agent(tmp_path: Path, script: str) -> None:
+    check_killed(script, tmp_path, 2, 5)
+
+
+@pytest.mark.drill
+def test_loggers_of_lightning_get_each_value_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    stop = ["--stop-at", "15", "--stop-in-validation"]
+    check("lightning", tmp_path, 1, stop, ["--validate", "0.5", *_BEST, "--loggers"])
 
 
 @pytest.mark.drill

@@ -20,6 +20,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     EarlyStoppingCallback,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -146,6 +147,7 @@ trainer = kind(
     model=model, args=TrainingArguments(args.directory, **settings), train_dataset=Noisy(args.samples),
     eval_dataset=Noisy(24) if evaluates else None, callbacks=callbacks,
 )  # fmt: skip
+trainer.remove_callback(PrinterCallback)  # its line and the end of it are two writes, between which come other ranks'
 if args.own:
     last = get_last_checkpoint(args.directory) if os.path.isdir(args.directory) else None
     say(f"OWN {last}")
