@@ -31,6 +31,10 @@ class Classifier(pl.LightningModule):
         loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss, sync_dist=True)
 
+    def on_train_epoch_end(self) -> None:
+        loss = self.trainer.callback_metrics["train_loss_epoch"]
+        self.print(f"epoch {self.current_epoch + 1}: loss {loss.item():.4f}", flush=True)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 

@@ -375,6 +375,7 @@ class _Progress:
         """What follows the epoch's last step has been done."""
         self.was_extended = False
         """The run ended at its last step, and now it has more."""
+        self._is_over = False
         self.grad_norm: Any = None
         self.learning_rate: Any = None
 
@@ -424,9 +425,8 @@ class _Progress:
         assert state is not None
         had_ended = state["control"]["should_training_stop"]
         self.was_extended = bool(had_ended and step >= state["max_steps"] and step < max_steps)
-        is_over = (bool(had_ended) and not self.was_extended) or step >= max_steps
-        self._loaded = {**state, "control": {**state["control"], "should_training_stop": is_over}}
-        return is_over
+        self._is_over = (bool(had_ended) and not self.was_extended) or step >= max_steps
+        return self._is_over
 
     def put_back(self) -> None:
         """What the trainer has set to zero since the state was loaded. From here on it moves."""
@@ -435,7 +435,7 @@ class _Progress:
             return
         owner = self._owner
         self._load_fields(state)
-        vars(owner.control).update(state["control"])
+        vars(owner.control).update(state["control"], should_training_stop=self._is_over)
         for name, value in state["sums"].items():
             is_tensor = isinstance(value, torch.Tensor)
             setattr(owner, name, value.clone().to(owner.args.device) if is_tensor else value)

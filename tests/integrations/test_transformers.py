@@ -70,6 +70,18 @@ def test_a_training_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
+def test_a_training_that_is_over_goes_on_where_it_has_more_steps_now(tmp_path: Path) -> None:
+    options = ["--set", "lr_scheduler_type=constant"]
+    straight = run("transformers", tmp_path / "straight", 1, [*options, "num_train_epochs=4"])
+    first = run("transformers", tmp_path / "extended", 1, [*options, "num_train_epochs=3"])
+    again = run("transformers", tmp_path / "extended", 1, [*options, "num_train_epochs=3"])
+    more = run("transformers", tmp_path / "extended", 1, [*options, "num_train_epochs=4"])
+    assert not again.matches("^STEP") and again.matches("^HASH")[0].string == first.matches("^HASH")[0].string
+    assert len(more.matches("^STEP")) == 10
+    assert more.matches("^HASH")[0].string == straight.matches("^HASH")[0].string, more.report()
+
+
+@pytest.mark.drill
 def test_an_exception_in_an_accumulation_window_costs_no_step(tmp_path: Path) -> None:
     options = ["--set", "gradient_accumulation_steps=2"]
     straight = run("transformers", tmp_path / "straight", 1, options)

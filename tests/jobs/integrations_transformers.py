@@ -64,7 +64,7 @@ class Noisy(Dataset[Any]):
 
 
 def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
+    os.write(1, f"\n{line}\n".encode())  # progress bars of other ranks end without a line's end
 
 
 def value(text: str) -> Any:
