@@ -10,9 +10,9 @@ import sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from digits import Digits, digest, network
 from torch.utils.data import DataLoader
 
+from digits import Digits, digest, network
 from mindx_elastic.integrations import accelerate as elastic
 
 set_seed(0)

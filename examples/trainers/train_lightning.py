@@ -11,9 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from digits import Digits, digest, network
 from torch.utils.data import DataLoader
 
+from digits import Digits, digest, network
 from mindx_elastic.integrations.lightning import ElasticCallback
 
 

@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import torch
-from digits import Digits, digest, network
 from transformers import TrainingArguments, set_seed
 
+from digits import Digits, digest, network
 from mindx_elastic.integrations.transformers import ElasticTrainer as Trainer  # instead of: from transformers
 
 

@@ -339,7 +339,7 @@ class _Training:
             guard.close(error)
 
 
-class _Hook(TrainerCallback):  # type: ignore[misc]
+class _Hook(TrainerCallback):
     """The first of the callbacks."""
 
     def __init__(self, training: _Training) -> None:

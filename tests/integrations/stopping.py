@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.harness import Job, run_job, start_agent
 
@@ -30,7 +31,8 @@ def check(
     """The stopped and resumed job has written what the uninterrupted one has. `stop`: the options of the stop, or those
     of one after the other."""
     straight = run(script, tmp_path / "straight", ranks, options)
-    stops = [stop] if stop and isinstance(stop[0], str) else stop
+    is_one = bool(stop) and isinstance(stop[0], str)
+    stops: list[Any] = [stop] if is_one else list(stop)
     jobs = []
     for number, each in enumerate(stops):
         stopped = run(script, tmp_path / "stopped", ranks, [*options, *each], code=143 if ranks == 1 else 1)

@@ -76,7 +76,7 @@ def value(text: str) -> Any:
     return {"True": True, "False": False}.get(text, text)
 
 
-class Steps(TrainerCallback, ExportableState):  # type: ignore[misc]
+class Steps(TrainerCallback, ExportableState):
     """Tells of each step, and counts what it sees."""
 
     def __init__(self) -> None:
