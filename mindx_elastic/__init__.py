@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mindx_elastic.guard.guard import Guard as Guard
     from mindx_elastic.guard.policy import ExitPolicy as ExitPolicy
     from mindx_elastic.guard.policy import PeriodicPolicy as PeriodicPolicy
+    from mindx_elastic.inventory.peek import Peek as Peek
+    from mindx_elastic.inventory.peek import peek as peek
     from mindx_elastic.plan import Layout as Layout
     from mindx_elastic.plan import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
     from mindx_elastic.plan import merge_strategies as merge_strategies
@@ -46,6 +48,7 @@ _HOME = {
     "ModelCheckpoint": "mindx_elastic.train",
     "OnRequestExit": "mindx_elastic.train",
     "OptTFTWrapper": "mindx_elastic.train",
+    "Peek": "mindx_elastic.inventory.peek",
     "PeriodicPolicy": "mindx_elastic.guard.policy",
     "RunContext": "mindx_elastic.train",
     "TFTRegister": "mindx_elastic.train",
@@ -55,6 +58,7 @@ _HOME = {
     "errors": "",
     "get_ckpt_path_with_strategy": "mindx_elastic.plan",
     "merge_strategies": "mindx_elastic.plan",
+    "peek": "mindx_elastic.inventory.peek",
     "rank_list_for_transform": "mindx_elastic.plan",
     "restore_group_info_list": "mindx_elastic.plan",
 }
@@ -71,6 +75,7 @@ __all__ = [
     "ModelCheckpoint",
     "OnRequestExit",
     "OptTFTWrapper",
+    "Peek",
     "PeriodicPolicy",
     "RunContext",
     "TFTRegister",
@@ -80,6 +85,7 @@ __all__ = [
     "errors",
     "get_ckpt_path_with_strategy",
     "merge_strategies",
+    "peek",
     "rank_list_for_transform",
     "restore_group_info_list",
 ]

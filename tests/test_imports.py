@@ -62,7 +62,7 @@ IMPURE_MODULES = {
     *("asyncio", "datetime", "fcntl", "glob", "io", "mmap", "multiprocessing", "os", "random", "safetensors", "shutil"),
     *("signal", "socket", "subprocess", "tempfile", "threading", "time", "torch"),
 }
-OF_LIBRARIES = {f"{PACKAGE}.integrations.{name}": name for name in ("accelerate", "lightning")}
+OF_LIBRARIES = {f"{PACKAGE}.integrations.{name}": name for name in ("accelerate", "lightning", "transformers")}
 """Modules that cannot be imported without a library that is no requirement."""
 CODE_LOADERS = {"cloudpickle", "cPickle", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 CODE_RUNNERS = {"compile", "eval", "exec", "execfile"}

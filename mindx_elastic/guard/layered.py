@@ -1,5 +1,5 @@
-"""What layers above a guard call: `Model.train`, and the integrations of trainers. All but `open` and `close` come
-before the guard is entered."""
+"""What layers above a guard call: `Model.train`, and the integrations of trainers. All but `open`, `close` and
+`reach_resumed_step` come before the guard is entered."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ class LayeredGuard(SizedGuard):
     def take_place(self, place: Place | None) -> None:
         """See `guard.running`."""
         self._place = place
+
+    def reach_resumed_step(self) -> None:
+        """After `open`: the host's loop is where the resumed run goes on, which need not be at a batch. What code has
+        changed on the way there (random streams, objects) is put back; on a fresh start there is nothing to do."""
+        self._loops.reach_resumed_step()
 
     # --- for hosts that call back, where no block can be written ---
 

@@ -35,11 +35,11 @@ from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.first_seed import keep_first_seed
 from mindx_elastic.integrations.probing import check_library
 
-__all__ = ["guard"]
+__all__ = ["follow", "guard"]
 
 _TRIED = ("1.15",)
 _KEPT = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_KEY = "_mindx_resumable"
+_KEY, _FIRST_EPOCH = "_mindx_resumable", "_mindx_first_epoch"
 _MASK = (1 << 63) - 1
 
 
@@ -64,7 +64,7 @@ def guard(
     chosen = _training_loaders(accelerator, loader)
     seed = [torch.initial_seed() & _MASK]
     broadcast_object_list(seed)
-    followed = [_follow(each, seed[0]) for each in chosen]
+    followed = [follow(each, seed[0]) for each in chosen]
     registered = {f"registered_{n}": each for n, each in enumerate(accelerator._custom_objects)}
     if taken := sorted({"accelerate", *registered} & set(stateful or {})):
         raise UsageError(f"stateful={{{taken[0]!r}: ...}}: that name is the accelerator's; choose another")
@@ -138,8 +138,12 @@ def _training_loaders(accelerator: Accelerator, given: Any) -> list[Any]:
 # --- the loader ---
 
 
-def _follow(shard: Any, seed: int) -> Any:
-    """Let `shard`, which the program iterates, give the batches of a resumable loader. Returns that."""
+def follow(shard: Any, seed: int, *, first_epoch: int = 1) -> Any:
+    """Let `shard`, a loader that accelerate has prepared, give the batches of a resumable loader. Returns that.
+
+    seed: of its order, the same on all ranks. first_epoch: the number that the program gives to the first epoch in
+    ``shard.set_epoch``. Raises UsageError for a loader whose position cannot be known.
+    """
     if not issubclass(type(shard), data_loader.DataLoaderShard):
         raise UsageError(
             f"the prepared loader is a {type(shard).__name__}, whose batches come from rank 0 and know no position; "
@@ -149,7 +153,7 @@ def _follow(shard: Any, seed: int) -> Any:
     if known is not None:  # a second guard
         return known
     resumable = _resumable(shard, seed)
-    vars(shard)[_KEY] = resumable
+    vars(shard)[_KEY], vars(shard)[_FIRST_EPOCH] = resumable, first_epoch
     # `DataLoaderShard.__class__` is a property that names the class of the loader inside.
     object.__dict__["__class__"].__set__(shard, _followed_kind(type(shard)))
     return resumable
@@ -177,7 +181,7 @@ def _followed_kind(kind: type) -> type:
             return len(vars(self)[_KEY])
 
         def set_epoch(self, epoch: int) -> None:
-            vars(self)[_KEY].set_epoch(epoch)
+            vars(self)[_KEY].set_epoch(epoch + 1 - vars(self)[_FIRST_EPOCH])
 
     Followed.__name__, Followed.__qualname__, Followed.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Followed

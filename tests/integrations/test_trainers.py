@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, run_job
+from tests.integrations.stopping import check, check_killed, run, written
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.slow
-
-_WRITTEN = r"^(STEP|MEAN|VALUE|EVAL|HASH) .*"
-_PID = re.compile(r"^((?:STEP|MEAN|VALUE) \S+ \S+) \d+ ")
-
-
-def written(*jobs: Job) -> list[str]:
-    """What the jobs have written of their training, each line once, without process ids."""
-    lines = {_PID.sub(r"\1 ", match[0]) for job in jobs for match in job.matches(_WRITTEN)}
-    return sorted(lines)
-
-
-def run(script: str, directory: Path, ranks: int, options: Sequence[str] = (), code: int = 0) -> Job:
-    return run_job(f"integrations_{script}.py", directory, *options, ranks=ranks, code=code, fresh=True)
-
-
-def check(script: str, tmp_path: Path, ranks: int, stop: Sequence[str], options: Sequence[str] = ()) -> None:
-    """The stopped and resumed job has written what the uninterrupted one has."""
-    straight = run(script, tmp_path / "straight", ranks, options)
-    stopped = run(script, tmp_path / "stopped", ranks, [*options, *stop], code=143 if ranks == 1 else 1)
-    assert not stopped.matches("^HASH"), f"the stop came too late\n{stopped.report()}"
-    resumed = run(script, tmp_path / "stopped", ranks, options)
-    assert resumed.matches(r"resumed from .*saved because of SIGTERM"), resumed.report()
-    assert written(stopped, resumed) == written(straight), f"{stopped.report()}\n{resumed.report()}"
-
 
 ACCELERATE = [
     pytest.param(1, ["--stop-at", "7"], ["--evaluate", "--accumulate", "3"], id="accumulation"),
@@ -90,6 +64,19 @@ def test_a_fit_of_lightning_goes_on_where_it_was_stopped(
     tmp_path: Path, ranks: int, stop: list[str], options: list[str]
 ) -> None:
     check("lightning", tmp_path, ranks, stop, options)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("script", ["accelerate", "lightning"])
+def test_a_killed_rank_costs_no_step_under_the_agent(tmp_path: Path, script: str) -> None:
+    check_killed(script, tmp_path, 2, 5)
+
+
+@pytest.mark.drill
+def test_loggers_of_lightning_get_each_value_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    stop = ["--stop-at", "15", "--stop-in-validation"]
+    check("lightning", tmp_path, 1, stop, ["--validate", "0.5", *_BEST, "--loggers"])
 
 
 @pytest.mark.drill

@@ -29,6 +29,7 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--samples", type=int, default=76)
 parser.add_argument("--stop-at", type=int, help="the step behind which the rank --stop-rank gets SIGTERM")
 parser.add_argument("--stop-rank", type=int, default=0)
+parser.add_argument("--kill", action="store_true", help="SIGKILL in its place, in the first attempt")
 args = parser.parse_args()
 
 
@@ -61,6 +62,14 @@ class Counter:
 
 def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
+
+
+def stop() -> None:
+    if not args.kill:
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        say(f"KILLED {rank}")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 torch.manual_seed(0)
@@ -97,7 +106,7 @@ with guard:
             number, rate = guard.step + 1, optimizer.param_groups[0]["lr"]
             say(f"STEP {number} {rank} {os.getpid()} {loss.item():.9f} {rate:.9f} {len(x)}")
             if (number, rank) == (args.stop_at, args.stop_rank):
-                os.kill(os.getpid(), signal.SIGTERM)
+                stop()
             guard.step_end()
         if args.evaluate:
             with guard.outside_step(), torch.no_grad():

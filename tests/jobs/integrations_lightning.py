@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
 import os
 import random
 import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,6 +36,8 @@ parser.add_argument("--stop-in-validation", action="store_true", help="in the va
 parser.add_argument("--raise-at", type=int)
 parser.add_argument("--unseeded", action="store_true")
 parser.add_argument("--stop-rank", type=int, default=0)
+parser.add_argument("--kill", action="store_true", help="SIGKILL in its place, in the first attempt")
+parser.add_argument("--loggers", action="store_true", help="CSV and TensorBoard; LOG lines at the end")
 args = parser.parse_args()
 world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
@@ -53,6 +57,31 @@ class Noisy(Dataset[Any]):
 
 def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
+
+
+def stop() -> None:
+    if not args.kill:
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        say(f"KILLED {rank}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_logged() -> None:
+    """``LOG tag step value`` for all that TensorBoard's and the CSV logger's files of all runs hold."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for folder in sorted(Path(args.directory, "tensorboard").glob("*/version_*")):
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            for event in events.Scalars(tag):
+                say(f"LOG tensorboard {tag} {event.step} {event.value}")
+    for file in sorted(Path(args.directory, "csv").glob("*/version_*/metrics.csv")):
+        for row in csv.DictReader(file.open()):
+            for name in row:
+                if row[name] and name != "step":
+                    say(f"LOG csv {name} {row['step']} {row[name]}")
 
 
 class Net(pl.LightningModule):
@@ -78,7 +107,7 @@ class Net(pl.LightningModule):
         if args.raise_at == self.number:
             raise RuntimeError("a fault of the program")
         if (self.number, rank) == (args.stop_at, args.stop_rank) and not args.stop_in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
+            stop()
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -87,7 +116,7 @@ class Net(pl.LightningModule):
         torch.rand(3)
         if args.stop_in_validation and index == 1 and (self.number, rank) == (args.stop_at, args.stop_rank):
             say("VALIDATION is cut off")
-            os.kill(os.getpid(), signal.SIGTERM)
+            stop()
 
     def on_validation_epoch_end(self) -> None:
         say(f"VALUE {self.number} {rank} 0 {self.trainer.callback_metrics.get('val_loss')}")
@@ -125,9 +154,16 @@ if args.best:
         pl.callbacks.ModelCheckpoint(f"{args.directory}-best", monitor="val_loss", save_top_k=2, mode="min")
     )
     callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=50))
+loggers: Any = False
+if args.loggers:
+    kinds = (
+        (pl.loggers.CSVLogger, f"{args.directory}/csv"),
+        (pl.loggers.TensorBoardLogger, f"{args.directory}/tensorboard"),
+    )
+    loggers = [kind(folder) for kind, folder in kinds]
 trainer = pl.Trainer(
     max_epochs=args.epochs, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
-    callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=callbacks, logger=loggers, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
     accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best, val_check_interval=args.validate or 1.0,
     num_sanity_val_steps=2 if args.validate else 0, default_root_dir=args.directory,
 )  # fmt: skip
@@ -141,3 +177,5 @@ if args.best:
     scores = sorted(f"{float(value):.6f}" for value in found.best_k_models.values())
     say(f"HASH best {' '.join(scores)} {rank}")
 say(f"HASH {digest.hexdigest()[:16]} {rank}")
+if args.loggers and rank == 0:
+    tell_logged()

@@ -236,7 +236,7 @@ class Loops:
         finally:
             self._in_epoch = False
         if self._is_resuming and self.epoch == num_epochs:  # else the resumed place is in a later loop
-            self._reach_resumed_step()
+            self.reach_resumed_step()
         self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
@@ -526,7 +526,7 @@ class Loops:
         self._counted_inside = self._counted_inside or inside
         idle = 0
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
-            self._reach_resumed_step()
+            self.reach_resumed_step()
             self._boundaries = 0
             yield before + start
             self._look_at_tail()  # the head of the next step is done again after a resume
@@ -543,14 +543,15 @@ class Loops:
                     "boundaries. Call it once in each iteration, after the optimizer has stepped"
                 )
         if inside or (self._is_resuming and before == num_steps):  # else the resumed place is in a later loop
-            self._reach_resumed_step()
+            self.reach_resumed_step()
         self._ended_steps = {ended[0]: num_steps}
         if not inside:
             self._between_loops = True
             self._leave_step()
 
-    def _reach_resumed_step(self) -> None:
-        """The code that comes now has nothing in front of it that a resumed run does again."""
+    def reach_resumed_step(self) -> None:
+        """The code that comes now has nothing in front of it that a resumed run does again: the random streams are as
+        at the resumed boundary."""
         if self._is_resuming:
             self._is_resuming = False
             self._keep_resumed_state()
