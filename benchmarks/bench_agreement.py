@@ -3,9 +3,9 @@
     python benchmarks/bench_agreement.py [--ranks 256 1024 4096] [--alarms all one] [--processes 4] [--rounds 7]
 
 The ranks are simulated: each is a `StoreExchange` of its own with three connections, its listener and its threads, as
-in a real rank, and a thread that does what a guard's watcher does at a stop: ask (where it has heard the alarm), make an
-offer, wait for the decision. They are divided among a few processes. One real TCPStore, in a process of its own, serves
-all. In a real job each rank has an interpreter to itself; here many share one and this machine's cores.
+in a real rank, and a thread that does what a guard's watcher does at a stop: ask (where it has heard the alarm), make
+an offer, wait for the decision. They are divided among a few processes. One real TCPStore, in a process of its own,
+serves all. In a real job each rank has an interpreter to itself; here many share one, and this machine's cores.
 
 - `all`: a launcher signals all ranks at once.
 - `one`: one rank hears the alarm; its request wakes the listeners of the others.
@@ -168,7 +168,7 @@ class Rank:
         self.rank = rank
         self.connections = [Counted(dist.PrefixStore(prefix, store)) for store in stores]
         unused = iter(self.connections)
-        self.exchange = StoreExchange(lambda: next(unused), rank=rank, world_size=world_size)  # type: ignore[arg-type,return-value]
+        self.exchange = StoreExchange(lambda: next(unused), rank=rank, world_size=world_size)
         self.alarms: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.ended = 0.0
         self.step: int | None = None
@@ -198,7 +198,7 @@ def simulate(pipe: Connection, world_size: int, first: int, end: int, port: int)
     # Each thread that waits for the interpreter wakes up so often; hundreds of them would do nothing else. None of them
     # computes for long, and each lets go when it waits for the store.
     sys.setswitchinterval(2.0)
-    base = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
+    base: Any = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
     # At once: each looks up the name of its other end, which takes a second where a name server loses the answer.
     with ThreadPoolExecutor(32) as pool:
         opened = list(pool.map(lambda _: base.clone(), range(3 * (end - first))))

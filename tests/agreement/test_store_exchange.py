@@ -257,7 +257,7 @@ def test_a_rank_whose_request_takes_the_store_long_still_agrees_with_the_others(
         slow = SlowToTakeARequest(connect())
         own = iter([slow, connect(), connect()])
         ranks = [
-            StoreExchange(lambda: next(own), rank=0, world_size=2),  # type: ignore[arg-type,return-value]
+            StoreExchange(lambda: next(own), rank=0, world_size=2),
             StoreExchange(connect, rank=1, world_size=2),
         ]
         try:
