@@ -21,8 +21,8 @@ without sound offers ends with each rank acting alone. So a stranger who can wri
 agreement (a firewall must keep strangers out), but cannot make a rank ignore a stop.
 
 A stop costs a rank six messages to the store where one rank has heard the alarm, seven or eight where all have;
-O(ranks) values are written or read only by the one that concludes, and by the two that ring. We use connections of our own
-(`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
+O(ranks) values are written or read only by the one that concludes, and by the two that ring. We use connections of our
+own (`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
 
 Each rank has its own bell, so that a rank that ends can wake its own listener.
 """
