@@ -20,9 +20,9 @@ have written is logged once and not obeyed: a rank goes on listening; a cell wit
 without sound offers ends with each rank acting alone. So a stranger who can write to the store can delay or prevent an
 agreement (a firewall must keep strangers out), but cannot make a rank ignore a stop.
 
-A stop costs a rank six store operations, whether one rank has heard the alarm or all have; O(ranks) values are written
-or read only by the one that concludes, and by the two that ring. We use connections of our own
-(`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
+A stop costs a rank six messages to the store where one rank has heard the alarm, seven or eight where all have;
+O(ranks) values are written or read only by the one that concludes, and by the two that ring. We use connections of our
+own (`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
 
 Each rank has its own bell, so that a rank that ends can wake its own listener.
 """
@@ -55,7 +55,7 @@ from mindx_elastic.agreement.stop_step import (
 )
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.errors import UntrustedMessageError
 
 __all__ = ["Store", "StoreExchange"]
@@ -63,6 +63,9 @@ __all__ = ["Store", "StoreExchange"]
 _T = TypeVar("_T")
 _NOTHING = Decision(None)
 _ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
+_BURST_S = 0.0005  # and for each rank: one thread serves them all, and in a stop they come at once
+_LATE_ANSWERS = 2  # times as long as this a call may be late before the store is given up in a stop
+_ABSENT = "?"
 _KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one never says that it knows
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 _TRIES = 4  # to take a cell back from a stranger who writes into it
@@ -125,6 +128,8 @@ class StoreExchange(Gathering):
         self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
         self._closed = threading.Event()
         self._lost = False
+        self._late: Job[Any] | None = None
+        self._won: dict[str, Any] | None = None
         self._listener: threading.Thread | None = None
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
@@ -133,6 +138,11 @@ class StoreExchange(Gathering):
         self._nonces: list[str] = []
         self.gone: Callable[[], Sequence[int]] = lambda: ()
         self.pauses = StorePauseRounds(self._ask, self._store, self.seal, rank=rank, world_size=world_size)
+
+    @property
+    def _answer_s(self) -> float:
+        """How long the store may take for one answer while all ranks ask it."""
+        return _ANSWER_S + _BURST_S * self.world_size
 
     @property
     def is_sealed(self) -> bool:
@@ -167,37 +177,43 @@ class StoreExchange(Gathering):
             self._bell.wait([bell], _FOREVER)
             if self._closed.is_set():
                 return None
-            if self._rings_for_a_pause():
+            if self._won is not None:  # this rank has asked itself, and knows the answer
+                return self._won
+            message = self._read_request()
+            if message is None and self._bell.check([StorePauseRounds.FIRST]):
                 self._bell.delete_key(bell)
                 if self._closed.is_set():  # its ring may just have been deleted
                     return None
                 self.pauses.hear_ring()
                 self._closed.wait(_LEAST_PAUSE_S)  # what rings in this moment, a stop too, rings anew
-                if not self._bell.check(["request"]):
+                message = self._read_request()
+                if message is None:
                     continue
-            content = self._find_request()
+            content = self._find_request(message)
             if content is None:
                 self._closed.wait(pause_s)
                 pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
                 self._bell.delete_key(bell)
                 if self._closed.is_set():  # its ring may just have been deleted
                     return None
-                content = self._find_request()  # a request from now on rings anew; this is one that came meanwhile
+                # A request from now on rings anew; this is one that came meanwhile.
+                content = self._find_request(self._read_request())
             if content is not None:
                 return content
 
-    def _rings_for_a_pause(self) -> bool:
-        return self._bell.check([StorePauseRounds.FIRST]) and not self._bell.check(["request"])
+    def _read_request(self) -> bytes | None:
+        """What stands in the place of the stop request, by one message: `get` sends two. None: nothing does."""
+        found = self._bell.compare_set("request", _ABSENT, _ABSENT)  # writes nothing, whatever is there
+        return None if found == _ABSENT.encode() else found
 
-    def _find_request(self) -> dict[str, Any] | None:
+    def _find_request(self, message: bytes | None) -> dict[str, Any] | None:
+        if message is None:
+            self._warn_of_stranger(f"bell/{self.rank}", NotOursError("it rings without a stop request"))
+            return None
         try:
-            return self._open_request(self._bell.get("request"))
+            return self._open_request(message)
         except NotOursError as error:
             self._warn_of_stranger("request", error)
-        except Exception as error:
-            if not _is_timeout(error):
-                raise
-            self._warn_of_stranger(f"bell/{self.rank}", NotOursError("it rings without a stop request"))
         return None
 
     def _open_request(self, message: bytes) -> dict[str, Any]:
@@ -218,7 +234,7 @@ class StoreExchange(Gathering):
                 for _ in range(_TRIES):
                     found = self._store.compare_set("request", expected, message)
                     try:
-                        won = self._open_request(found)
+                        won = self._won = self._open_request(found)
                         break
                     except NotOursError as error:
                         self._warn_of_stranger("request", error)
@@ -231,16 +247,21 @@ class StoreExchange(Gathering):
             return mine if won is None else won
 
         try:
-            return self._bounded(ask, _ANSWER_S)
+            # A store that is only slow takes the request later: `decide` says when to give it up. A rank that gave it
+            # up here would make no offer, and all others would wait for that in vain.
+            return self._bounded(ask, self._answer_s, give_up=False)
         except Exception as error:
-            logger.warning("the stop request could not be sent to the other ranks (%s); this rank acts alone", error)
+            logger.warning("the store of the process group has not answered the stop request: %s", error)
             return mine
 
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        # A call that is still under way holds the connection: without it there is no offer.
+        if self._late is not None and not self._late.done.wait(min(timeout_s, _LATE_ANSWERS * self._answer_s)):
+            self._lost = True
         try:
             return self._bounded(
                 lambda: self._decide(name, offer, timeout_s),
-                timeout_s + _ANSWER_S,
+                timeout_s + self._answer_s,
                 meanwhile=lambda: self._look_for_deaths(name),
             )
         except Exception as error:
@@ -260,7 +281,7 @@ class StoreExchange(Gathering):
                 return self._store.check([f"{name}/offer/{rank}"])
 
         try:
-            return self._bounded(ask, _ANSWER_S, give_up=False)
+            return self._bounded(ask, self._answer_s, give_up=False)
         except Exception:
             return True  # it is not known, and the round has its own time-out
 
@@ -300,7 +321,7 @@ class StoreExchange(Gathering):
                         self._settle(name, proposal)
 
         try:
-            self._bounded(tell, _ANSWER_S)
+            self._bounded(tell, self._answer_s)
         except Exception as error:
             logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
 
@@ -309,7 +330,7 @@ class StoreExchange(Gathering):
         if decision == FINISHED:
             # The rank that hosts the store must not end before all others have read this.
             try:
-                self._bounded(self._wait_until_all_know, _KNOWN_S + _ANSWER_S)
+                self._bounded(self._wait_until_all_know, _KNOWN_S + self._answer_s)
             except Exception as error:
                 logger.debug("rank %d does not know whether all ranks have finished: %s", self.rank, error)
         return decision
@@ -335,7 +356,7 @@ class StoreExchange(Gathering):
                 return offer == LEFT or isinstance(offer, End)
 
         try:
-            return self._bounded(ask, _ANSWER_S)
+            return self._bounded(ask, self._answer_s)
         except Exception:
             return False
 
@@ -349,7 +370,7 @@ class StoreExchange(Gathering):
                     self._settle(name, Decision(None, reason))
 
         try:
-            self._bounded(settle, _ANSWER_S)
+            self._bounded(settle, self._answer_s)
         except Exception as error:
             logger.debug("rank %d could not end the open rounds: %s", self.rank, error)
 
@@ -458,7 +479,7 @@ class StoreExchange(Gathering):
 
     def tell(self, name: str, value: str) -> bool:
         try:
-            self._bounded(lambda: self.publish(name, value), _ANSWER_S)
+            self._bounded(lambda: self.publish(name, value), self._answer_s)
         except Exception as error:
             logger.debug("rank %d could not tell the others its %r: %s", self.rank, name, error)
             return False
@@ -511,12 +532,12 @@ class StoreExchange(Gathering):
                 return self._open_all(keys, self._store.multi_get(keys)) if self._store.check(keys) else None
 
         # In the middle of a training: a store that is slow now may be asked again when it matters.
-        return self._bounded(ask, _ANSWER_S, give_up=False)
+        return self._bounded(ask, self._answer_s, give_up=False)
 
     def close(self) -> None:
         self._closed.set()
         try:
-            self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), _ANSWER_S)
+            self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), self._answer_s)
         except Exception as error:
             logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
         if self._on_met is not None:
@@ -539,7 +560,7 @@ class StoreExchange(Gathering):
             with self._lock:
                 return work()
 
-        return self._bounded(alone, _ANSWER_S, give_up=False)
+        return self._bounded(alone, self._answer_s, give_up=False)
 
     def _bounded(
         self,
@@ -569,8 +590,8 @@ class StoreExchange(Gathering):
             return job.wait(end - time.monotonic())
         except TimeoutError:
             if job.done.is_set():
-                raise  # the call's own
-            self._lost = give_up
+                return job.wait(0.0)  # it ended in this moment, or has raised an error of this kind itself
+            self._lost, self._late = self._lost or give_up, job
             raise TimeoutError(f"the store did not answer in {timeout_s:g} s") from None
 
     def _offer(self, name: str, offer: Offer) -> bool:

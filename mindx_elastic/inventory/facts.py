@@ -31,6 +31,7 @@ class Strategies:
 
     def __init__(self) -> None:
         self._known: dict[Strategy, Strategy] = {}
+        self._same: dict[int, Strategy] = {}
         self._read: dict[tuple[Any, ...], Strategy] = {}
         self._checked: dict[int, Strategy] = {}
 
@@ -48,7 +49,11 @@ class Strategies:
             self._checked[id(strategy)] = strategy  # keep it, so that no other object gets its id
 
     def one(self, strategy: Strategy) -> Strategy:
-        return self._known.setdefault(strategy, strategy)
+        if self._same.get(id(strategy)) is strategy:  # the hash of a strategy goes through all its tensors
+            return strategy
+        found = self._known.setdefault(strategy, strategy)
+        self._same[id(found)] = found
+        return found
 
 
 def facts_of(

@@ -29,6 +29,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +91,9 @@ _MAX_LAYOUT_DEPTH = 16
 _MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that JSON cannot hold as an object takes three levels
 
 _DIGESTS = re.compile(r"(?:[0-9a-f]{32},)*")  # matched against all at once
+_OUR_BEGINNING = b'{"__metadata__":'
+_DECODER = json.JSONDecoder()
+_MOST_KEPT = 1 << 20  # characters: four such texts and what was read of them stay in memory
 _DIGESTS_KEY = b'"mindx.digests":'
 _HEADER_DIGEST_KEY = b'"mindx.header_digest":'
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -184,11 +188,13 @@ def _is_deeper(value: object, limit: int) -> bool:
     for _ in range(limit + 1):
         inner: list[object] = []
         for each in level:
-            if isinstance(each, Mapping):
+            if isinstance(
+                each, (dict, Mapping)
+            ):  # a dict first: the check of an abstract class takes ten times as long
                 inner += each.values()
             elif isinstance(each, (list, tuple)):
                 inner += each
-        level = [each for each in inner if type(each) not in _PLAIN_TYPES and isinstance(each, (Mapping, list, tuple))]
+        level = [e for e in inner if type(e) not in _PLAIN_TYPES and isinstance(e, (dict, list, tuple, Mapping))]
         if not level:
             return False
         if len(level) > _MAX_HEADER_ITEMS:
@@ -296,7 +302,7 @@ class Header:
     info: CheckpointInfo
     tree: Tree
     entries: dict[str, TensorEntry]
-    """In file order."""
+    """In file order. Never changed: files that say the same of their tensors share it."""
     digests: dict[str, str]
     layout: dict[str, Any]
     """How tensors are sharded; empty where they are whole."""
@@ -468,9 +474,9 @@ def _parse(fd: int, path: Path, *, sealed: bool) -> Header:
     try:
         size = os.fstat(fd).st_size
         raw = _read_raw(fd, size)
-        content = json.loads(raw[8:])
-        metadata = _metadata(content, raw, sealed=sealed)
-        return _checked(content, metadata, raw, size)
+        described, tensors = _split(raw)
+        metadata = _metadata(described, raw, sealed=sealed)
+        return _checked(tensors, metadata, raw, size)
     except _ForeignError as error:
         raise ForeignCheckpointError(f"{path}: {error}", path=path) from None
     except CorruptCheckpointError as error:
@@ -505,10 +511,49 @@ def _read_raw(fd: int, size: int) -> bytes:
     return prefix + text
 
 
-def _metadata(content: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
+class _Tensors:
+    """What a header says of its tensors, read and checked once for all files that say the same.
+
+    The files of thousands of ranks and steps differ in their metadata, and the rest is the same text.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Raises ValueError and others for a malformed description."""
+        return _entries(self.content)
+
+
+def _split(raw: bytes) -> tuple[Any, _Tensors]:
+    """The metadata of a header, and its tensors. Raises ValueError for what is not JSON."""
+    text = raw[8:].decode("utf-8", "surrogatepass") if raw.startswith(_OUR_BEGINNING, 8) else ""
+    if text:
+        metadata, end = _DECODER.raw_decode(text, len(_OUR_BEGINNING))
+        rest = text[end:]
+        if rest.startswith((",", "}")):
+            tensors = _tensors_of(rest) if len(rest) <= _MOST_KEPT else _Tensors(_rest(rest))
+            if "__metadata__" not in tensors.content:
+                return metadata, tensors
+    content = json.loads(raw[8:])
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
-    metadata = content.pop("__metadata__", {})
+    return content.pop("__metadata__", {}), _Tensors(content)
+
+
+def _rest(rest: str) -> dict[str, Any]:
+    """The JSON object from behind its first value on."""
+    content: dict[str, Any] = json.loads("{" + rest.removeprefix(","))
+    return content
+
+
+@lru_cache(maxsize=4)
+def _tensors_of(rest: str) -> _Tensors:
+    return _Tensors(_rest(rest))
+
+
+def _metadata(metadata: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
     schema = metadata.get("mindx.schema")
@@ -526,8 +571,8 @@ def _metadata(content: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
     raise ValueError("its digest does not match: bits have changed, or another program has rewritten it")
 
 
-def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
-    entries = _entries(content)
+def _checked(tensors: _Tensors, metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
+    entries = tensors.entries
     data_start, data_size = len(raw), max((entry.end for entry in entries.values()), default=0)
     if size != data_start + data_size:
         raise ValueError(f"the file has {size} bytes instead of {data_start + data_size}; truncated or overwritten")

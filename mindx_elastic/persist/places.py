@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
@@ -31,29 +31,34 @@ def neighbours_in(header: Header) -> dict[int, Tree]:
 
 def places_in(tree: Tree) -> dict[str, dict[str, Any]]:
     """The same of a tree that is not in a file yet."""
-    return dict(_walk(tree, "", 0))
+    found: dict[str, dict[str, Any]] = {}
+    _walk(tree, "", 0, found)
+    return found
 
 
-def _walk(node: Tree, where: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _walk(node: Tree, where: str, depth: int, found: dict[str, dict[str, Any]]) -> None:
+    """Calls itself for lists and dicts alone: most of a tree is numbers, and a catalog walks thousands of trees."""
     if depth > MAX_DEPTH:
         return
     if len(where) > _LONGEST_PLACE:
         raise ValueError(f"the name of a tensor's place in the tree is longer than {_LONGEST_PLACE} characters")
     if isinstance(node, list):
         for index, item in enumerate(node):
-            yield from _walk(item, f"{where}.{index}", depth + 1)
+            if isinstance(item, (dict, list)):
+                _walk(item, f"{where}.{index}", depth + 1, found)
     elif isinstance(node, dict):
         if isinstance(node.get("$tensor"), str):
-            yield where, node
+            found[where] = node
             return
         for tag in ("$map", "$odict"):
             for pair in node.get(tag, ()) if isinstance(node.get(tag), list) else ():
                 if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int)):
-                    yield from _walk(pair[1], f"{where}.{pair[0]}" if where else str(pair[0]), depth + 1)
+                    _walk(pair[1], f"{where}.{pair[0]}" if where else str(pair[0]), depth + 1, found)
         if any(key.startswith("$") for key in node):
             return
         for key, item in node.items():
-            yield from _walk(item, f"{where}.{key}" if where else key, depth + 1)
+            if isinstance(item, (dict, list)):
+                _walk(item, f"{where}.{key}" if where else key, depth + 1, found)
 
 
 def shape_of_node(node: Mapping[str, Any], header: Header) -> tuple[int, ...]:

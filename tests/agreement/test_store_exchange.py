@@ -185,14 +185,91 @@ def test_a_signal_to_all_ranks_costs_each_a_few_messages(monkeypatch: pytest.Mon
         for thread in threads:
             thread.join(120)
         assert all(event.wait(30) for event in heard)
-        sent = [made[3 * rank].messages + made[3 * rank + 2].messages for rank in range(world)]  # not the listener's
+        # A rank that has asked itself hears nothing new from its bell; its listener may still have looked.
+        listened = [made[3 * rank + 1].messages for rank in range(world)]
+        sent = [made[3 * rank].messages + made[3 * rank + 2].messages for rank in range(world)]
         for exchange in ranks:
             exchange.close()
     assert {decision.step for decision in decisions.values()} == {4}
     assert len({answer["origin"] for answer in won.values()}) == 1
     assert max(map(len, sent)) <= 8, "one that rings and concludes sends two more than the others"
     assert sum(map(len, sent)) <= 6 * world + 4
+    assert max(map(len, listened)) <= 2, listened
     assert sum(connection.num_bells for connection in made) <= 2 * world
+
+
+def test_one_alarm_costs_each_rank_six_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank asks; the listeners of the others wake up, and their watchers make their offers."""
+    monkeypatch.setattr(store_exchange, "_ANSWER_S", 60.0)
+    world, made = 8, list[Counted]()
+    decisions: dict[int, Decision] = {}
+    with connections() as connect:
+
+        def counted() -> Any:
+            made.append(Counted(connect()))
+            return made[-1]
+
+        ranks = [StoreExchange(counted, rank=rank, world_size=world) for rank in range(world)]
+        agreed = [threading.Event() for _ in ranks]
+
+        def decide(rank: int) -> None:
+            decisions[rank] = ranks[rank].decide("stop", rank % 5, 60)
+            agreed[rank].set()
+
+        for rank, exchange in enumerate(ranks):
+            exchange.listen(lambda content, rank=rank: decide(rank))  # type: ignore[misc]
+        ranks[3].request(request("SIGTERM", 3))
+        assert all(event.wait(120) for event in agreed)
+        sent = [sum(len(each.messages) for each in made[3 * rank : 3 * rank + 3]) for rank in range(world)]
+        for exchange in ranks:
+            exchange.close()
+    assert {decision.step for decision in decisions.values()} == {4}
+    # The one that asks also rings, the one that concludes also reads the offers; it does not wait.
+    assert max(sent) <= 8, sent
+    assert sum(sent) <= 6 * world + 4, sent
+
+
+class SlowToTakeARequest:
+    """A connection on which the stop request is held up until the test lets it through."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.asked, self.let_through = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
+        if key == "request":
+            self.asked.set()
+            assert self.let_through.wait(60)
+        found: bytes = self._store.compare_set(key, expected, desired)
+        return found
+
+
+def test_a_rank_whose_request_takes_the_store_long_still_agrees_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where thousands of ranks ask at once; it gave the store up, and all others waited for its offer in vain."""
+    monkeypatch.setattr(store_exchange, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(store_exchange, "_LATE_ANSWERS", 600)
+    with connections() as connect:
+        slow = SlowToTakeARequest(connect())
+        own = iter([slow, connect(), connect()])
+        ranks = [
+            StoreExchange(lambda: next(own), rank=0, world_size=2),
+            StoreExchange(connect, rank=1, world_size=2),
+        ]
+        try:
+            mine = request("SIGTERM", 0)
+            assert ranks[0].request(mine) == mine
+            assert slow.asked.is_set() and not slow.let_through.is_set()
+            slow.let_through.set()
+            assert {decision.step for decision in decide(ranks, {0: 5, 1: 6}, 60).values()} == {6}
+        finally:
+            slow.let_through.set()
+            for exchange in ranks:
+                exchange.close()
 
 
 def test_the_second_to_ask_rings_where_the_winner_has_died_before(ranks: list[StoreExchange]) -> None:

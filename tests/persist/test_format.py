@@ -393,3 +393,30 @@ def test_header_beyond_every_readers_bound_is_refused(monkeypatch: pytest.Monkey
     tree, tensors = flatten({"table": list(range(10_000))})
     with pytest.raises(UnsupportedStateError, match="keep large tables in tensors"):
         draft_header(INFO, tree, place_tensors(tensors))
+
+
+def test_files_of_equal_tensors_share_what_was_read_of_them(tmp_path: Path) -> None:
+    """Thousands of ranks and steps: what a header says of the tensors is read once. All else is each file's own."""
+    state = {"model": {"weight": torch.zeros(3), "bias": torch.ones(2)}}
+    paths = [tmp_path / f"a-1_{step}.safetensors" for step in (1, 2)]
+    for step, path in enumerate(paths, start=1):
+        write_checkpoint(path, {**state, "lr": step}, dataclasses.replace(INFO, step=step))
+    other = tmp_path / "b-1_1.safetensors"
+    write_checkpoint(other, {"model": {"weight": torch.zeros(4), "bias": torch.ones(2)}}, INFO)
+    first, second, third = map(read_header, (*paths, other))
+    assert first.entries is second.entries
+    assert (first.info.step, second.info.step) == (1, 2) and first.tree != second.tree
+    assert third.entries["model.weight"].shape == (4,) and first.entries["model.weight"].shape == (3,)
+
+
+def test_a_header_that_describes_itself_twice_is_read_as_json_does(file: Path) -> None:
+    """The last value of a key counts, for us as for every reader: here one without our digest."""
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    text = data[8 : 8 + length].rstrip(b" ")
+    assert text.startswith(b'{"__metadata__":') and text.endswith(b"}")
+    text = text[:-1] + b',"__metadata__":{"mindx.schema":"1"}}'
+    text += b" " * (-(8 + len(text)) % 4096)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    with pytest.raises(CorruptCheckpointError, match="its digest does not match"):
+        read_header(file)
