@@ -21,6 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet $(PIP_ARGS)
 # In the order of the files: the files of few tests, which would come last, are those that take longest.
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# A test starts many processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 

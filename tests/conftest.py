@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from types import ModuleType
 
 import hypothesis
@@ -26,7 +27,16 @@ def pytest_configure() -> None:
     unignore_signals()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few is not None and item.get_closest_marker("drill") is None:
+            function = item.nodeid.partition("[")[0]
+            seen[function] += 1
+            if seen[function] > few.args[0]:
+                item.add_marker(pytest.mark.drill)
     for item in items:
         waits_for_jobs = any(item.get_closest_marker(name) for name in ("slow", "drill"))
         if waits_for_jobs and item.get_closest_marker("timeout") is None:

@@ -344,6 +344,7 @@ def test_tests_and_builders_that_the_contributing_page_names_exist() -> None:
     assert not [name for name in named if name not in defined]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/porting.md"])
 def test_the_program_of_a_page_runs(tmp_path: Path, page: str) -> None:

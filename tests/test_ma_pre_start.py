@@ -123,6 +123,7 @@ def test_takes_the_newest_version(machine: Machine, versions: list[str], newest:
     assert f"{len(versions)} wheels" in done.stderr and done.stderr.count("skipping") == 2
 
 
+@pytest.mark.drill
 def test_follows_the_folder_up_and_down(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     machine.execute()
@@ -134,6 +135,7 @@ def test_follows_the_folder_up_and_down(machine: Machine) -> None:
     assert machine.version() == "0.1.0"
 
 
+@pytest.mark.drill
 def test_a_rebuilt_wheel_of_the_same_version_is_installed(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     machine.execute()
@@ -143,6 +145,7 @@ def test_a_rebuilt_wheel_of_the_same_version_is_installed(machine: Machine) -> N
     assert machine.version() == "rebuilt"
 
 
+@pytest.mark.drill
 def test_a_damaged_installation_is_repaired(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     machine.execute()
@@ -155,6 +158,7 @@ def test_a_damaged_installation_is_repaired(machine: Machine) -> None:
 # --- where the wheel is ---
 
 
+@pytest.mark.drill
 def test_a_folder_given(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     write_wheel(machine.place / "other wheels", "0.2.0")
@@ -216,6 +220,7 @@ def of_another_version(wheel: Path) -> None:
     write_wheel(wheel.parent, "0.2.0", version_inside="0.3.0")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", [truncated, bit_flipped, not_a_zip, empty, a_folder, of_another_version])
 def test_a_broken_wheel_is_named_and_changes_nothing(machine: Machine, damage: Callable[[Path], None]) -> None:
     write_wheel(machine.job, "0.1.0")
@@ -262,6 +267,7 @@ def test_torch_is_never_installed(machine: Machine) -> None:
     assert machine.execute(**env).returncode == 0
 
 
+@pytest.mark.drill
 def test_other_requirements_are_installed_first(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     machine.execute()
@@ -320,6 +326,7 @@ def test_what_python_prints_at_its_start_is_not_evaluated(machine: Machine) -> N
     assert "HIJACKED" in done.stderr, "it is seen, though"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("place", ["a;b", "a b;python_version<'3'", "a[b]", "a#b", "a%3Bb"])
 def test_a_folder_with_characters_that_mean_something_to_pip(machine: Machine, place: str) -> None:
     write_wheel(machine.place / place, "0.1.0")

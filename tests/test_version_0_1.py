@@ -83,6 +83,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         return {part: call.answers(jobs[part]) for part, call in calls.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("world", "name"), [(w, n) for w in ("one rank", "two ranks") for n in EXPECTED[w]])
 def test_a_start_goes_on_as_0_1_would(found: dict[str, dict[str, Any]], world: str, name: str) -> None:
     """The same file, position, tensors, random numbers and samples on each rank, and the same ``resume_plan.json``."""

@@ -150,6 +150,7 @@ def test_a_signal_is_for_the_trainer_alone(group: Group, tmp_path: Path) -> None
     workers.close()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize("own_group", [False, True])
 def test_nothing_of_a_worker_outlives_it_however_it_ended(

@@ -123,6 +123,7 @@ def _without_seekable(line: str) -> str:
     return line.rpartition(" ")[0] if line.startswith("<std") else line
 
 
+@pytest.mark.drill
 def test_m_with_a_module_a_package_and_its_parent(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def test_the_programs_own_modules_are_imported_by_each(zygote: Zygote, tmp_path:
         assert run(zygote, tmp_path, script) == (0, f"{value}\n")
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_it_starts_processes_of_its_own(zygote: Zygote, tmp_path: Path, method: str) -> None:
     code = """
@@ -219,6 +221,7 @@ def test_it_starts_processes_of_its_own(zygote: Zygote, tmp_path: Path, method: 
     assert run(zygote, tmp_path, script, method) == (0, "[2, 3]\n[[0, 1], [2, 3]] False\n")
 
 
+@pytest.mark.drill
 def test_torch_computes_with_threads(tmp_path: Path) -> None:
     env = {**ENV, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
     code = """
@@ -286,6 +289,7 @@ def test_it_can_be_waited_for_like_any_child(zygote: Zygote, tmp_path: Path) -> 
         os.waitpid(worker.pid, 0)
 
 
+@pytest.mark.drill
 def test_workers_outlive_the_zygote(tmp_path: Path) -> None:
     found = ready(Zygote([sys.executable, "-u", str(write(tmp_path, WAIT))], ENV))
     worker = start_waiting(found, tmp_path)
@@ -316,6 +320,7 @@ AGENT = """
 """
 
 
+@pytest.mark.drill
 def test_zygote_and_workers_end_with_a_killed_agent(tmp_path: Path) -> None:
     catch = "import os, signal, sys, time\nsignal.signal(15, lambda *_: (print('caught', flush=True), os._exit(0)))\n"
     script = write(tmp_path, catch + WAIT)
@@ -340,6 +345,7 @@ def test_the_terminals_interrupt_is_not_for_the_zygote(zygote: Zygote) -> None:
     assert os.getsid(zygote.pid) == zygote.pid != os.getsid(0)
 
 
+@pytest.mark.drill
 def test_the_zygote_holds_nothing_open(tmp_path: Path) -> None:
     with open(tmp_path / "held", "w") as held:
         os.set_inheritable(held.fileno(), True)
@@ -441,6 +447,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.drill
 def test_it_imports_what_workers_have_imported(tmp_path: Path, installed: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -460,6 +467,7 @@ def test_it_imports_what_workers_have_imported(tmp_path: Path, installed: Path) 
         found.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SPOILERS)
 def test_an_import_that_cannot_be_shared_is_left_to_the_workers(tmp_path: Path, installed: Path, name: str) -> None:
     write(installed, SPOILERS[name], "spoiler.py")

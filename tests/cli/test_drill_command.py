@@ -74,6 +74,7 @@ def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
     assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == ("5", "0", "0")
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_faults_that_the_job_cannot_have(tmp_path: Path) -> None:
     end = ("--", JOBS / "proved.py", "exact", "ckpt")
@@ -82,6 +83,7 @@ def test_faults_that_the_job_cannot_have(tmp_path: Path) -> None:
     assert result.returncode == 2 and "the runs have 3 steps, so this fault needs a step up to 2" in said, said
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_fault_that_does_not_come_about_is_a_failure(tmp_path: Path) -> None:
     (found,) = drill("--fault", "kill-in-save:step=2,call=999", "--steps", 4, cwd=tmp_path, code=1)
@@ -89,6 +91,7 @@ def test_a_fault_that_does_not_come_about_is_a_failure(tmp_path: Path) -> None:
     assert found["system_calls"] > 5
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
     (found,) = drill("--fault", "terminate:step=2", "--steps", 5, cwd=tmp_path, code=1, job="schedule")

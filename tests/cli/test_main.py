@@ -172,6 +172,7 @@ def test_a_package_error_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "mindx-elastic: error: this cannot work\\nat all\n"
 
 
+@pytest.mark.drill
 def test_what_the_locale_cannot_show_is_escaped(tmp_path: Path) -> None:
     write(tmp_path / "caf\u00e9-1_1.safetensors", reason="exception: \u6a21\u578b")
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

@@ -48,6 +48,7 @@ def test_the_line_is_divided_at_the_script() -> None:
     assert split_line(["--help"]) == (["--help"], [])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -93,6 +94,7 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     assert run("--keep", "kept", "--", JOBS / "proved.py", "exact", "ckpt", cwd=tmp_path).returncode == 2
 
 
+@pytest.mark.drill
 def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path, memory: Path) -> None:
     words = ["--stops", 1, "--steps", 5, "--kill", "--nproc-per-node", 2]
     result = run(
@@ -153,6 +155,7 @@ def interrupted(tmp_path: Path, memory: Path, signum: int, code: int, ready: Cal
     assert not list(memory.iterdir())
 
 
+@pytest.mark.drill
 def test_an_interrupted_proof_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     ready = tmp_path / "ready"
     interrupted(tmp_path, memory, signal.SIGTERM, 143, lambda job: ready.exists())

@@ -77,6 +77,7 @@ def test_a_killed_worker_that_is_started_again_costs_no_step(
         assert hashes_of([*living, again]) == uninterrupted(size, tmp_path)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Path) -> None:
     """Rank 0 hosts the store of the group that dies with it."""
@@ -143,6 +144,7 @@ def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None
 # --- the scheduler ---
 
 
+@pytest.mark.drill
 def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tmp_path: Path) -> None:
     with cluster(2) as run:
         first, jobs = held(run, "--hold-at=5,9")
@@ -161,6 +163,7 @@ def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tm
         assert hashes_of(jobs) == uninterrupted(2, tmp_path)
 
 
+@pytest.mark.drill
 def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
     with cluster(2) as run:
         first, jobs = held(run, "--hold-at=5")
@@ -273,6 +276,7 @@ def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
 # --- who is refused ---
 
 
+@pytest.mark.drill
 def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
     with cluster(2, MINDX_HEARTBEAT_S="1") as run:
         scheduler, jobs = held(run, "--hold-at=5")
@@ -285,6 +289,7 @@ def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
         assert all(len(job.matches("READY")) == 1 for job in jobs)
 
 
+@pytest.mark.drill
 def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
     """It comes back before another process has its place."""
     with cluster(2, MINDX_HEARTBEAT_S="2") as run:
@@ -301,6 +306,7 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
         assert all(len(job.matches("READY")) == 2 for job in jobs)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_a_stopped_process_is_killed_when_another_one_takes_its_place(victim: int, tmp_path: Path) -> None:
     """It has the lock of the directory, for which a new rank 0 would wait in vain."""
@@ -341,6 +347,7 @@ def test_strangers_on_the_port_do_no_harm() -> None:
             sock.close()
 
 
+@pytest.mark.drill
 def test_a_worker_without_the_jobs_key_is_not_admitted() -> None:
     with cluster(2, MINDX_JOB_KEY="0123456789abcdef-secret", MS_TOPO_TIMEOUT="300") as run:
         scheduler = run.scheduler()
@@ -358,6 +365,7 @@ def test_one_process_without_any_variable_is_rank_0_of_1() -> None:
     assert job.matches(r"READY 0 \d+ None") and job.matches("DONE 0")
 
 
+@pytest.mark.drill
 def test_one_process_per_device_with_rank_id(tmp_path: Path) -> None:
     with cluster(2) as run:
         common = {"RANK_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.port), "MS_ROLE": ""}

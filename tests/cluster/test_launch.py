@@ -99,6 +99,7 @@ def test_the_outcome_of_a_job_is_returned(tmp_path: Path, monkeypatch: pytest.Mo
         job.end()
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_failure_and_a_stop_are_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -43,6 +43,7 @@ def test_steps_done_twice_or_never_are_named() -> None:
     assert demo.told([(1, 1), (1, 1), (2, 1)], [(1, 1), (1, 2), (2, 1)]) == ("epoch 1 step 1, epoch 1 step 2", False)
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_the_demo_keeps_its_promises(tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, demo.__file__, "--output", str(tmp_path)]

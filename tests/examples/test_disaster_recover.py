@@ -90,6 +90,7 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[[str
         run.end()
 
 
+@pytest.mark.drill
 def test_a_worker_is_killed_and_recover_starts_it_again(start: Callable[[str], Example]) -> None:
     example, undisturbed = start("killed"), start("undisturbed")
     assert "1 scheduler and 2 workers" in example.script("run.sh", "--epochs", "1", "--step-s", "0.05")

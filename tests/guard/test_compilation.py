@@ -252,6 +252,7 @@ def differences(
     return [name for name, value in weights.items() if not torch.equal(value, resumed[name])], first, second
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", MODULES)
 def test_a_module_is_compiled_the_same_again(form: str, tmp_path: Path) -> None:
     weights = anew(MODULES[form]).run(tmp_path / "uninterrupted")
@@ -273,6 +274,7 @@ def has_compiler() -> bool:
     )
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler and Python's headers")

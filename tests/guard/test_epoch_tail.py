@@ -74,6 +74,7 @@ def with_an_evaluation(p: Program) -> None:
         assert len(x) and y is not None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loop", [last_name, mean_of_a_list, in_a_function, with_an_evaluation])
 def test_a_tail_that_needs_batches_never_comes_without(tmp_path: Path, loop: Loop) -> None:
     check_every_boundary(loop, tmp_path)
@@ -207,6 +208,7 @@ def read_behind_a_tail(p: Program) -> None:
     p.log.append((epoch, mean, x.shape))
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("loop", [read_behind, read_behind_a_tail])
 def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, loop: Loop) -> None:
     """But for `mean` after a stop in the middle of the last epoch: a count of its rest."""
@@ -264,6 +266,7 @@ class Stream(IterableDataset[Any]):
         yield from (Points()[number] for number in range(len(Points())))
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("data", [Stream, Points])
 def test_a_loader_that_knows_the_end_only_when_it_is_asked(tmp_path: Path, data: type) -> None:
     check_every_boundary(

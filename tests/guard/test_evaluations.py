@@ -138,6 +138,7 @@ def check(tmp_path: Path, kind: str, moments: list[Any], make: Callable[[], dict
         assert all(told[name] == value for name, value in [*first.log, *second.log] if name != "before"), moment
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_before_in_and_after_any_evaluation(tmp_path: Path, kind: str) -> None:
     check(tmp_path, kind, MOMENTS if kind != "workers" else ["head 4", "epoch 2"])
@@ -156,6 +157,7 @@ def with_workers() -> dict[str, Any]:
     return {"loader": ResumableLoader(Points(), 4, shuffle=True, num_workers=1, persistent_workers=True)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [replayed, adopted, with_workers])
 @pytest.mark.parametrize("kind", ["same loader", "part of the same loader"])
 def test_the_trainings_own_loader_of_any_kind(tmp_path: Path, kind: str, make: Callable[[], dict[str, Any]]) -> None:

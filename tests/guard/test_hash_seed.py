@@ -13,6 +13,7 @@ from mindx_elastic.persist.format import read_header
 from tests.harness import run_job, start_agent
 
 
+@pytest.mark.drill
 def test_a_fixed_seed_is_in_the_file_and_another_one_is_a_risk(tmp_path: Path) -> None:
     job = ("changing.py", tmp_path, "plain")
     run_job(*job, "--stop-at", 2, env={"PYTHONHASHSEED": "5"}, code=143, fresh=True)
@@ -30,6 +31,7 @@ def test_a_fixed_seed_is_in_the_file_and_another_one_is_a_risk(tmp_path: Path) -
     assert "hash_seed" not in info.coordinates and "PYTHONHASHSEED=5" in info.unmanaged[0]
 
 
+@pytest.mark.drill
 def test_the_agent_keeps_one_for_its_workers(tmp_path: Path) -> None:
     with start_agent("changing.py", tmp_path / "ckpt", "plain", run_dir=tmp_path / "run", plain=True) as job:
         job.expect(0)

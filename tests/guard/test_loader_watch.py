@@ -303,6 +303,7 @@ def silent(run: Run) -> bool:
     return run.guard._unmanaged.notes == ()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", [evaluates, skips, peeks, prefetched])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_false_alarm(form: Callable[[Run, Any], None], workers: int, tmp_path: Path) -> None:

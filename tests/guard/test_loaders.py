@@ -51,6 +51,7 @@ def check(form: str, directory: Path, stops: list[int] | None = None, **options:
         assert all(torch.equal(weights[name], resumed[name]) for name in weights), f"{form}, stopped at {stop}"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_boundary(form: str, tmp_path: Path) -> None:
     check(form, tmp_path)
@@ -66,6 +67,7 @@ def test_with_workers(form: str, tmp_path: Path) -> None:
     check(form, tmp_path, [1, 2, last, last + 1], workers=2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["nano", "endless", "timm", "three_ahead"])
 @pytest.mark.parametrize("kind", ["sampler", "stream", "running"])
 def test_a_replayed_loader(form: str, kind: str, tmp_path: Path) -> None:
@@ -270,6 +272,7 @@ class _Stream(IterableDataset[Any]):
 _Stream.__name__, _Stream.__module__ = "IterableDataset", "datasets.iterable_dataset"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("form", ["plain", "nano"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_with_a_shuffle_buffer(form: str, workers: int, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def in_epochs(p: Program) -> None:
         draw()
 
 
+@pytest.mark.drill
 def test_epochs_from_zero_with_numbered_batches(tmp_path: Path) -> None:
     whole = check_every_boundary(in_epochs, tmp_path)
     assert whole.log == [(e, b, e * BATCHES + b + 1) for e in range(EPOCHS) for b in range(BATCHES)]
@@ -145,6 +146,7 @@ def in_steps(p: Program) -> None:
         p.guard.step_end()
 
 
+@pytest.mark.drill
 def test_steps_over_an_endless_iterator(tmp_path: Path) -> None:
     whole = check_every_boundary(in_steps, tmp_path, steps=LAST - 2)
     assert whole.log == list(range(1, LAST - 1))
@@ -159,6 +161,7 @@ def in_steps_without_loader(p: Program) -> None:
         p.guard.step_end()
 
 
+@pytest.mark.drill
 def test_steps_without_a_loader_draw_from_the_streams_of_the_boundary(tmp_path: Path) -> None:
     whole = check_every_boundary(in_steps_without_loader, tmp_path, steps=6, make_options=no_loader)
     assert whole.log == list(range(6))
@@ -189,6 +192,7 @@ def in_steps_of_epochs(p: Program) -> None:
         draw()
 
 
+@pytest.mark.drill
 def test_steps_inside_epochs_without_a_loader(tmp_path: Path) -> None:
     whole = check_every_boundary(in_steps_of_epochs, tmp_path, steps=12, make_options=no_loader)
     assert [each[:2] for each in whole.log] == [(e, s) for e in range(1, 4) for s in range(1, 5)]
@@ -234,6 +238,7 @@ def in_two_phases(p: Program) -> None:
             p.guard.step_end()
 
 
+@pytest.mark.drill
 def test_two_loops_over_epochs(tmp_path: Path) -> None:
     whole = check_every_boundary(in_two_phases, tmp_path)
     assert whole.log == [("first", 1)] * 5 + [("second", 2)] * 5 + [("second", 3)] * 5
@@ -322,6 +327,7 @@ def in_phases_with_code_between(p: Program) -> None:
             p.guard.step_end()
 
 
+@pytest.mark.drill
 def test_code_between_two_phases_has_its_effect_once(tmp_path: Path) -> None:
     check_every_boundary(in_phases_with_code_between, tmp_path)
 
@@ -370,6 +376,7 @@ def in_a_loop_that_is_left(p: Program) -> None:
             p.guard.step_end()
 
 
+@pytest.mark.drill
 def test_a_loop_that_is_left_goes_on_with_the_rest_of_its_epoch(tmp_path: Path) -> None:
     whole = check_every_boundary(in_a_loop_that_is_left, tmp_path)
     assert whole.log == ["first"] * 7 + ["second"] * 8
@@ -401,6 +408,7 @@ def with_a_generator(p: Program) -> None:
             p.guard.step_end()
 
 
+@pytest.mark.drill
 def test_a_named_generator_draws_the_epochs_begin_again(tmp_path: Path) -> None:
     def make() -> dict[str, Any]:
         return {"loader": None, "stateful": {"generator": torch.Generator().manual_seed(4)}}

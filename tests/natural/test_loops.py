@@ -75,6 +75,7 @@ def check_exact(loop: Loop, tmp_path: Path, *, seed: int, stops: int) -> None:
     assert result(resumed) == result(straight), f"stopped at {chosen} of {total}\n{resumed.report()}"
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("loop", [loop for loop in _EXACT if loop.name in _OFTEN], ids=lambda loop: loop.name)
 def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) -> None:
     check_exact(loop, tmp_path, seed=1, stops=1)
@@ -117,12 +118,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1", "COLUMNS": "500", "PYTHONPATH": root}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("loop", _REFUSED, ids=lambda loop: loop.name)
 def test_what_cannot_be_kept_is_refused(loop: Loop, tmp_path: Path) -> None:
     assert isinstance(loop.verdict, Refused)
     check_refused(loop, loop.verdict, tmp_path, loop.path)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("loop", "cut", "found"), [*_proved()])
 def test_prove_finds_what_nothing_else_can_see(loop: Loop, cut: Cut | None, found: Found, tmp_path: Path) -> None:
     check_found(loop, found, tmp_path, loop.path if cut is None else _write_cut(loop, cut, tmp_path))
@@ -138,6 +141,7 @@ def _write_cut(loop: Loop, cut: Cut, tmp_path: Path) -> Path:
     return script
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("loop", "cut"), _TOLD, ids=_cut_id)
 def test_a_line_of_state_that_is_taken_away_is_told(loop: Loop, cut: Cut, tmp_path: Path) -> None:
     script = _write_cut(loop, cut, tmp_path)

@@ -12,6 +12,7 @@ from mindx_elastic.prove.processes import FreshProcess, Request, Zygote
 from tests.prove.started import environment, is_gone, wait_for, wait_until
 
 
+@pytest.mark.drill
 def test_a_process_is_ended_with_what_it_has_left_behind(tmp_path: Path, zygote: Zygote) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text(

@@ -61,6 +61,7 @@ def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
     assert not proof.notes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch", "evaluates"])
 def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) -> None:
     """Flags, buffers that are not persistent, batches that were fetched ahead, draws between two epochs."""
@@ -69,12 +70,14 @@ def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) ->
     assert "stopped after step 12" in [row.name for row in proof.rows], "the end of an epoch"
 
 
+@pytest.mark.drill
 def test_a_function_that_draws_and_is_fetched_ahead_is_equal(runs: Runs, tmp_path: Path) -> None:
     proof = prove_job(runs, JOBS / "proved_function.py", tmp_path / "ckpt", stops=None)
     assert proof.exit_code == 0, text_of(proof)
     assert (proof.steps, proof.has_ended, len(proof.rows)) == (8, True, 10)
 
 
+@pytest.mark.drill
 def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +122,7 @@ _OFTEN = ("draw", "order", "counter", "best", "content")
 """The others are cases for `make drill`."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "what", "cause", "remedy"),
     [pytest.param(*fault, id=fault[0], marks=() if fault[0] in _OFTEN else pytest.mark.drill) for fault in FAULTS],
@@ -134,6 +138,7 @@ def test_a_fault_is_named(
     assert what in text and cause in text and remedy in text, text
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: Path, fault: str) -> None:
     proof = prove_fault(runs, tmp_path, fault, stops=1)
@@ -142,6 +147,7 @@ def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: 
     assert proof.repeating_steps == 0
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("fault", "what", "cause"),
     [
@@ -160,6 +166,7 @@ def test_a_script_that_is_not_deterministic_is_named(
     assert len(proof.rows) == 2, "nothing is stopped then"
 
 
+@pytest.mark.drill
 def test_a_set_in_order_of_its_hashes_is_proved_with_a_fixed_seed(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +183,7 @@ def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:
     assert "the uninterrupted run fails with exit code 1: RuntimeError: the disk with the data is not there" in text
 
 
+@pytest.mark.drill
 def test_a_resumed_run_that_fails(runs: Runs, tmp_path: Path) -> None:
     proof = prove_fault(runs, tmp_path, "resume_crash")
     assert proof.exit_code == 1
@@ -202,6 +210,7 @@ def test_a_script_without_a_guard(runs: Runs, tmp_path: Path) -> None:
     assert "the script has entered no guard" in text_of(proof)
 
 
+@pytest.mark.drill
 def test_scalars_that_vary_are_left_out_and_said(runs: Runs, tmp_path: Path) -> None:
     proof = prove_fault(runs, tmp_path, "timed")
     assert proof.exit_code == 0, text_of(proof)
@@ -217,6 +226,7 @@ def test_what_the_script_writes_is_named(runs: Runs, tmp_path: Path, monkeypatch
     assert list(proof.writes) == [str(home), f"{home}.pt", f"{home}.resumed"]
 
 
+@pytest.mark.drill
 def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
     proof = prove_fault(runs, tmp_path, "exact", steps=5, stops=None)  # type: ignore[arg-type]
     assert proof.exit_code == 0, text_of(proof)
@@ -234,12 +244,14 @@ def test_a_proof_without_a_stop_or_a_kill_is_not_equal(runs: Runs, tmp_path: Pat
     assert f"Give --steps {steps + 1} or more" in text_of(proof)
 
 
+@pytest.mark.drill
 def test_model_with_callbacks(runs: Runs, tmp_path: Path) -> None:
     proof = prove_job(runs, JOBS / "proved_model.py", "exact", tmp_path / "ckpt")
     assert proof.exit_code == 0, text_of(proof)
     assert proof.steps == 12 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.drill
 def test_a_module_and_two_guards(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     proof = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=3, seed=1)

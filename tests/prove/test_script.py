@@ -51,6 +51,7 @@ def program(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("how", ["forked", "fresh"])
 @pytest.mark.parametrize("command", [["probe.py"], ["package/../probe.py"], ["-m", "package"], ["-m", "package.part"]])
 def test_it_is_as_under_the_interpreter(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mindx_elastic.prove.processes import Request, Zygote
 from tests.prove.started import environment, wait_for
 
 
+@pytest.mark.drill
 def test_each_fork_begins_with_other_numbers(tmp_path: Path, zygote: Zygote) -> None:
     script = tmp_path / "drawing.py"
     script.write_text("import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())")

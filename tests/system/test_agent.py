@@ -120,6 +120,7 @@ def test_run_path_runs_the_script() -> None:
         job.expect(4)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,6 +141,7 @@ def test_wrong_usage_is_exit_code_2_and_starts_nothing(arguments: Sequence[str],
 # --- exit codes ---
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("code", [0, 1, 3, 75, 143])
 def test_the_script_s_exit_code_is_the_agent_s(code: int) -> None:
     with agent("leave", str(code), ranks=2, options=["--max-restarts", "0"]) as job:
@@ -158,6 +160,7 @@ def test_the_first_failure_counts_not_those_that_follow() -> None:
         job.expect(3)
 
 
+@pytest.mark.drill
 def test_the_exception_is_named() -> None:
     with agent("record", options=["--max-restarts", "0"]) as job:
         job.expect(1)
@@ -186,6 +189,7 @@ def test_a_fixed_master_port_is_kept_over_restarts() -> None:
     assert {match[3] for match in job.matches(r"^SUM (\d) (\d) 3 (\d+)")} == {str(port)}
 
 
+@pytest.mark.drill
 def test_no_restart_where_none_is_allowed() -> None:
     with agent("gloo", "1", ranks=2, options=["--max-restarts", "0"]) as job:
         job.expect(137)
@@ -214,6 +218,7 @@ def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> No
     assert nothing_left()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("under", "signals"),
     [
@@ -246,6 +251,7 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
     assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (143, 143)])
 def test_the_workers_answer_to_a_stop_is_handed_on(code: int, expected: int) -> None:
     with agent("handle", str(code), ranks=2) as job:
@@ -300,6 +306,7 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
 # --- an agent that breaks ---
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("where", "started"),
     [
@@ -328,6 +335,7 @@ def test_an_agent_that_fails_says_what_it_had_started(where: str, started: str) 
 # --- two nodes ---
 
 
+@pytest.mark.drill
 def test_two_agents_meet_and_restart_together() -> None:
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     options += ["--rdzv-id", "two"]

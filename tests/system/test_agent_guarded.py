@@ -91,6 +91,7 @@ def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
     assert nothing_left()
 
 
+@pytest.mark.drill
 def test_a_killed_agent_and_a_new_one() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)
@@ -127,6 +128,7 @@ def test_a_squatted_name_in_shared_memory_stops_nobody_and_costs_nothing() -> No
     assert list(Path("shm").iterdir()) == [squatted], again.report()
 
 
+@pytest.mark.drill
 def test_a_stopped_rank_is_found_and_replaced() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=["--hang-timeout", "2"]) as job:
         job.wait_for("HOLD", 2)
@@ -151,6 +153,7 @@ def test_a_spinning_rank_shows_its_stack_and_saves() -> None:
     assert attempts() == [("failed", 0), ("finished", None)]
 
 
+@pytest.mark.drill
 def test_the_same_failure_again_and_again_stops_the_job() -> None:
     with agent(SMALL, "ckpt", "--fail-at", 5, options=["--max-restarts", "10"]) as job:
         job.expect(1)

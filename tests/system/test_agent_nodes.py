@@ -61,6 +61,7 @@ def outcomes(name: str) -> list[tuple[str, str | None]]:
     return [(event["outcome"], event["reason"]) for event in events(Path(name), "attempt_end")]
 
 
+@pytest.mark.drill
 def test_a_killed_agent_does_not_stop_the_others() -> None:
     """Its worker dies with it; the other nodes must take that for a lost node, not for a stop that somebody wanted."""
     with ExitStack() as stack:

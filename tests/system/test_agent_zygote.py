@@ -100,6 +100,7 @@ def said(word: str, attempt: int = 0) -> int:
     return read("stdout", attempt).count(word)
 
 
+@pytest.mark.drill
 def test_a_forked_worker_dies_and_is_replaced_and_looks_as_ever() -> None:
     with agent("ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)
@@ -113,6 +114,7 @@ def test_a_forked_worker_dies_and_is_replaced_and_looks_as_ever() -> None:
     assert forked(job) == ["2"]
 
 
+@pytest.mark.drill
 def test_without_it_workers_are_fresh() -> None:
     with agent("ckpt", "--hold-at", 7, ranks=2, env={"MINDX_ZYGOTE": "0"}) as job:
         job.wait_for("HOLD", 2)
@@ -122,6 +124,7 @@ def test_without_it_workers_are_fresh() -> None:
     assert not forked(job) and attempts() == [("failed", 0), ("finished", None)]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("options", "env"),
     [
@@ -137,6 +140,7 @@ def test_the_first_workers_are_forked_in_place_and_where_that_is_asked_for(
     assert forked(job) == ["2"] and attempts() == [("finished", None)]
 
 
+@pytest.mark.drill
 def test_a_killed_zygote_is_replaced() -> None:
     with agent("ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)
@@ -149,6 +153,7 @@ def test_a_killed_zygote_is_replaced() -> None:
     assert attempts() == [("failed", 0), ("finished", None)]
 
 
+@pytest.mark.drill
 def test_a_killed_agent_takes_forked_workers_and_zygote_with_it() -> None:
     with agent("ckpt", "--hold-after", 5, ranks=2) as job:
         job.wait_for("HOLD", 2)

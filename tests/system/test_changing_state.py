@@ -30,6 +30,7 @@ def stops(directory: Path, scenario: str, *steps: int) -> Job:
     return run_job("changing.py", directory, scenario)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scenario", "steps"),
     [
@@ -70,6 +71,7 @@ def test_one_rank_goes_on_with_what_the_boundary_had(
     assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [
@@ -108,6 +110,7 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     assert resumed.hashes() == whole.hashes(), resumed.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("scenario", "ranks", "step"),
     [
@@ -133,6 +136,7 @@ def test_several_ranks(
     assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
 
 
+@pytest.mark.drill
 def test_an_unfrozen_parameter_that_ddp_does_not_know(tmp_path: Path) -> None:
     alone = run_job("changing.py", tmp_path / "alone", "trained_unknown", ranks=2)
     said = alone.matches(
@@ -143,6 +147,7 @@ def test_an_unfrozen_parameter_that_ddp_does_not_know(tmp_path: Path) -> None:
     assert other.matches(r"UnmanagedStateError: model: backbone.*, and another DDP was made for it"), other.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [

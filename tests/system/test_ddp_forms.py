@@ -11,6 +11,7 @@ from tests.harness import run_job
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("form", "stop_at"),
     [

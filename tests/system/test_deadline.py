@@ -19,6 +19,7 @@ from tests.system.test_stop_resume import resume, saved_steps
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.drill
 def test_a_save_does_not_wait_for_the_copy_of_a_snapshot(tmp_path: Path, reference: Reference) -> None:
     env = {"LOOP_HANGS": "copy", "MINDX_SNAPSHOT_EVERY": "6", "MINDX_ARENA_DIR": str(tmp_path / "arena")}
     (tmp_path / "arena").mkdir()
@@ -34,6 +35,7 @@ def test_a_save_does_not_wait_for_the_copy_of_a_snapshot(tmp_path: Path, referen
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     "what", ["watcher", pytest.param("log", marks=pytest.mark.drill), pytest.param("stderr", marks=pytest.mark.drill)]
 )
@@ -54,6 +56,7 @@ def test_what_hangs_does_not_hold_up_the_stop(tmp_path: Path, reference: Referen
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 def test_a_frozen_host_of_the_store_holds_up_no_rank(tmp_path: Path) -> None:
     env = {"MINDX_ARENA_DIR": "none"}
     with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 6, ranks=2, env=env) as job:
@@ -67,6 +70,7 @@ def test_a_frozen_host_of_the_store_holds_up_no_rank(tmp_path: Path) -> None:
     assert set(saved_steps(tmp_path)) == {0, 1}, job.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("spare_mib", "ranks"),
     [(8, 1), pytest.param(8, 2, marks=pytest.mark.drill), pytest.param(1, 1, marks=pytest.mark.drill)],

@@ -47,6 +47,7 @@ def test_a_crash_in_the_first_step_leaves_no_file(tmp_path: Path, reference: Ref
     assert run_job("loop.py", tmp_path).hashes() == reference(1).hashes()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("where", ["optimizer", "between", "scheduler"])
 def test_a_torn_update_is_not_saved_as_resumable(tmp_path: Path, where: str) -> None:
     job = run_job("loop.py", tmp_path, "--fail-at", 8, "--fail-where", where, code=1)
@@ -56,6 +57,7 @@ def test_a_torn_update_is_not_saved_as_resumable(tmp_path: Path, where: str) -> 
     assert [e["outcome"] for e in events(tmp_path, "save")] == ["refused: state is not at a boundary"]
 
 
+@pytest.mark.drill
 def test_a_step_that_does_not_end_is_salvaged_before_the_deadline(tmp_path: Path, reference: Reference) -> None:
     with start_job("loop.py", tmp_path, "--stuck-at", 8, "--grace-s", 4) as job:
         job.wait_for("STUCK")
@@ -67,6 +69,7 @@ def test_a_step_that_does_not_end_is_salvaged_before_the_deadline(tmp_path: Path
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 def test_all_ranks_salvage_one_step_when_one_is_stuck(tmp_path: Path, reference: Reference) -> None:
     with start_job("loop.py", tmp_path, "--stuck-at", 8, "--stuck-rank", 1, "--grace-s", 6, ranks=3) as job:
         job.wait_for("STUCK")
@@ -132,6 +135,7 @@ def test_a_full_disk_at_the_stop_keeps_the_older_file(tmp_path: Path) -> None:
     assert events(tmp_path, "save")[-1]["outcome"].startswith("failed")
 
 
+@pytest.mark.drill
 def test_a_damaged_newest_step_is_put_aside_and_the_older_one_used(tmp_path: Path, reference: Reference) -> None:
     for hold in (3, 4):
         with start_job("loop.py", tmp_path, "--hold-after", hold) as job:
@@ -162,6 +166,7 @@ def test_nothing_usable_left_is_an_error_and_stays_one(tmp_path: Path) -> None:
         assert failed.matches('resume="never"')
 
 
+@pytest.mark.drill
 def test_another_number_of_ranks_goes_on_and_says_what_differs(tmp_path: Path) -> None:
     with start_job("loop.py", tmp_path, "--hold-at", 3, ranks=2) as job:
         job.wait_for("HOLD", count=2)

@@ -22,6 +22,7 @@ HOSTS = r"node (\d+) hosts the workers' store now \(this one\)"
 THREE = ("--size", 144, *STEP_S)
 
 
+@drill
 def test_the_first_of_two_nodes_is_replaced_and_its_rank_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """On another machine: what was this rank's own comes from the records that the other node has kept."""
     undisturbed = plain(tmp_path, 2, 1)

@@ -34,6 +34,7 @@ def saved(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in directory.rglob("*.safetensors"))
 
 
+@drill
 @pytest.mark.parametrize("stage", [pytest.param("written", marks=drill), "noted"])
 def test_cut_off_in_the_very_first_save_the_job_begins_anew(
     tmp_path: Path, uninterrupted: dict[int, str], stage: str

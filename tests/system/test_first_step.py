@@ -34,6 +34,7 @@ def resumed_from(job: Job) -> set[str]:
     return {m[1] for m in job.matches(r"READY \d+ \d+ (\w+)")}
 
 
+@drill
 @pytest.mark.parametrize(
     ("ranks", "victim", "how"),
     [

@@ -259,6 +259,7 @@ def test_a_spare_writes_to_the_log_of_the_dead_rank(runs: Runs) -> None:
     assert "DONE 1" in text
 
 
+@drill
 def test_a_model_goes_on_in_place(tmp_path: Path) -> None:
     def run(name: str, *args: object) -> Job:
         folder = tmp_path / name
@@ -276,6 +277,7 @@ def test_a_model_goes_on_in_place(tmp_path: Path) -> None:
         assert {m[0] for m in killed.matches(pattern)} == {m[0] for m in plain.matches(pattern)}
 
 
+@drill
 @pytest.mark.parametrize("share", ["between", pytest.param("update", marks=drill)])
 def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: str) -> None:
     """Rank 1 waits for rank 2, which is killed, while rank 0 passes the boundary: in front of its update, and in it."""
@@ -287,6 +289,7 @@ def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: 
     assert [event["behind"] for event in told[:2]] == [[1], [1]], "behind the others' last collective it may be cut off"
 
 
+@drill
 def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
     orders = ("1:4:mid:stop", "0:7:backward:spin")
     job, folder = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
@@ -297,6 +300,7 @@ def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
     assert document["totals"]["not_training_s"] >= 6.0, "the time in which they were stuck counts"
 
 
+@drill
 @pytest.mark.parametrize(
     ("ranks", "dead"), [(3, (0, 1)), pytest.param(4, (0, 2), marks=drill), pytest.param(4, (1, 2, 3), marks=drill)]
 )
@@ -318,12 +322,14 @@ def test_a_second_death_while_a_recovery_is_under_way(runs: Runs, who: str) -> N
     assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
 
 
+@drill
 def test_what_a_program_catches_becomes_no_boundary(runs: Runs) -> None:
     job, _ = runs.run(3, "--epochs", 2, "--catch", "backward", *faults("1:5:forward", "0:9:mid"))
     assert job.matches("CAUGHT"), job.report()
     assert not job.matches("Traceback"), job.report()
 
 
+@drill
 def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(runs: Runs) -> None:
     """Hooks and wrapped functions would be there twice, and DDP would leave out a broadcast of the new process."""
     job, _ = runs.run(

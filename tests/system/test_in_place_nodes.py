@@ -129,6 +129,7 @@ def check_in_place(nodes: Nodes, faults: Sequence[str]) -> None:
         assert not any((nodes.folder / f"node{node}" / "shm").rglob("*.safetensors")), "shared memory is given back"
 
 
+@drill
 def test_the_only_ranks_of_two_nodes_killed_in_turn(tmp_path: Path) -> None:
     """The state comes from the other node each time, and is in the shared memory of both before a guard is closed."""
     faults = ["1:3:forward", "0:6:mid", "1:9:update", "0:11:after", "1:12:eval"]

@@ -43,6 +43,7 @@ TWO = ("1:3:start", "0:4:inside", "1:6:mid", "0:8:backward", "1:10:update", "0:1
 FOUR = ("1:3:start", "2:4:inside", "0:6:mid", "3:7:backward", "1:9:update", "2:10:after")
 
 
+@drill
 def test_fsdp_is_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
     folder = check(runs, 2, TWO, "--layout", "fsdp")
     told = rejoins(folder)
@@ -108,6 +109,7 @@ def test_a_part_of_which_no_replica_lives_restarts_the_job(runs: Runs) -> None:
     check_restart(job, "no living rank holds the part of the state")
 
 
+@drill
 def test_a_survivor_that_is_cut_off_in_its_update_goes_back_to_the_dead_ranks_snapshot(runs: Runs) -> None:
     """DDP: replicas share one snapshot, which is the dead one's or the living one's."""
     orders = ("1:3:share", "0:6:share", "1:9:mid")

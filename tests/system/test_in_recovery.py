@@ -37,6 +37,7 @@ def check_restarted(job: Job, why: str) -> None:
     assert not job.matches(IN_PLACE), job.report()
 
 
+@drill
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=drill)])
 @pytest.mark.parametrize(
     "stage",

@@ -91,6 +91,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Referen
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("where", "ranks", "victim"), [("update", 2, 0), drilled("update", 3, 2), drilled("boundary", 2, 1)]
 )
@@ -154,6 +155,7 @@ def test_all_killed_with_measured_snapshots(place: Place, reference: Reference) 
     assert resumed.hashes() == reference(2, *args).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
     """All killed, with a snapshot of every step; the one test that uses /dev/shm, with the defaults but for the
     interval."""

@@ -9,6 +9,7 @@ import pytest
 from tests.harness import run_job, start_agent
 
 
+@pytest.mark.drill
 def test_two_ranks_stop_in_an_evaluation_and_go_on(tmp_path: Path) -> None:
     whole = run_job("stepping.py", tmp_path / "whole", ranks=2)
     expected = whole.hashes()
@@ -21,6 +22,7 @@ def test_two_ranks_stop_in_an_evaluation_and_go_on(tmp_path: Path) -> None:
     assert again.hashes() == expected
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_a_rank_that_is_killed_behind_an_epoch_goes_on_there(tmp_path: Path, rank: int) -> None:
     """Each rank gets back its own last loss of the epoch, the killed one too."""

@@ -231,6 +231,7 @@ def test_an_agent_that_stands_still_while_its_ranks_train_is_not_lost(tmp_path: 
         assert not nodes.found("is lost") and not nodes.found(IN_PLACE), nodes.report()
 
 
+@drill
 def test_a_node_lost_behind_the_last_step_ends_no_training(tmp_path: Path) -> None:
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", "1:24:after:node")

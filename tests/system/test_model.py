@@ -106,6 +106,7 @@ def test_sigterm_during_a_periodic_save(tmp_path: Path, reference: Reference, as
     assert_same_end(reference(1, *args), run_job("train_model.py", tmp_path, *args))
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("ranks", "fail_rank"), [(1, 0), pytest.param(3, 1, marks=pytest.mark.drill)])
 def test_an_exception_in_a_callback_keeps_the_step(
     tmp_path: Path, reference: Reference, ranks: int, fail_rank: int

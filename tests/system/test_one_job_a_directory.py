@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 QUICK = {"MINDX_GRACE_S": "1"}
 
 
+@pytest.mark.drill
 def test_a_second_job_is_refused_while_the_first_lives_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
     with start_job("locked.py", tmp_path, "--hold", "--fork", "--walk", env=QUICK) as first:
         (ready,) = first.wait_for(r"READY (\d+)")

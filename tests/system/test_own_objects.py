@@ -39,6 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return run_job(SCRIPT, tmp_path_factory.mktemp("whole"), ranks=2).hashes()
 
 
+@pytest.mark.drill
 def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(tmp_path: Path, whole: dict[int, str]) -> None:
     """Generators, counters and a non-persistent buffer that differ from rank to rank. An average and a counter that
     all ranks have alike move behind the update: they are the donor's."""
@@ -49,6 +50,7 @@ def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(tmp_path: Pa
     assert not notes(tmp_path, 1)
 
 
+@pytest.mark.drill
 def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, whole: dict[int, str]) -> None:
     resumed = killed_and_resumed(tmp_path, "--late", victim=1)
     told = resumed.matches(rf"WARNING rank 1 was killed .*{MAY_DIFFER}: losses \(differs from rank to rank; this")
@@ -58,6 +60,7 @@ def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, whole
     assert "losses" in notes(tmp_path, 1)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("others", ["missing", pytest.param("empty", marks=pytest.mark.drill)])
 def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path, others: str) -> None:
     resumed = killed_and_resumed(tmp_path, "--ema", others, victim=0)

@@ -135,6 +135,7 @@ def test_a_resume_while_the_ranks_are_still_on_their_way() -> None:
     assert job.hashes() == whole and not events(RUN, "pause")
 
 
+@pytest.mark.drill
 def test_a_rank_that_does_not_come_is_named_and_training_goes_on() -> None:
     whole = undisturbed(2)
     with agent("--wait-for", "4:1:go", ranks=2, options=["--hang-timeout", "600"]) as job:
@@ -149,6 +150,7 @@ def test_a_rank_that_does_not_come_is_named_and_training_goes_on() -> None:
     assert job.hashes() == whole and not events(RUN, "pause")
 
 
+@pytest.mark.drill
 def test_no_guard_no_run_no_agent() -> None:
     Path("empty").mkdir()
     assert "does not exist" in give("pause", "missing", code=2)
@@ -182,6 +184,7 @@ def test_an_interrupted_command_takes_its_pause_back() -> None:
 # --- where a pause comes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("how", ["poll", pytest.param("plain", marks=pytest.mark.drill)])
 def test_in_an_evaluation(how: str) -> None:
     """A rank that polls waits in it, another one at its end."""
@@ -264,6 +267,7 @@ def resumed(job: Job) -> list[str]:
     return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("what", ["agent", *(pytest.param(what, marks=pytest.mark.drill) for what in ("rank", "flag"))])
 def test_a_stop_saves_the_step_of_the_pause(what: str) -> None:
     whole = undisturbed(2)
@@ -284,6 +288,7 @@ def test_a_stop_saves_the_step_of_the_pause(what: str) -> None:
     assert resumed(again) == ["4", "4"] and again.hashes() == whole, again.report()
 
 
+@pytest.mark.drill
 def test_a_killed_rank_ends_the_pause() -> None:
     whole = undisturbed(2)
     with agent("--hold-at", "4", ranks=2) as job:
@@ -310,6 +315,7 @@ def test_a_rank_that_is_replaced_in_place_ends_the_pause() -> None:
     assert job.matches(r"the pause at step 4 has ended after .*: ranks stop, or were replaced"), job.report()
 
 
+@pytest.mark.drill
 def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
     with agent("--hold-at", "4", ranks=2) as job:
         pause_at_4(job, 2)

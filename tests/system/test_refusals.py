@@ -49,6 +49,7 @@ def test_an_error_of_one_rank_at_entry_is_raised_on_all(tmp_path: Path) -> None:
     assert not job.matches("READY") and files(tmp_path) == []
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.drill), "1"])
 def test_the_agent_does_not_start_it_again_and_keeps_nothing_of_it(
     tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
@@ -64,6 +65,7 @@ def test_the_agent_does_not_start_it_again_and_keeps_nothing_of_it(
     assert files(tmp_path) == [] and list((tmp_path / "shm").rglob("*.safetensors")) == []
 
 
+@pytest.mark.drill
 def test_with_warnings_one_ranks_note_is_in_its_files_and_in_the_plan(tmp_path: Path) -> None:
     env = {"MINDX_UNMANAGED": "warn"}
     job = run_job("unmanaged.py", tmp_path, "1", 12, ranks=2, env=env)
@@ -93,6 +95,7 @@ def test_ranks_that_end_an_epoch_at_different_steps_are_refused(tmp_path: Path) 
     assert job.matches(said) and not job.matches("DONE"), job.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("how", ["even", "steps"])
 def test_equal_steps_of_the_ranks_are_free(tmp_path: Path, how: str) -> None:
     job = run_job("uneven_join.py", tmp_path, how, ranks=2)

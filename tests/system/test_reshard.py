@@ -216,6 +216,7 @@ def test_same_ranks_and_own_files_give_the_same_bits(
     assert not after.matches("not bit for bit"), after.report()
 
 
+@drill
 @pytest.mark.parametrize(
     ("kind", "ranks", "args"),
     [

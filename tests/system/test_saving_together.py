@@ -89,6 +89,7 @@ def test_each_rank_writes_two_parts_of_three(stopped: Callable[[], tuple[Job, Pa
     assert not events(directory, "cover")
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     "lost", [0, pytest.param(1, marks=pytest.mark.drill), pytest.param(2, marks=pytest.mark.drill)]
 )
@@ -113,6 +114,7 @@ def test_all_files_are_there(stopped: Callable[[], tuple[Job, Path]], tmp_path: 
     assert_resumes_equal(tmp_path / "ckpt", reference(RANKS), job)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("fault", "said", "args"),
     [
@@ -138,6 +140,7 @@ def test_a_rank_that_fails_in_the_save_is_covered(
     assert_resumes_equal(directory, reference(RANKS), job)
 
 
+@pytest.mark.drill
 def test_two_ranks_without_redundancy_write_the_state_once(tmp_path: Path, reference: Reference) -> None:
     directory = tmp_path / "ckpt"
     job = stop(directory, "--remove-redundancy", ranks=2)

@@ -72,6 +72,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stopped]:
     return stop
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "target", "args"),
     [
@@ -99,6 +100,7 @@ def test_sigterm_in_mid_epoch(
     assert_resumed_equal(reference(ranks, *args), before.job, resumed)
 
 
+@pytest.mark.drill
 def test_at_three_ranks_the_bucket_order_matters(reference: Reference, stopped: Callable[..., Stopped]) -> None:
     """The cure is needed: without it the resumed run differs, so equal hashes elsewhere prove something."""
     broken = run_job("loop.py", stopped(3, "torchrun").copy, ranks=3, env={"LOOP_NO_REPLAY": "1"})
@@ -183,6 +185,7 @@ def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference:
     assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
+@pytest.mark.drill
 def test_a_signal_at_once_after_a_resume_does_not_write_the_step_again(tmp_path: Path, reference: Reference) -> None:
     with start_job("loop.py", tmp_path, "--hold-in-eval", 1) as job:
         job.wait_for("HOLD")
@@ -197,6 +200,7 @@ def test_a_signal_at_once_after_a_resume_does_not_write_the_step_again(tmp_path:
     assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None:
     flag = tmp_path / "graceful_exit.json"
@@ -237,6 +241,7 @@ def test_a_flag_file_that_is_set_before_the_first_start(tmp_path: Path, referenc
     assert last.hashes() == reference(2).hashes(), last.report()
 
 
+@pytest.mark.drill
 def test_ctrl_c_stops_gracefully_with_130(tmp_path: Path, reference: Reference) -> None:
     with start_job("loop.py", tmp_path, "--hold-at", 7) as job:
         job.wait_for("HOLD")
@@ -245,6 +250,7 @@ def test_ctrl_c_stops_gracefully_with_130(tmp_path: Path, reference: Reference) 
     assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
+@pytest.mark.drill
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     with start_job("loop.py", tmp_path, "--hold-at", 7, "--num-workers", 2, ranks=2) as job:
@@ -258,6 +264,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.mindx-tmp*"))
 
 
+@pytest.mark.drill
 def test_fsdp2_shards_come_back_to_their_ranks(tmp_path: Path) -> None:
     whole = run_job("fsdp.py", tmp_path / "whole", ranks=2)
     with start_job("fsdp.py", tmp_path / "stopped", "--hold-at", 5, ranks=2) as job:

@@ -38,6 +38,7 @@ RINGS = {"exit-0", "not-json", "huge"}  # what a listener notices at once
 drill = pytest.mark.drill
 
 
+@drill
 @pytest.mark.parametrize(
     "what",
     [
@@ -66,6 +67,7 @@ def test_with_a_key_nothing_planted_counts(tmp_path: Path, what: str) -> None:
     assert "\x1b" not in job.report()
 
 
+@drill
 @pytest.mark.parametrize(
     "what",
     [

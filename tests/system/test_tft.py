@@ -80,6 +80,7 @@ def test_a_killed_rank(tmp_path: Path, reference: Reference, killed: int) -> Non
     assert resumed.hashes() == reference(3).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 def test_a_killed_rank_without_replicas_is_refused(tmp_path: Path) -> None:
     """Each rank holds a part of its own: the survivors' parts alone are no state."""
     with start_job("fsdp.py", tmp_path, "--tft", "--hold-at", 5, ranks=2, env=TFT) as job:

@@ -114,6 +114,7 @@ def leave(terminal: Terminal, *, by_key: bool) -> None:
     assert terminal.is_as_before()
 
 
+@pytest.mark.drill
 def test_a_job_is_watched_in_a_terminal_and_into_a_pipe(tmp_path: Path) -> None:
     with watched_job(tmp_path) as (job, run_dir):
         command = [sys.executable, "-m", "mindx_elastic", "top", str(run_dir), "--interval", "0.2"]
