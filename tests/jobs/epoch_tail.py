@@ -10,6 +10,8 @@ import argparse
 import hashlib
 import os
 import signal
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,10 @@ def main() -> None:
                 loss.backward()
                 opt.step()
                 guard.step_end()
+            Path(f"{args.directory}-{epoch}-{rank}").touch()
             if (epoch, rank, guard.resumed_from_step) == (2, args.kill, None):
+                while not Path(f"{args.directory}-2-{1 - rank}").exists():  # both have passed the boundary
+                    time.sleep(0.001)
                 say(f"KILLED {rank}")
                 os.kill(os.getpid(), signal.SIGKILL)
             total = loss.detach().clone()
