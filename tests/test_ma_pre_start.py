@@ -64,6 +64,7 @@ def assert_fails(done: Result, *said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.drill
 def test_installs_and_prints_exports(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     done = machine.execute()
@@ -74,6 +75,7 @@ def test_installs_and_prints_exports(machine: Machine) -> None:
     assert machine.version() == "0.1.0"
 
 
+@pytest.mark.drill
 def test_a_second_run_changes_nothing(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     first = machine.execute()
@@ -85,6 +87,7 @@ def test_a_second_run_changes_nothing(machine: Machine) -> None:
     assert (record.stat().st_mtime_ns, record.stat().st_ino) == stamp
 
 
+@pytest.mark.drill
 def test_two_runs_at_once(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     command = ["bash", str(machine.script)]
@@ -95,6 +98,7 @@ def test_two_runs_at_once(machine: Machine) -> None:
     assert machine.version() == "0.1.0"
 
 
+@pytest.mark.drill
 def test_settings_of_the_job_are_kept(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     done = machine.execute(MS_ENABLE_GRACEFUL_EXIT="0", PATH=f"{machine.environment.prefix}/bin:/usr/bin:/bin")
@@ -240,6 +244,7 @@ def test_a_public_name_that_is_not_there(machine: Machine) -> None:
     assert_fails(machine.execute(), "AttributeError", "Guard")
 
 
+@pytest.mark.drill
 def test_another_copy_on_the_path_is_found_out(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     copy = machine.place / "checkout"
@@ -251,6 +256,7 @@ def test_another_copy_on_the_path_is_found_out(machine: Machine) -> None:
 # --- what the wheel needs ---
 
 
+@pytest.mark.drill
 def test_torch_is_never_installed(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0", requires=["torch>=2.6"])
     write_wheel(machine.job, "2.13.0", name="torch")
@@ -296,6 +302,7 @@ def test_a_python_that_will_not_do(machine: Machine) -> None:
     assert remedy.startswith(("run: ", "install your system's python3")) and "--user" not in remedy, "no such in a venv"
 
 
+@pytest.mark.drill
 def test_pip_is_needed_only_to_install(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     assert machine.execute().returncode == 0
@@ -314,6 +321,7 @@ def say_at_start(machine: Machine) -> None:
     (folder / "sitecustomize.py").write_text("print('export HIJACKED=1; echo EVALUATED')\n")
 
 
+@pytest.mark.drill
 def test_what_python_prints_at_its_start_is_not_evaluated(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0", body="print('touch imported'); __version__ = '0.1.0'")
     say_at_start(machine)
@@ -335,12 +343,14 @@ def test_a_folder_with_characters_that_mean_something_to_pip(machine: Machine, p
     assert machine.version() == "0.1.0"
 
 
+@pytest.mark.drill
 def test_bash_instead_of_source_says_that_nothing_is_set(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     assert 'nothing is set yet: source this script, or use: eval "$(bash' in machine.execute().stderr
     assert "nothing is set" not in machine.bash('source "$S"').stderr
 
 
+@pytest.mark.drill
 def test_without_a_wheel_what_is_installed_will_do(machine: Machine) -> None:
     wheel = write_wheel(machine.job, "0.1.0")
     machine.execute()
@@ -353,6 +363,7 @@ def test_without_a_wheel_what_is_installed_will_do(machine: Machine) -> None:
     assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed but cannot be used")
 
 
+@pytest.mark.drill
 def test_without_a_wheel_what_is_installed_must_have_what_it_needs(machine: Machine) -> None:
     wheel = write_wheel(machine.job, "0.1.0", requires=["small_thing>=1"])
     index = machine.place / "index"
@@ -369,6 +380,7 @@ def test_without_a_wheel_what_is_installed_must_have_what_it_needs(machine: Mach
 STATE = "set +o; shopt; trap; compgen -A function; compgen -v; pwd; echo $#"
 
 
+@pytest.mark.drill
 def test_sourcing_sets_the_environment_and_nothing_else(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     done = machine.bash(f'a=; b=; a=$({STATE}); source "$S"; b=$({STATE}); diff <(echo "$a") <(echo "$b"); env')
@@ -387,6 +399,7 @@ def test_sourcing_by_a_strict_script_with_arguments_of_its_own(machine: Machine)
     assert done.stdout == "job code\n"
 
 
+@pytest.mark.drill
 def test_sourcing_twice_does_not_let_path_grow(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     done = machine.bash('source "$S"; one=$PATH; source "$S"; [ "$one" = "$PATH" ] && echo same')
@@ -400,6 +413,7 @@ def test_a_failure_returns_and_leaves_the_shell_alive(machine: Machine) -> None:
     assert strict.stdout == "status 1\nalive\n"
 
 
+@pytest.mark.drill
 def test_evaluating_is_the_same_as_sourcing(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     done = machine.bash(
@@ -408,6 +422,7 @@ def test_evaluating_is_the_same_as_sourcing(machine: Machine) -> None:
     assert done.stdout == "same\n", done.stderr
 
 
+@pytest.mark.drill
 def test_other_shells(machine: Machine) -> None:
     if shutil.which("dash") is None:
         pytest.skip("no dash")
@@ -442,6 +457,7 @@ def lock(machine: Machine) -> None:
         folder.chmod(0o555)
 
 
+@pytest.mark.drill
 def test_installs_for_the_user_where_python_is_read_only(tmp_path: Path) -> None:
     machine = Machine(tmp_path, user_site=True)
     write_wheel(machine.job, "0.1.0")
@@ -456,6 +472,7 @@ def test_installs_for_the_user_where_python_is_read_only(tmp_path: Path) -> None
     assert "PYTHONPATH" not in again.stdout
 
 
+@pytest.mark.drill
 def test_installs_into_a_folder_of_its_own_where_that_is_impossible_too(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0", requires=["small_thing"], body="import small_thing")
     write_wheel(machine.job, "1.5", name="small_thing")
@@ -472,6 +489,7 @@ def test_installs_into_a_folder_of_its_own_where_that_is_impossible_too(machine:
     assert twice.stdout == "same\n" and twice.stderr.count("was installed already") == 2
 
 
+@pytest.mark.drill
 def test_a_folder_to_install_into_may_be_given(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     chosen = machine.place / "kept between jobs"

@@ -85,6 +85,7 @@ def start(*arguments: object, **env: str) -> Job:
     return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_the_outcome_of_a_job_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -184,6 +184,7 @@ def test_a_write_that_was_cut_off_costs_the_oldest_record_only(
     assert facts(read_ring(path))[:3] == [(0, step, False) for step in (5, 4, 3)]
 
 
+@pytest.mark.drill
 def test_a_process_that_is_killed_while_it_writes(path: Path) -> None:
     for _ in range(5):
         process = subprocess.Popen(

@@ -477,6 +477,7 @@ print(json.dumps({"part": tensor.nbytes, "grown": rss("VmHWM:") - before}))
 """
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_memory_is_the_part_itself_and_little_more(tmp_path: Path) -> None:
     """256 MiB that lie on 4 ranks, by rows; in a process of its own, by the peak of its resident memory."""

@@ -170,6 +170,7 @@ def test_the_exception_is_named() -> None:
 # --- restarts ---
 
 
+@pytest.mark.drill
 def test_workers_meet_again_after_one_was_killed() -> None:
     with agent("gloo", "2", ranks=2, options=["--standalone"]) as job:
         job.expect(0)

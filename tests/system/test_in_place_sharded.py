@@ -71,6 +71,7 @@ def test_other_layouts_are_killed_in_turn(runs: Runs, ranks: int, layout: str, m
     check(runs, ranks, orders, "--layout", layout, "--epochs", 3, *more)
 
 
+@drill
 def test_a_rank_takes_its_part_from_its_replica(runs: Runs) -> None:
     """HSDP, without snapshots: rank 0 has what rank 2 has, rank 1 what rank 3 has."""
     orders = ("1:3:start", "2:5:mid")

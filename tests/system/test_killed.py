@@ -76,6 +76,7 @@ def drilled(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.drill)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("ranks", "victim"), [drilled(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), drilled(4, 0), drilled(4, 2)]
 )

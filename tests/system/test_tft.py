@@ -67,6 +67,7 @@ def test_sigterm(tmp_path: Path, reference: Reference) -> None:
     assert resume(tmp_path, 2, step).hashes() == reference(2).hashes()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_a_killed_rank(tmp_path: Path, reference: Reference, killed: int) -> None:
     """Also rank 0, on which MindIO's controller would run."""
