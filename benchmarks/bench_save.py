@@ -32,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_LAYER_BYTES = 16 << 20
 METHODS = ("mindx_elastic", "torch.save", "dcp", "safetensors")
 WAYS = {"full copies": "never", "two copies": "always", "one copy": "always"}
 """What N replicas write, and ``MINDX_DIVIDED_SAVES`` for it."""
@@ -133,7 +134,8 @@ def _stop_job(way: str, ranks: int, gib: float, folder: Path) -> tuple[float, in
 
 
 def _train_until_stopped(way: str, gib: float, folder: Path) -> None:
-    """One rank: a network with momentum that fills `gib` together, stopped after some steps."""
+    """One rank: `gib` of weights, frozen so that the step on the way to the stop moves none of them between the ranks;
+    stopped after some steps."""
     import torch
     import torch.distributed as dist
 
@@ -141,18 +143,19 @@ def _train_until_stopped(way: str, gib: float, folder: Path) -> None:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    width = 2048
-    num_layers = max(1, int(gib * (1 << 30)) // 2 // (4 * width * width))
-    network = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(num_layers)))
+    network = torch.nn.Linear(1, 1)
+    for number in range(max(1, int(gib * (1 << 30)) // _LAYER_BYTES)):
+        frozen = torch.nn.Parameter(torch.randn(_LAYER_BYTES // 4), requires_grad=False)
+        network.register_parameter(f"frozen_{number}", frozen)
     model = torch.nn.parallel.DistributedDataParallel(network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-6, momentum=0.9)
     guard = mx.Guard(
         model=model, optimizer=optimizer, directory=folder / "ckpt", grace_s=300, remove_redundancy=way == "one copy"
     )
     with guard:
         for step in guard.steps(1000):
             optimizer.zero_grad()
-            model(torch.ones(1, width)).sum().backward()
+            model(torch.ones(1, 1)).sum().backward()
             optimizer.step()
             guard.step_end()
             if step == 2:

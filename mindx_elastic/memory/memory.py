@@ -131,7 +131,7 @@ class Memory:
     def settle(self) -> None:
         """Wait for a snapshot in progress; there is no other until the next boundary. Training thread."""
         if self._snapshotter is not None:
-            self._snapshotter.drain()
+            self._snapshotter.settle()
 
     def donate(self) -> Path | None:
         """Put the last boundary where other processes of the machine can take it; None: it could not be done. Training

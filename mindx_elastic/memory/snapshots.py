@@ -253,7 +253,7 @@ class Snapshotter:
         try:
             # A slot that is not sealed serves the next process as well. A snapshot that is skipped does not: the other
             # ranks would take it.
-            if seal_slot(self._arena, index, go_on=lambda: not (self._closed or self._pending)):
+            if seal_slot(self._arena, index, go_on=lambda: not (self._closed or self._pending or self._hurry)):
                 reach("sealed")
         except Exception as error:
             self._give_up(error)
@@ -307,15 +307,27 @@ class Snapshotter:
 
         Its header is whole, its tensors have no digests yet: the record says so, and whoever adopts it makes them.
         """
-        self.drain()
-        index = None if self.broken else self._copy()
+        self.settle()
+        if self.broken:
+            return None
+        index = self._index_of_boundary() if self._taken == self._collector.position.step else None
+        index = self._copy() if index is None else index
         if index is None:
             return None
+        if self._arena.record(index).state is SlotState.SEALED:
+            return self._arena.slots[index].path
         memory, size = self._arena.slots[index].map, self._arena.record(index).header_bytes
         assert memory is not None
         names = json.loads(json.loads(memory[8:size])["__metadata__"]["mindx.digests"])
         memory[:size] = seal_header(memory[:size], dict.fromkeys(names, NO_DIGEST))
         return self._arena.slots[index].path
+
+    def _index_of_boundary(self) -> int | None:
+        """The slot with the last boundary, where a snapshot of it was due; the copier may just have ended with it."""
+        if self._gate.changed_since_boundary():
+            return None
+        records = {index: self._arena.record(index) for index in range(NUM_SLOTS)}
+        return next((index for index, record in records.items() if record.sequence == self._sequence), None)
 
     def receive(
         self, attempt: int, step: int, nbytes: int, header_bytes: int, fill: Callable[[mmap.mmap], None]
@@ -325,6 +337,12 @@ class Snapshotter:
         path = receive_snapshot(self._arena, attempt, step, nbytes, header_bytes, fill)
         self._sequence = self._arena.newest().sequence
         return path
+
+    def settle(self) -> None:
+        """Wait for a copy in progress; its digests and memory for later ones are broken off. Training thread."""
+        self._hurry = True
+        self.drain()
+        self._hurry = False
 
     def drain(self, timeout_s: float = 60.0) -> None:
         """Wait for a copy in progress and its digests."""
