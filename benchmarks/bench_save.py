@@ -11,7 +11,9 @@ computes digests meanwhile.
 
 With --ranks N, N replicas in DDP with a state of that size each, on one disk, under torchrun: the time from the signal
 to the moment at which the last rank is durable. Beside each other: full copies of all ranks, the state divided in two
-copies (the default from 3 ranks on), and in one (`remove_redundancy=True`). Each round is a job for each, in turn.
+copies (the default from 3 ranks on), and in one (`remove_redundancy=True`); besides, what a script would write that has
+been told to stop at that moment: DCP, whose ranks divide replicated tensors too, and torch.save on rank 0. Each round
+is a job for each, in turn.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _LAYER_BYTES = 16 << 20
 METHODS = ("mindx_elastic", "torch.save", "dcp", "safetensors")
 WAYS = {"full copies": "never", "two copies": "always", "one copy": "always"}
 """What N replicas write, and ``MINDX_DIVIDED_SAVES`` for it."""
+PEERS = ("DCP", "torch.save, rank 0")
 WARM_SAVES = 3
 _MIB = 1 << 20
 
@@ -48,7 +51,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each save (default 0)")
     parser.add_argument("--ranks", type=int, default=1, help="replicas that save together (default 1)")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
-    parser.add_argument("--rank-of", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=(*WAYS, *PEERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(_measure(args.child, args.gib, args.directory, args.pause)))
@@ -99,7 +102,7 @@ def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[s
 
 
 def _compare_ways(args: argparse.Namespace) -> None:
-    ways = [way for way in WAYS if way != "two copies" or args.ranks > 2]
+    ways = [way for way in WAYS if way != "two copies" or args.ranks > 2] + list(PEERS)
     samples: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     for number in range(args.rounds):
         for index in range(len(ways)):
@@ -112,7 +115,7 @@ def _compare_ways(args: argparse.Namespace) -> None:
     for way, found in samples.items():
         seconds = [each for each, _ in found]
         median, written = statistics.median(seconds), statistics.median(nbytes for _, nbytes in found)
-        ratio = "" if way == "full copies" else f"   {full / median:.2f}x faster"
+        ratio = "" if way == "full copies" else f"   {full / median:.2f} times as fast"
         share = written / (args.gib * (1 << 30))
         print(f"  {way:<38} {median:>10.3f} {min(seconds):>7.3f} {max(seconds):>7.3f} {share:>13.2f}{ratio}")
 
@@ -121,15 +124,17 @@ def _stop_job(way: str, ranks: int, gib: float, folder: Path) -> tuple[float, in
     """Seconds from the signal to the last durable file, and the bytes of all files."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
     command += ["--rank-of", way, "--gib", str(gib), "--directory", str(folder)]
-    env = {**os.environ, "MINDX_DIVIDED_SAVES": WAYS[way], "MINDX_ARENA_DIR": "none", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "MINDX_DIVIDED_SAVES": WAYS.get(way, ""), "MINDX_ARENA_DIR": "none", "OMP_NUM_THREADS": "1"}
     quiet = subprocess.DEVNULL
     subprocess.run(command, env=env, check=False, stdout=quiet, stderr=quiet)  # it ends by the signal
-    lines = [json.loads(line) for line in (folder / "ckpt" / "events.jsonl").read_text().splitlines()]
-    durable = [line["time"] for line in lines if line["event"] == "durable"]
+    durable = [float(path.read_text()) for path in folder.glob("durable_*")]
+    if not durable:
+        lines = [json.loads(line) for line in (folder / "ckpt" / "events.jsonl").read_text().splitlines()]
+        durable = [line["time"] for line in lines if line["event"] == "durable"]
     if len(durable) != ranks:
         raise SystemExit(f"{way}: {len(durable)} of {ranks} ranks are durable")
     sent = float((folder / "sent").read_text())
-    files = list((folder / "ckpt").glob("rank_*/*.safetensors"))
+    files = [path for path in (folder / "ckpt").rglob("*") if path.stat().st_size >= _LAYER_BYTES]
     return max(durable) - sent, sum(path.stat().st_size for path in files)
 
 
@@ -149,6 +154,14 @@ def _train_until_stopped(way: str, gib: float, folder: Path) -> None:
         network.register_parameter(f"frozen_{number}", frozen)
     model = torch.nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-6, momentum=0.9)
+    if way in PEERS:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / "sent").write_text(repr(time.time()))
+        _save_with_peer(way, {"model": network.state_dict(), "optimizer": optimizer.state_dict()}, folder / "ckpt")
+        (folder / f"durable_{dist.get_rank()}").write_text(repr(time.time()))
+        dist.destroy_process_group()
+        return
     guard = mx.Guard(
         model=model, optimizer=optimizer, directory=folder / "ckpt", grace_s=300, remove_redundancy=way == "one copy"
     )
@@ -166,6 +179,21 @@ def _train_until_stopped(way: str, gib: float, folder: Path) -> None:
                 while guard.stopper.alarm is None:
                     time.sleep(0.001)
                 guard.stopper.step_gate.wait_for_limit(60)
+
+
+def _save_with_peer(peer: str, state: dict[str, Any], target: Path) -> None:
+    """All ranks together, each until its part is flushed."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    if peer == "DCP":
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(target, sync_files=True))
+    elif dist.get_rank() == 0:
+        target.mkdir()
+        torch.save(state, target / "state.pt")
+        _fsync(target / "state.pt")
+    _fsync(target.parent)
 
 
 def _make_state(nbytes: int) -> dict[str, Any]:
