@@ -49,6 +49,7 @@ from mindx_elastic.agent.rendezvous import (
     Membership,
     reconnect,
 )
+from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.replacements import JOINER, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
@@ -100,6 +101,7 @@ class Supervisor(LocalElasticAgent):
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
+        self._progress = ProgressLog(options.run_dir, folder.path)
         self.metrics: Metrics | None = None
         """Is told what the pages say; None: nobody asks for it."""
         self.arenas: set[str] = set()
@@ -176,6 +178,7 @@ class Supervisor(LocalElasticAgent):
             self.ending = self._end_without_nodes(error)
         finally:
             self._forks.close()
+            self._progress.close()
             if self._held is not None:
                 self._held.close()
         return self._result(attempt)
@@ -260,6 +263,7 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
+        self._progress.look(self._number, workers.last_statuses(), at_end=True)
         if self.metrics is not None:
             self.metrics.look(workers.last_statuses(), self.ledger.records)
         if attempt.must_be_brought_to_disk:
@@ -568,6 +572,7 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        self._progress.look(self._number, statuses)
         if self.metrics is not None:
             self.metrics.look(statuses, self.ledger.records)
         self._forks.look(statuses)
