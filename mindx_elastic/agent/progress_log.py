@@ -1,4 +1,5 @@
-"""``mindx-progress.jsonl`` in the run directory: steps and losses of rank 0 over all restarts, for `mindx-elastic report`.
+"""``mindx-progress.jsonl`` in the run directory: steps and losses of rank 0 over all restarts, for
+`mindx-elastic report`.
 
 The worker notes them in memory (`core.progress_ring`); the agent's main thread takes them from there and hands them to
 a thread that writes, so a file system that hangs holds up neither. The file is bounded: when it has `MOST_POINTS`

@@ -40,6 +40,7 @@ from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
+from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
@@ -49,7 +50,6 @@ from mindx_elastic.agent.rendezvous import (
     Membership,
     reconnect,
 )
-from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.replacements import JOINER, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking

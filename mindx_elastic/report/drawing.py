@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.report.losses import Losses
@@ -12,6 +13,7 @@ from mindx_elastic.report.story import Bar, Mark, Share, Story
 
 __all__ = ["escape", "goodput", "loss_line", "span", "step_line", "thin", "timeline"]
 
+_Number = TypeVar("_Number", int, float)
 WIDTH, _LEFT, _RIGHT = 1000, 70, 10
 _ROW, _MOST_ROWS, _MOST_BARS, _MOST_MARKS, _MOST_POINTS = 16, 64, 6000, 3000, 2000
 _PLOT_HEIGHT = 220
@@ -39,7 +41,7 @@ def span(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
-def thin(items: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+def thin(items: Sequence[tuple[float, _Number]], most: int) -> list[tuple[float, _Number]]:
     """At most about `most` of the points: the first and the last, and the lowest and highest of each piece between."""
     if len(items) <= most:
         return list(items)

@@ -239,7 +239,8 @@ def _add_stalls(records: Iterable[AttemptRecord], pieces: Sequence[Piece]) -> No
 def _steps(
     records: Sequence[AttemptRecord], lines: Sequence[dict[str, Any]], passed: Sequence[tuple[float, int]]
 ) -> list[list[tuple[float, int]]]:
-    """By attempt. `passed`: further moments and steps. The ranks' own logs count attempts over all agents, so their lines are placed by their time."""
+    """By attempt. `passed`: further moments and steps. The ranks' own logs count attempts over all agents, so their
+    lines are placed by their time."""
     found: list[list[tuple[float, int]]] = []
     told = [
         (line["time"], step)
