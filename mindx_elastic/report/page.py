@@ -41,11 +41,12 @@ font:11px system-ui,sans-serif}.tick{stroke:var(--line);stroke-width:1}.even{fil
 .bad{fill:var(--bad);opacity:.75}.m-fault{stroke:var(--bad);stroke-width:2;fill:none}.m-save{stroke:var(--save);
 stroke-width:1.5}.m-recovery{fill:var(--mark);stroke:var(--back);stroke-width:1}.steps{fill:none;stroke:var(--even);
 stroke-width:2}.dot{fill:var(--even)}
-.again{fill:none;stroke:var(--bad);stroke-width:1.5}.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
+.again{fill:none;stroke:var(--bad);stroke-width:7;opacity:.45}.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:right;padding:3px 8px;
 border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;vertical-align:top}th{color:var(--dim);
-font-weight:600}td.text,th.text{text-align:left;overflow-wrap:anywhere}.wide{overflow-x:auto}.wide svg{min-width:640px}
-td:first-child{white-space:nowrap}@media print{.wide{overflow:visible}.wide svg{min-width:0}}
+font-weight:600}td.text,th.text{text-align:left}
+td.text{overflow-wrap:anywhere;white-space:normal;min-width:9em}.wide{overflow-x:auto}.wide svg{min-width:640px}
+td,th{white-space:nowrap}@media print{.wide{overflow:visible}.wide svg{min-width:0}}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px}
 """
 
@@ -75,7 +76,7 @@ def make_page(story: Story) -> str:
             "Loss over steps",
             f'<div class="wide">{losses}</div>',
             "Rank 0's, as the program gave it to step_end(loss=...). Dashed: the job went on behind that step; "
-            "red: steps that were done again behind it.",
+            "broad red: what was known of steps that were then done again, under the line of the second time.",
             *loss_notes,
         ),
         _section("Attempts", _attempts(story)),

@@ -128,13 +128,16 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     story = Story(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
     story.bars = list(_bars(run.records, ours, story.end))
     story.marks = list(_marks(run, ours))
-    passed = [(at, step) for piece in pieces for at, step, _ in piece.points if began <= at <= end]
+    passed = sorted((at, step) for piece in pieces for at, step, _ in piece.points if began <= at <= end)
     story.steps = _steps(run.records, ours, passed)
     story.losses = find_losses(pieces)
     _add_stalls(run.records, [piece for piece in pieces if piece.points[0][0] >= began])
     story.saves = _saves(ours)
     story.shares = shares_of(
-        run.records, _durations(run.records, ours), story.end - story.start, _first_start(ours, began)
+        run.records,
+        _durations(run.records, ours, passed),
+        story.end - story.start,
+        _first_start(ours, passed, began),
     )
     return story
 
@@ -285,20 +288,27 @@ def _saves(lines: Iterable[dict[str, Any]]) -> dict[str, Saves]:
     return found
 
 
-def _first_start(lines: Iterable[dict[str, Any]], began: float) -> float:
-    """Seconds until the first guard was entered; 0 where the ranks' own log was not read."""
-    entered = next((line["time"] for line in lines if line["event"] in ("start", "resume")), None)
-    return 0.0 if entered is None else max(0.0, entered - began)
+def _first_start(lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]], began: float) -> float:
+    """Seconds until the first guard was entered, or else the first step was passed; 0 where neither is known."""
+    entered = [line["time"] for line in lines if line["event"] in ("start", "resume")]
+    known = [*entered[:1], *(at for at, _ in passed[:1])]
+    return max(0.0, min(known, default=began) - began)
 
 
-def _durations(records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """Seconds from the start of each attempt to its end, by its number; those that have not ended are not in it."""
+def _durations(
+    records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]]
+) -> dict[int, float]:
+    """Seconds from the first known step of each attempt, or else its start, to its end, by its number; those that have
+    not ended are not in it."""
     started = {record.attempt: record.started for record in records}
     found = {}
     for line in lines:
         attempt = _count(line.get("attempt"))
         begin = started.get(-1 if attempt is None else attempt)
         if line["event"] == "attempt_end" and attempt is not None and begin is not None:
+            first = bisect_left(passed, (begin, -1))
+            if first < len(passed) and passed[first][0] < line["time"]:
+                begin = passed[first][0]
             found[attempt] = max(0.0, line["time"] - begin)
     return found
 
@@ -308,7 +318,7 @@ def shares_of(
 ) -> list[Share]:
     """Where the time of a run went; the parts are never more than `total_s` together. Pure.
 
-    durations: seconds from the start of an attempt to its end, by its number.
+    durations: seconds from the begin of an attempt's training to its end, by its number.
 
     The four times of a record count from the failure; one that is not known counts as the one before.
     """
@@ -333,7 +343,7 @@ def shares_of(
         Share("restart", restart, "until new processes ran"),
         Share("resume", load, "until every rank had passed a step again"),
         Share("in place", in_place, "recoveries without a restart"),
-        Share("first start", first_start_s, "until the first guard was entered"),
+        Share("first start", first_start_s, "until the first guard was entered, or the first step known"),
         Share("paused", paused, "by command"),
     ]
     over = sum(share.seconds for share in lost)
