@@ -41,7 +41,8 @@ font:11px system-ui,sans-serif}.tick{stroke:var(--line);stroke-width:1}.even{fil
 .bad{fill:var(--bad);opacity:.75}.m-fault{stroke:var(--bad);stroke-width:2;fill:none}.m-save{stroke:var(--save);
 stroke-width:1.5}.m-recovery{fill:var(--mark);stroke:var(--back);stroke-width:1}.steps{fill:none;stroke:var(--even);
 stroke-width:2}.dot{fill:var(--even)}
-.again{fill:none;stroke:var(--bad);stroke-width:7;opacity:.45}.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
+.again{fill:none;stroke:var(--bad);stroke-width:7;opacity:.45}
+.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:right;padding:3px 8px;
 border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;vertical-align:top}th{color:var(--dim);
 font-weight:600}td.text,th.text{text-align:left}

@@ -132,7 +132,7 @@ class Training:
         self.pause.write_text(pause_s)
         first = [checkpoints] if script == "plain.sbatch" else []
         where = ["--chdir", str(folder), f"--output={self.output}", *options, str(SCRIPTS / script)]
-        cluster.submit(*where, *first, str(JOBS / "slurm.py"), checkpoints, str(self.pause))
+        self.number = cluster.submit(*where, *first, str(JOBS / "slurm.py"), checkpoints, str(self.pause))
 
     def found(self, pattern: str) -> list[str]:
         return re.findall(pattern, self.output.read_text() if self.output.exists() else "")
@@ -160,3 +160,26 @@ def test_a_job_that_slurm_stops_twice_ends_like_one_that_it_does_not(
     assert stopped.hash() == whole, stopped.output.read_text()
     assert len(stopped.found("left with exit code 143")) == 2, stopped.output.read_text()
     assert not stopped.found("resumed from None"), stopped.output.read_text()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("script", ["agent.sbatch", "plain.sbatch"])
+def test_a_preempted_job_is_requeued_and_ends_like_one_that_was_not(
+    cluster: SlurmCluster, tmp_path: Path, script: str
+) -> None:
+    """A job of a partition with a higher priority takes the whole node: PreemptMode=REQUEUE, GraceTime."""
+    whole = Training(cluster, tmp_path / "whole", script, "0").hash()
+    stopped = Training(cluster, tmp_path / "stopped", script, "5")
+    stopped.wait_for("STEP 3")
+    taken = tmp_path / "taken"
+    cluster.submit("--partition=high", "--exclusive", f"--output={tmp_path / 'high'}", f"--wrap=touch {taken}")
+    stopped.wait_for("--- requeued")
+    stopped.pause.write_text("0")
+    assert stopped.hash() == whole, stopped.output.read_text()
+    assert taken.exists(), "the other job has run in between"
+    assert f"preempted JobId={stopped.number}" in cluster.logs(), cluster.logs()
+    assert stopped.found("left with exit code 143") and not stopped.found("resumed from None"), (
+        stopped.output.read_text()
+    )
+    assert not stopped.found("TIME LIMIT")
