@@ -81,6 +81,10 @@ class SlurmCluster:
         """Give a job to the cluster; its number."""
         return self.run("sbatch", "--parsable", *options)
 
+    def log(self) -> str:
+        """All of the controller's log."""
+        return (self.base / "slurmctld.log").read_text(errors="replace")
+
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-4000:] for path in self.base.glob("*.log"))
 
