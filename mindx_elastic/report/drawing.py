@@ -46,7 +46,7 @@ def thin(items: Sequence[tuple[float, _Number]], most: int) -> list[tuple[float,
     if len(items) <= most:
         return list(items)
     pieces = max(1, most // 2)
-    found = []
+    found: list[tuple[float, _Number]] = []
     for number in range(pieces):
         piece = items[number * len(items) // pieces : (number + 1) * len(items) // pieces]
         if piece:

@@ -113,7 +113,18 @@ def test_lines_that_are_none_are_counted(tmp_path: Path, line: str) -> None:
 
 
 def test_values_that_cannot_be_are_left_out(tmp_path: Path) -> None:
-    odd = ["1", None, [], [1], [1, 2, 3, 4], ["1", 2, 3], [1, "2", 3], [-1, 2, 3], [1, -2, 3], [1, 1 << 80, 3]]
+    odd: list[Any] = [
+        "1",
+        None,
+        [],
+        [1],
+        [1, 2, 3, 4],
+        ["1", 2, 3],
+        [1, "2", 3],
+        [-1, 2, 3],
+        [1, -2, 3],
+        [1, 1 << 80, 3],
+    ]
     odd += [[1 << 80, 2, 3], [True, 2, 3], [1, True, 3], [float("inf"), 1, 1]]
     good = [[1.0, 2, 3.5], [2.0, 3, None], [3.0, 4, "not finite"], [4.0, 5, "<script>"], [5.0, 6, 10**400]]
     line = {"agent": "a", "attempt": 0, "pid": 1, "stall_s": float("nan"), "points": [*odd, *good]}

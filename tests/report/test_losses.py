@@ -16,7 +16,9 @@ from tests.harness import start_agent
 
 
 def piece(*steps: int, agent: str = "a", attempt: int = 0, loss: float | None = None) -> Piece:
-    points = [(float(number), step, step / 10 if loss is None else loss) for number, step in enumerate(steps)]
+    points: list[tuple[float, int, float | None]] = [
+        (float(number), step, step / 10 if loss is None else loss) for number, step in enumerate(steps)
+    ]
     return Piece(agent, attempt, 1, points)
 
 
