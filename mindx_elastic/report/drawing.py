@@ -13,7 +13,7 @@ from mindx_elastic.report.story import Bar, Mark, Share, Story
 
 __all__ = ["escape", "goodput", "loss_line", "span", "step_line", "thin", "timeline"]
 
-_Number = TypeVar("_Number", int, float)
+_Point = TypeVar("_Point", bound=tuple[float, float])
 WIDTH, _LEFT, _RIGHT = 1000, 70, 10
 _ROW, _MOST_ROWS, _MOST_BARS, _MOST_MARKS, _MOST_POINTS = 16, 64, 6000, 3000, 2000
 _PLOT_HEIGHT = 220
@@ -41,12 +41,12 @@ def span(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
-def thin(items: Sequence[tuple[float, _Number]], most: int) -> list[tuple[float, _Number]]:
+def thin(items: Sequence[_Point], most: int) -> list[_Point]:
     """At most about `most` of the points: the first and the last, and the lowest and highest of each piece between."""
     if len(items) <= most:
         return list(items)
     pieces = max(1, most // 2)
-    found: list[tuple[float, _Number]] = []
+    found: list[_Point] = []
     for number in range(pieces):
         piece = items[number * len(items) // pieces : (number + 1) * len(items) // pieces]
         if piece:
@@ -220,11 +220,11 @@ def loss_line(losses: Losses) -> tuple[str, list[str]]:
         )
     drawn = 0
     for part in losses.redone:
-        thinned = [(int(step), loss) for step, loss in thin(part, most)]
+        thinned = thin(part, most)
         drawn += len(thinned)
         found.append(f'<polyline class="again" points="{" ".join(f"{x(s)},{y(v)}" for s, v in thinned)}"/>')
     for part in losses.kept:
-        thinned = [(int(step), loss) for step, loss in thin(part, most)]
+        thinned = thin(part, most)
         drawn += len(thinned)
         found.append(f'<polyline class="steps" points="{" ".join(f"{x(s)},{y(v)}" for s, v in thinned)}"/>')
     if drawn < len(points):
