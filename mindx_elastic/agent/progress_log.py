@@ -120,12 +120,15 @@ class ProgressLog:
         self._wall_ns = time.time_ns() - time.monotonic_ns()
         self._waiting: dict[int, Piece] = {}
         self._next_s = 0.0
+        self.loss: float | None = None
+        """The newest that was noted; None: none was."""
 
     def look(self, attempt: int, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """Take what is new, and now and then have it written. `at_end`: of an attempt."""
         for pid, points in self._reader.take():
             piece = self._waiting.setdefault(pid, Piece(self._agent, attempt, pid))
             piece.points += [self._as_known(point) for point in points]
+            self.loss = next((point.loss for point in reversed(points) if point.loss is not None), self.loss)
         rank_0 = statuses.get(0)
         if rank_0 is not None and rank_0.pid in self._waiting:
             self._waiting[rank_0.pid].stall_s = rank_0.stall_ns / _NS

@@ -33,6 +33,7 @@ from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.job_progress import ProgressTeller
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
@@ -102,6 +103,8 @@ class Supervisor(LocalElasticAgent):
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
         self._progress = ProgressLog(options.run_dir, folder.path)
+        self.teller: ProgressTeller | None = None
+        """Is told how far the job is; None: nobody wants to hear."""
         self.metrics: Metrics | None = None
         """Is told what the pages say; None: nobody asks for it."""
         self.arenas: set[str] = set()
@@ -264,6 +267,8 @@ class Supervisor(LocalElasticAgent):
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
         self._progress.look(self._number, workers.last_statuses(), at_end=True)
+        if self.teller is not None:
+            self.teller.look(workers.last_statuses(), self.ledger.records, self._progress.loss)
         if self.metrics is not None:
             self.metrics.look(workers.last_statuses(), self.ledger.records)
         if attempt.must_be_brought_to_disk:
@@ -573,6 +578,8 @@ class Supervisor(LocalElasticAgent):
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
         self._progress.look(self._number, statuses)
+        if self.teller is not None:
+            self.teller.look(statuses, self.ledger.records, self._progress.loss)
         if self.metrics is not None:
             self.metrics.look(statuses, self.ledger.records)
         self._forks.look(statuses)

@@ -476,7 +476,14 @@ class Guard(LayeredGuard):
         self._log_filter.step = step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(step, cut=self._cut, loss=loss, tail_follows=tail.is_pending, after_tail=at_tail)
+        self._around.at_boundary(
+            step,
+            cut=self._cut,
+            loss=loss,
+            planned=self._loops.planned,
+            tail_follows=tail.is_pending,
+            after_tail=at_tail,
+        )
         if (
             self._witness is not None
             and not at_tail
