@@ -34,6 +34,7 @@ from mindx_elastic.config import (
     SharingSettings,
     ShrinkSettings,
     TftSettings,
+    TrainerSettings,
 )
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.persist import unflatten
@@ -86,6 +87,7 @@ SETTINGS = (
     RejoinSettings,
     SavingSettings,
     ShrinkSettings,
+    TrainerSettings,
 )
 
 

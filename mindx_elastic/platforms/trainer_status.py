@@ -167,8 +167,8 @@ def _checked(settings: TrainerSettings) -> TrainerSettings:
     for name, value in names.items():
         if not value:
             raise UsageError(
-                f"--trainer-status: {name} is not set. Kubeflow Trainer 2.2 sets it in the pods of a TrainJob where its "
-                "feature gate TrainJobStatus is on; leave the option out elsewhere"
+                f"--trainer-status: {name} is not set. Kubeflow Trainer 2.2 sets it in the pods of a TrainJob where "
+                "its feature gate TrainJobStatus is on; leave the option out elsewhere"
             )
     try:
         parts = urlsplit(settings.url)

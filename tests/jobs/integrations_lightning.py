@@ -166,8 +166,9 @@ if args.loggers:
 trainer = pl.Trainer(
     max_epochs=args.epochs, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
     callbacks=callbacks, logger=loggers, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
-    accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best or args.own, val_check_interval=args.validate or 1.0,
-    num_sanity_val_steps=2 if args.validate else 0, default_root_dir=args.directory,
+    accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best or args.own,
+    val_check_interval=args.validate or 1.0, num_sanity_val_steps=2 if args.validate else 0,
+    default_root_dir=args.directory,
 )  # fmt: skip
 train = DataLoader(Noisy(args.samples), batch_size=8, shuffle=True, num_workers=args.workers)
 again = saved if args.own and saved.exists() else None

@@ -166,7 +166,7 @@ def test_a_job_reports_only_where_it_is_asked_to(server: TrainerServer, tmp_path
     assert metrics.pop("loss") and metrics == {"step": "6", "attempts": "1", "failures": "0", "stepsLost": "0"}
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_server_that_hangs_holds_up_nothing(server: TrainerServer, tmp_path: Path) -> None:
     server.hangs = True
     args, options = [tmp_path / "ckpt", "--steps", "6"], ["--trainer-status"]
