@@ -208,7 +208,8 @@ def loss_line(losses: Losses) -> tuple[str, list[str]]:
     found = []
     for step in sorted({first + (last - first) * piece // 5 for piece in range(6)}):
         found.append(f'<line class="tick" x1="{x(step)}" y1="0" x2="{x(step)}" y2="{_PLOT_HEIGHT}"/>')
-        found.append(f'<text x="{x(step)}" y="{_PLOT_HEIGHT + 14}" text-anchor="middle">{step}</text>')
+        anchor = "end" if step == last > first else "middle"
+        found.append(f'<text x="{x(step)}" y="{_PLOT_HEIGHT + 14}" text-anchor="{anchor}">{step}</text>')
     for loss in sorted({low, low / 2 + high / 2, high}):
         found.append(f'<text x="{_LEFT - 6}" y="{y(loss) + 4}" text-anchor="end">{loss:.4g}</text>')
     seam_top = 0 if len(losses.seams) <= _MANY_SEAMS else _PLOT_HEIGHT - _SHORT_SEAM
