@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: help venv wheel demo test lint types pytest fast drill format proto bench clean
+.PHONY: help venv wheel demo test lint types pytest fast drill trainers format proto bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
+	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make clean    removes what was built (not .venv)"
@@ -113,6 +114,14 @@ drill: $(DONE)/dev
 	part $(BIN)/python -m tests.drill_kills $(DRILL_ARGS); \
 	if (( $${#failed[@]} )); then printf 'drill: FAILED: %s\n' "$${failed[@]}" >&2; exit 1; fi; \
 	echo "drill: all three parts passed"
+
+# Not in [dev]: decision 113. Once they are there, `make test` and `make drill` run their shares of these tests, too.
+$(DONE)/trainers: pyproject.toml $(DONE)/dev
+	$(INSTALL) -e '.[accelerate,lightning,transformers]'
+	@touch $@
+
+trainers: $(DONE)/trainers
+	$(BIN)/python -m pytest -m 'drill or not drill' $(IN_PARALLEL) $(PYTEST_ARGS) tests/integrations
 
 proto: $(DONE)/dev
 	$(BIN)/python -m tests.platforms.generate_proto

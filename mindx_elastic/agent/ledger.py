@@ -105,6 +105,8 @@ class AttemptRecord:
     """Until the next attempt has passed its first boundary: the time to recovery."""
     paused_s: float | None = None
     """How long its ranks waited by command (`mindx-elastic pause`), in all; None: they did not."""
+    stall_s: float | None = None
+    """How long periodic saves have held up its training: the rank that they have held up longest."""
     in_place: int | None = None
     """Failures that it has outlived: recoveries in place; None: there were none."""
     in_place_s: float | None = None
@@ -267,6 +269,7 @@ class Ledger:
             steps_lost=max(0, reached - saved) if ending.outcome == "stopped" and saved >= 0 else None,
             detect_s=max(0.0, attempt.noticed_at - began) if failed and attempt.noticed_at is not None else None,
             save_s=max(0.0, saved_ns / _NS - began) if saved_ns else None,
+            stall_s=round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None,
             outcome=_OUTCOMES[ending.outcome],
         )
         again = ending.outcome in ("failed", "membership", "grown")

@@ -186,7 +186,8 @@ def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
 _READERS: dict[str, Callable[[Any], int | float | str | None]] = {
     **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached", "full_size"), whole),
     **dict.fromkeys(("resumed_step", "saved_step", "steps_lost", "in_place", "in_place_steps_lost"), whole),
-    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s", "in_place_s"), real),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s"), real),
+    **dict.fromkeys(("stall_s", "in_place_s"), real),
     **dict.fromkeys(("cause", "resumed_path", "outcome", "why_fewer"), text),
 }
 """How each field of `AttemptRecord` but its number is read."""

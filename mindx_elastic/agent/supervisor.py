@@ -33,6 +33,7 @@ from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.job_progress import ProgressTeller
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
@@ -40,6 +41,7 @@ from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
+from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
@@ -100,6 +102,9 @@ class Supervisor(LocalElasticAgent):
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
+        self._progress = ProgressLog(options.run_dir, folder.path)
+        self.teller: ProgressTeller | None = None
+        """Is told how far the job is; None: nobody wants to hear."""
         self.metrics: Metrics | None = None
         """Is told what the pages say; None: nobody asks for it."""
         self.arenas: set[str] = set()
@@ -176,6 +181,7 @@ class Supervisor(LocalElasticAgent):
             self.ending = self._end_without_nodes(error)
         finally:
             self._forks.close()
+            self._progress.close()
             if self._held is not None:
                 self._held.close()
         return self._result(attempt)
@@ -260,6 +266,9 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
+        self._progress.look(self._number, workers.last_statuses(), at_end=True)
+        if self.teller is not None:
+            self.teller.look(workers.last_statuses(), self.ledger.records, self._progress.loss)
         if self.metrics is not None:
             self.metrics.look(workers.last_statuses(), self.ledger.records)
         if attempt.must_be_brought_to_disk:
@@ -568,6 +577,9 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        self._progress.look(self._number, statuses)
+        if self.teller is not None:
+            self.teller.look(statuses, self.ledger.records, self._progress.loss)
         if self.metrics is not None:
             self.metrics.look(statuses, self.ledger.records)
         self._forks.look(statuses)

@@ -27,7 +27,8 @@ def report_command(
         ),
     ] = None,
 ) -> None:
-    """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the step.
+    """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the steps,
+    the loss over all restarts.
 
     The page needs no network, runs no script, follows the browser's light or dark, and prints. Of several runs in one
     log the newest is shown. Lines of the logs that are torn are counted and left out.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agent_line", "make_report", "read_pages"]
 
-_RARE = ("paused_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
+_RARE = ("paused_s", "stall_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
 
 
 def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecord], *, now: float) -> dict[str, Any]:

@@ -40,6 +40,7 @@ _FIELDS = (
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
     *("accumulates", "save_every_s"),
     *("durable_step", "durable_ns", "durable_bytes", "stall_ns"),
+    "planned_steps",
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -125,6 +126,8 @@ class Status:
     """Bytes of all such files of this process."""
     stall_ns: int = 0
     """How long periodic saves have held up its training."""
+    planned_steps: int = 0
+    """Steps of the whole training, as far as its loops tell; 0: they do not."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""

@@ -113,7 +113,8 @@ def choose_faults(
     found = []
     for _ in range(number):
         kind = chance.choice(kinds)
-        guard, step = chance.choice(places)
+        # With several ranks a stop may be agreed on for the next step, and the runs end behind the last one unsaved.
+        guard, step = chance.choice(places[:-1] if kind.ends_in_save and ranks > 1 and len(places) > 1 else places)
         possible = [at for at in kind.places if at != "copy" or copies]
         fault = Fault(kind=kind.name, rank=chance.randrange(ranks), step=step, guard=guard, at=chance.choice(possible))
         if kind.name == "kill-in-save":
@@ -182,6 +183,7 @@ class _Driller(Baseline):
         if not last:
             raise UsageError(f"--fault {fault}: the script enters no guard number {fault.guard}; the first one is 0")
         latest = last[-1] if fault.at not in ("boundary", "copy") else last[-1] - 1
+        latest -= fault.about.ends_in_save and len(ranks) > 1
         if fault.step > latest:
             raise UsageError(
                 f"--fault {fault}: the runs have {last[-1]} steps, so this fault needs a step up to {latest}; "

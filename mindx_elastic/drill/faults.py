@@ -36,10 +36,17 @@ class Kind:
     """Only under ``mindx-elastic run``."""
     stops: bool = False
     """Every rank stops at a boundary and saves it: no step is lost."""
+    saves: bool = False
+    """It is about the save of a stop."""
     workers: bool = False
     """Only where the loader has workers."""
     by_chance: bool = True
     """``--random`` draws it."""
+
+    @property
+    def ends_in_save(self) -> bool:
+        """The ranks stop and save, at the fault's step or, with several ranks, at the next one."""
+        return self.stops or self.saves
 
 
 def _signal(number: int) -> int:
@@ -106,9 +113,10 @@ _ALL = (
         says="a stop, and SIGKILL at the CALL-th system call of one rank's save; call=all: at each of them in turn",
         takes=("call",),
         codes=(-9, _signal(9), *_SAVES),
+        saves=True,
     ),
-    Kind(name="disk-full", says="a stop, and ENOSPC from every write of one rank's save", codes=_SAVES),
-    Kind(name="io-error", says="a stop, and EIO from every flush of one rank's save", codes=_SAVES),
+    Kind(name="disk-full", says="a stop, and ENOSPC from every write of one rank's save", codes=_SAVES, saves=True),
+    Kind(name="io-error", says="a stop, and EIO from every flush of one rank's save", codes=_SAVES, saves=True),
     Kind(
         name="slow-disk",
         says="a stop, and MS milliseconds more for each system call of one rank's save",
@@ -126,6 +134,7 @@ _ALL = (
         name="bit-flip",
         says="a stop, and then one bit of the rank's newest checkpoint is another one",
         codes=_SAVES[:3],
+        saves=True,
     ),
     Kind(
         name="clock-jump",

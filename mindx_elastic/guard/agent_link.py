@@ -20,8 +20,10 @@ from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, read_stat
+from mindx_elastic.core.progress_ring import ring_path
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
+from mindx_elastic.guard.progress import Progress
 
 __all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "REJOIN", "STACK_SIGNAL", "AgentLink", "modules_path"]
 
@@ -45,6 +47,9 @@ class AgentLink:
     def __init__(self, info: AgentInfo, ranks: RankInfo, *, page: StatusPage | None = None) -> None:
         """`page`: of this process's guard before, which it goes on with. Raises ArenaError when the agent's folder
         cannot be used."""
+        self._planned = 0
+        self._progress: Progress | None = None
+        self._notes_progress = ranks.rank == 0
         self.stays = False
         """The guard is left to be entered again in a moment."""
         self._folder, self._rank = info.folder, ranks.rank
@@ -116,6 +121,26 @@ class AgentLink:
         self.page.set_text("run_id", run_id)
         self.page.set_text("arena", "" if arena is None else str(arena))
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), phase=WorkerPhase.TRAINING)
+
+    def pass_boundary(self, step: int, loss: object, planned: int, *, cut: bool) -> None:
+        """Training thread: a step has ended. `planned`: steps of the whole training; 0: not known."""
+        self.page.pass_boundary(step, cut=cut)
+        if planned != self._planned:
+            self._planned = planned
+            self.page.set(planned_steps=planned)
+        if self._notes_progress:
+            self._note_progress(step, loss)
+
+    def _note_progress(self, step: int, loss: object) -> None:
+        if self._progress is None:
+            path = ring_path(self._folder, self._rank)
+            try:
+                self._progress = Progress(path)
+            except OSError as error:
+                self._notes_progress = False
+                logger.warning("%s: steps and losses are not noted for mindx-elastic report (%s)", path, error)
+                return
+        self._progress.at_boundary(step, loss)
 
     def between(self, begins: bool) -> None:
         """Training thread: code between two steps begins or ends; the agent must not take it for a hang."""

@@ -194,13 +194,23 @@ class Connections:
         if self.link is not None:
             self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas)
 
-    def at_boundary(self, step: int, *, cut: bool, tail_follows: bool = False, after_tail: bool = False) -> None:
-        """Training thread: `step` has ended; `cut`: it can be resumed from. For the tail see `Memory.at_boundary`."""
+    def at_boundary(
+        self,
+        step: int,
+        *,
+        cut: bool,
+        loss: object = None,
+        planned: int = 0,
+        tail_follows: bool = False,
+        after_tail: bool = False,
+    ) -> None:
+        """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. `planned`:
+        steps of the whole training; 0: not known. For the tail see `Memory.at_boundary`."""
         self._has_trained = True
         if self.memory is not None and cut and not self.keeps_nothing:
             self.memory.at_boundary(step, tail_follows=tail_follows, after_tail=after_tail)
         if self.link is not None:
-            self.link.page.pass_boundary(step, cut=cut)
+            self.link.pass_boundary(step, loss, planned, cut=cut)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -421,13 +421,14 @@ class Guard(LayeredGuard):
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
 
         Raises GracefulExit once the job is to stop and its state is durable. Inside an accumulation window
-        (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `scalars`
-        are accepted for logging.
+        (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `loss=`, a
+        number or a tensor of one, is what `mindx-elastic report` shows of a run under the agent (rank 0's, some steps a
+        second; it is not waited for). `prove` names any of the `scalars` that differs.
         """
         self.boundary()
         if self._witness is not None:
             self._witness.scalars = scalars
-        self.finish_step()
+        self.finish_step(loss=scalars.get("loss"))
 
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
@@ -456,26 +457,33 @@ class Guard(LayeredGuard):
         self._checks.at_boundary()
         self._boundaries.warn_of_window(self._is_exposed)
 
-    def finish_step(self, *, retake: bool = False) -> None:
+    def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
 
         `retake`: code has run since `boundary` that belongs to this step (callbacks that count, draw random numbers or
-        keep averages), so the boundary is copied again.
+        keep averages), so the boundary is copied again. `loss`: as for `step_end`.
         """
         if self._fewer.has_left_out:
             return
         if retake and self._cut:
             self._boundaries.copy(self._loops.position)
         self._finished_step = True
-        self._offer_stop(at_tail=False)
+        self._offer_stop(at_tail=False, loss=loss)
 
-    def _offer_stop(self, *, at_tail: bool) -> None:
+    def _offer_stop(self, *, at_tail: bool, loss: object = None) -> None:
         """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
         step, tail = self._loops.step, self._loops.tail
         self._log_filter.step = step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(step, cut=self._cut, tail_follows=tail.is_pending, after_tail=at_tail)
+        self._around.at_boundary(
+            step,
+            cut=self._cut,
+            loss=loss,
+            planned=self._loops.planned,
+            tail_follows=tail.is_pending,
+            after_tail=at_tail,
+        )
         if (
             self._witness is not None
             and not at_tail

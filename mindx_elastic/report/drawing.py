@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from mindx_elastic.core.printable import printable
+from mindx_elastic.report.losses import Losses
 from mindx_elastic.report.story import Bar, Mark, Share, Story
 
-__all__ = ["escape", "goodput", "span", "step_line", "thin", "timeline"]
+__all__ = ["escape", "goodput", "loss_line", "span", "step_line", "thin", "timeline"]
 
+_Point = TypeVar("_Point", bound=tuple[float, float])
 WIDTH, _LEFT, _RIGHT = 1000, 70, 10
 _ROW, _MOST_ROWS, _MOST_BARS, _MOST_MARKS, _MOST_POINTS = 16, 64, 6000, 3000, 2000
 _PLOT_HEIGHT = 220
@@ -38,12 +41,12 @@ def span(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
-def thin(items: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
+def thin(items: Sequence[_Point], most: int) -> list[_Point]:
     """At most about `most` of the points: the first and the last, and the lowest and highest of each piece between."""
     if len(items) <= most:
         return list(items)
     pieces = max(1, most // 2)
-    found = []
+    found: list[_Point] = []
     for number in range(pieces):
         piece = items[number * len(items) // pieces : (number + 1) * len(items) // pieces]
         if piece:
@@ -182,6 +185,52 @@ def step_line(story: Story) -> tuple[str, list[str]]:
     shown = sum(map(len, drawn))
     notes = [f"{shown} of {known} known points are drawn"] if shown < known else []
     return _svg(WIDTH, _PLOT_HEIGHT + 20, "step over time", parts), notes
+
+
+def loss_line(losses: Losses) -> tuple[str, list[str]]:
+    """The loss over the steps: one line over all restarts, what was done again, and the seams."""
+    parts = [*losses.kept, *losses.redone]
+    points = [point for part in parts for point in part]
+    notes = [f"{losses.num_not_finite} losses are not finite and not drawn"] if losses.num_not_finite else []
+    if not points:
+        return "", [*notes, "no loss is known: the job gave none to step_end(loss=...), or rank 0 ran on another node"]
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    most = max(2, _MOST_POINTS // max(1, len(losses.kept)))
+
+    def x(step: int) -> float:
+        return round(_LEFT + (step - first) / max(last - first, 1) * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(loss: float) -> float:
+        part = (loss / 2 - low / 2) / max(high / 2 - low / 2, 5e-324)  # halves: the span of two floats may overflow
+        return round(_PLOT_HEIGHT - 4 - part * (_PLOT_HEIGHT - 16), 1)
+
+    found = []
+    for step in sorted({first + (last - first) * piece // 5 for piece in range(6)}):
+        found.append(f'<line class="tick" x1="{x(step)}" y1="0" x2="{x(step)}" y2="{_PLOT_HEIGHT}"/>')
+        anchor = "end" if step == last > first else "middle"
+        found.append(f'<text x="{x(step)}" y="{_PLOT_HEIGHT + 14}" text-anchor="{anchor}">{step}</text>')
+    for loss in sorted({low, low / 2 + high / 2, high}):
+        found.append(f'<text x="{_LEFT - 6}" y="{y(loss) + 4}" text-anchor="end">{loss:.4g}</text>')
+    seam_top = 0 if len(losses.seams) <= _MANY_SEAMS else _PLOT_HEIGHT - _SHORT_SEAM
+    for seam in losses.seams:
+        again = f", {seam.done_again} noted steps were done again" if seam.done_again else ""
+        found.append(
+            f'<line class="seam" x1="{x(seam.step)}" y1="{seam_top}" x2="{x(seam.step)}" y2="{_PLOT_HEIGHT}">'
+            f"<title>on behind step {seam.step}{again}</title></line>"
+        )
+    drawn = 0
+    for part in losses.redone:
+        thinned = thin(part, most)
+        drawn += len(thinned)
+        found.append(f'<polyline class="again" points="{" ".join(f"{x(s)},{y(v)}" for s, v in thinned)}"/>')
+    for part in losses.kept:
+        thinned = thin(part, most)
+        drawn += len(thinned)
+        found.append(f'<polyline class="steps" points="{" ".join(f"{x(s)},{y(v)}" for s, v in thinned)}"/>')
+    if drawn < len(points):
+        notes.append(f"{drawn} of {len(points)} noted losses are drawn")
+    return _svg(WIDTH, _PLOT_HEIGHT + 20, "loss over steps", found), notes
 
 
 def _svg(width: int, height: float, label: str, parts: Iterable[str]) -> str:

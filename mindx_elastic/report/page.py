@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from mindx_elastic.agent.ledger import add_up, totals_line
-from mindx_elastic.report.drawing import escape, goodput, span, step_line, timeline
+from mindx_elastic.report.drawing import escape, goodput, loss_line, span, step_line, timeline
 from mindx_elastic.report.story import Story
 
 __all__ = ["make_page"]
@@ -14,6 +14,7 @@ __all__ = ["make_page"]
 _MOST_ROWS = 600
 _COLOURS = {
     "productive": "#2a9d6f",
+    "stall": "#b9a44c",
     "redone": "#c2452d",
     "detect": "#d98e04",
     "save": "#8a63d2",
@@ -39,11 +40,14 @@ border:1px solid var(--line);border-radius:8px;padding:8px 14px;min-width:110px}
 font:11px system-ui,sans-serif}.tick{stroke:var(--line);stroke-width:1}.even{fill:var(--even)}.odd{fill:var(--odd)}
 .bad{fill:var(--bad);opacity:.75}.m-fault{stroke:var(--bad);stroke-width:2;fill:none}.m-save{stroke:var(--save);
 stroke-width:1.5}.m-recovery{fill:var(--mark);stroke:var(--back);stroke-width:1}.steps{fill:none;stroke:var(--even);
-stroke-width:2}.dot{fill:var(--even)}.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
+stroke-width:2}.dot{fill:var(--even)}
+.again{fill:none;stroke:var(--bad);stroke-width:7;opacity:.45}
+.seam{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:right;padding:3px 8px;
 border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;vertical-align:top}th{color:var(--dim);
-font-weight:600}td.text,th.text{text-align:left;overflow-wrap:anywhere}.wide{overflow-x:auto}.wide svg{min-width:640px}
-td:first-child{white-space:nowrap}@media print{.wide{overflow:visible}.wide svg{min-width:0}}
+font-weight:600}td.text,th.text{text-align:left}
+td.text{overflow-wrap:anywhere;white-space:normal;min-width:9em}.wide{overflow-x:auto}.wide svg{min-width:640px}
+td,th{white-space:nowrap}@media print{.wide{overflow:visible}.wide svg{min-width:0}}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px}
 """
 
@@ -53,6 +57,7 @@ def make_page(story: Story) -> str:
     total_s = story.end - story.start
     time_line, line_notes = timeline(story)
     steps, step_notes = step_line(story)
+    losses, loss_notes = loss_line(story.losses)
     sections = [
         _section("Where the time went", goodput(story.shares, total_s) + _shares(story, total_s)),
         _section(
@@ -65,8 +70,15 @@ def make_page(story: Story) -> str:
         _section(
             "Step over time",
             f'<div class="wide">{steps}</div>',
-            "Dashed: the job went on in a new attempt. Steps between saves and ends are not in the log.",
+            "Dashed: the job went on in a new attempt.",
             *step_notes,
+        ),
+        _section(
+            "Loss over steps",
+            f'<div class="wide">{losses}</div>',
+            "Rank 0's, as the program gave it to step_end(loss=...). Dashed: the job went on behind that step; "
+            "broad red: what was known of steps that were then done again, under the line of the second time.",
+            *loss_notes,
         ),
         _section("Attempts", _attempts(story)),
     ]
@@ -195,7 +207,7 @@ def _sources(story: Story) -> str:
     torn = "every line of them is an event" if not story.torn else f"{story.torn:,} torn or foreign lines were left out"
     older = f"; {story.older_runs} older runs of an agent in the same log are not shown" if story.older_runs else ""
     alone = "" if len(story.sources) > 1 else "<p>without the ranks' own log (--checkpoints): no saves are known</p>"
-    return f"{files}<p>{torn}{older}</p>{alone}<p>Losses are not recorded in the logs.</p>"
+    return f"{files}<p>{torn}{older}</p>{alone}"
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: set[int]) -> str:

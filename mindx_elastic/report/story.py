@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import FAILED, AttemptRecord
+from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
 from mindx_elastic.agent.run_log import AgentRun, load_runs
 from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
+from mindx_elastic.report.losses import Losses, find_losses
 
 __all__ = ["Bar", "Mark", "Saves", "Share", "Story", "shares_of", "tell"]
 
@@ -88,6 +90,7 @@ class Story:
     """For each attempt the moments at which a step is known to have been passed."""
     saves: dict[str, Saves] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)
+    losses: Losses = field(default_factory=lambda: find_losses(()))
     sources: list[Path] = field(default_factory=list)
     """The logs that were read."""
     torn: int = 0
@@ -114,16 +117,27 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     began = run.started
     if began is None:
         began = min((line["time"] for line in lines), default=0.0)
+    pieces: list[Piece] = []
+    progress = log.with_name(PROGRESS_FILE)
+    if progress.is_file():
+        pieces, more_torn = read_pieces(progress)
+        torn, sources = torn + more_torn, [*sources, progress]
     ours = sorted((line for line in lines if line["time"] >= began), key=lambda line: line["time"])
     end = run.ended if run.ended is not None else max((line["time"] for line in ours), default=began)
     ours = [line for line in ours if line["time"] <= end]
     story = Story(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
     story.bars = list(_bars(run.records, ours, story.end))
     story.marks = list(_marks(run, ours))
-    story.steps = _steps(run.records, ours)
+    passed = sorted((at, step) for piece in pieces for at, step, _ in piece.points if began <= at <= end)
+    story.steps = _steps(run.records, ours, passed)
+    story.losses = find_losses(pieces)
+    _add_stalls(run.records, [piece for piece in pieces if piece.points[0][0] >= began])
     story.saves = _saves(ours)
     story.shares = shares_of(
-        run.records, _durations(run.records, ours), story.end - story.start, _first_start(ours, began)
+        run.records,
+        _durations(run.records, ours, passed),
+        story.end - story.start,
+        _first_start(ours, passed, began),
     )
     return story
 
@@ -218,14 +232,25 @@ def _marks(run: AgentRun, lines: Iterable[dict[str, Any]]) -> Iterator[Mark]:
                 yield Mark(kind, record.time, rank, record.step, f"{record.cause} {record.reason}".strip())
 
 
-def _steps(records: Sequence[AttemptRecord], lines: Sequence[dict[str, Any]]) -> list[list[tuple[float, int]]]:
-    """By attempt. The ranks' own logs count attempts over all agents, so their lines are placed by their time."""
+def _add_stalls(records: Iterable[AttemptRecord], pieces: Sequence[Piece]) -> None:
+    """What is not known of attempts that have not ended: rank 0's, so far. Changes `records`."""
+    for record in records:
+        if record.stall_s is None:
+            record.stall_s = max((piece.stall_s for piece in pieces if piece.attempt == record.attempt), default=None)
+
+
+def _steps(
+    records: Sequence[AttemptRecord], lines: Sequence[dict[str, Any]], passed: Sequence[tuple[float, int]]
+) -> list[list[tuple[float, int]]]:
+    """By attempt. `passed`: further moments and steps. The ranks' own logs count attempts over all agents, so their
+    lines are placed by their time."""
     found: list[list[tuple[float, int]]] = []
-    known = [
+    told = [
         (line["time"], step)
         for line in lines
         if line["event"] in _OF_STEPS and (step := _count(line.get("step"))) is not None and step >= 0
     ]
+    known = sorted([*told, *passed])
     begun = [record for record in records if record.started is not None]
     for record, until in zip(begun, _next_starts(begun, float("inf")), strict=True):
         start = record.started or 0.0
@@ -263,20 +288,27 @@ def _saves(lines: Iterable[dict[str, Any]]) -> dict[str, Saves]:
     return found
 
 
-def _first_start(lines: Iterable[dict[str, Any]], began: float) -> float:
-    """Seconds until the first guard was entered; 0 where the ranks' own log was not read."""
-    entered = next((line["time"] for line in lines if line["event"] in ("start", "resume")), None)
-    return 0.0 if entered is None else max(0.0, entered - began)
+def _first_start(lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]], began: float) -> float:
+    """Seconds until the first guard was entered, or else the first step was passed; 0 where neither is known."""
+    entered = [line["time"] for line in lines if line["event"] in ("start", "resume")]
+    known = [*entered[:1], *(at for at, _ in passed[:1])]
+    return max(0.0, min(known, default=began) - began)
 
 
-def _durations(records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """Seconds from the start of each attempt to its end, by its number; those that have not ended are not in it."""
+def _durations(
+    records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]]
+) -> dict[int, float]:
+    """Seconds from the first known step of each attempt, or else its start, to its end, by its number; those that have
+    not ended are not in it."""
     started = {record.attempt: record.started for record in records}
     found = {}
     for line in lines:
         attempt = _count(line.get("attempt"))
         begin = started.get(-1 if attempt is None else attempt)
         if line["event"] == "attempt_end" and attempt is not None and begin is not None:
+            first = bisect_left(passed, (begin, -1))
+            if first < len(passed) and passed[first][0] < line["time"]:
+                begin = passed[first][0]
             found[attempt] = max(0.0, line["time"] - begin)
     return found
 
@@ -286,7 +318,7 @@ def shares_of(
 ) -> list[Share]:
     """Where the time of a run went; the parts are never more than `total_s` together. Pure.
 
-    durations: seconds from the start of an attempt to its end, by its number.
+    durations: seconds from the begin of an attempt's training to its end, by its number.
 
     The four times of a record count from the failure; one that is not known counts as the one before.
     """
@@ -302,21 +334,23 @@ def shares_of(
         redone += _redone(record, durations.get(record.attempt))
     in_place = sum(max(0.0, record.in_place_s or 0.0) for record in records)
     paused = sum(max(0.0, record.paused_s or 0.0) for record in records)
+    stall = sum(max(0.0, record.stall_s or 0.0) for record in records)
     lost = [
+        Share("stall", stall, "periodic saves, while they held up the training"),
         Share("redone", redone, "steps that were done again, at the speed of their attempt"),
         Share("detect", detect, "from a failure until it was noticed"),
         Share("save", save, "until the newest step was safe"),
         Share("restart", restart, "until new processes ran"),
         Share("resume", load, "until every rank had passed a step again"),
         Share("in place", in_place, "recoveries without a restart"),
-        Share("first start", first_start_s, "until the first guard was entered"),
+        Share("first start", first_start_s, "until the first guard was entered, or the first step known"),
         Share("paused", paused, "by command"),
     ]
     over = sum(share.seconds for share in lost)
     factor = total_s / over if over > total_s > 0 else 1.0
     lost = [Share(share.name, share.seconds * factor, share.meaning) for share in lost if share.seconds > 0]
     productive = max(0.0, total_s - sum(share.seconds for share in lost))
-    return [Share("productive", productive, "all the rest: training, evaluations, periodic saves"), *lost]
+    return [Share("productive", productive, "all the rest: training, evaluations"), *lost]
 
 
 def _redone(record: AttemptRecord, duration_s: float | None) -> float:

@@ -230,7 +230,7 @@ class TrainLoop:
         self.guard.boundary()
         self._call("on_train_step_end")
         self.losses.end_hooks()
-        self.guard.finish_step(retake=True)
+        self.guard.finish_step(retake=True, loss=self.losses.outputs)
 
     @contextmanager
     def _noted_before_the_update(self) -> Iterator[None]:
@@ -386,7 +386,7 @@ class Unguarded:
         self._step += 1
         self._step_in_epoch += 1
 
-    def finish_step(self, *, retake: bool = False) -> None:
+    def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         pass
 
     def poll(self) -> None:

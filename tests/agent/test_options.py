@@ -224,7 +224,15 @@ def test_the_set_of_our_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.findall(r"^  (--[a-z-]+)", ours, re.MULTILINE) == [
         *("--grace", "--snapshot-every", "--hang-timeout", "--exit-timeout", "--run-dir"),
         *("--max-restarts-window", "--job-key-file", "--crash-loop", "--recover", "--spares", "--rejoin-timeout"),
-        *("--min-nproc", "--on-shrink", "--regrow-after", "--notice", "--metrics-port", "--metrics-host"),
+        *(
+            "--min-nproc",
+            "--on-shrink",
+            "--regrow-after",
+            "--notice",
+            "--metrics-port",
+            "--metrics-host",
+            "--trainer-status",
+        ),
     ]
 
 

@@ -49,8 +49,11 @@ KillWait=30
 ReturnToService=2
 MpiDefault=none
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-SchedulerParameters=bf_interval=5,sched_interval=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+SchedulerParameters=bf_interval=5,sched_interval=5,preempt_send_user_signal
 """
 
 
@@ -77,6 +80,10 @@ class SlurmCluster:
     def submit(self, *options: str) -> str:
         """Give a job to the cluster; its number."""
         return self.run("sbatch", "--parsable", *options)
+
+    def log(self) -> str:
+        """All of the controller's log."""
+        return (self.base / "slurmctld.log").read_text(errors="replace")
 
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-4000:] for path in self.base.glob("*.log"))

@@ -26,11 +26,16 @@ eval "${AT_START:-}"
 while :; do sleep 0.02; done
 """
 
+SCONTROL = """\
+#!/bin/bash
+if [ "$1" = show ]; then echo "JobState=${STATE:-RUNNING Reason=None}"; else echo "SCONTROL $*"; fi
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name, text in {"pretender": PRETENDER, "scontrol": '#!/bin/bash\necho "SCONTROL $*"\n'}.items():
+    for name, text in {"pretender": PRETENDER, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     return tmp_path
@@ -85,6 +90,17 @@ def test_a_second_signal_does_not_hide_the_exit_code(folder: Path) -> None:
     assert code == 75 and "SCONTROL requeue 17" in output, output
 
 
+@pytest.mark.parametrize("state", ["COMPLETING Reason=None", "PENDING Reason=BeginTime"])
+def test_a_cancelled_or_preempted_job_is_left_to_slurm(folder: Path, state: str) -> None:
+    """After scancel a requeue would bring the job back; a preempted one is requeued already."""
+    code, output = run_script("agent.sbatch", folder, ON_TERM=RESULT % "true", STATE=state)
+    assert code == 143 and "SCONTROL requeue" not in output and "not requeued by this script" in output, output
+    (folder / "ckpt").mkdir()
+    saves = "touch -d '1 minute' ckpt/a.safetensors; exit 143"
+    code, output = run_script("plain.sbatch", folder, "ckpt", "train.py", ON_TERM=saves, STATE=state)
+    assert code == 143 and "SCONTROL requeue" not in output and "not requeued by this script" in output, output
+
+
 def test_without_scontrol_the_script_says_what_to_do(folder: Path) -> None:
     code, output = run_script("agent.sbatch", folder, ON_TERM=RESULT % "true", SCONTROL="no-such-program")
     assert code == 143 and "RequeueExit=143" in output, output
@@ -132,7 +148,7 @@ class Training:
         self.pause.write_text(pause_s)
         first = [checkpoints] if script == "plain.sbatch" else []
         where = ["--chdir", str(folder), f"--output={self.output}", *options, str(SCRIPTS / script)]
-        cluster.submit(*where, *first, str(JOBS / "slurm.py"), checkpoints, str(self.pause))
+        self.number = cluster.submit(*where, *first, str(JOBS / "slurm.py"), checkpoints, str(self.pause))
 
     def found(self, pattern: str) -> list[str]:
         return re.findall(pattern, self.output.read_text() if self.output.exists() else "")
@@ -160,3 +176,37 @@ def test_a_job_that_slurm_stops_twice_ends_like_one_that_it_does_not(
     assert stopped.hash() == whole, stopped.output.read_text()
     assert len(stopped.found("left with exit code 143")) == 2, stopped.output.read_text()
     assert not stopped.found("resumed from None"), stopped.output.read_text()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("script", ["agent.sbatch", "plain.sbatch"])
+def test_a_preempted_job_is_requeued_and_ends_like_one_that_was_not(
+    cluster: SlurmCluster, tmp_path: Path, script: str
+) -> None:
+    """A job of a partition with a higher priority takes the whole node: PreemptMode=REQUEUE, GraceTime."""
+    whole = Training(cluster, tmp_path / "whole", script, "0").hash()
+    stopped = Training(cluster, tmp_path / "stopped", script, "5")
+    stopped.wait_for("STEP 3")
+    taken = tmp_path / "taken"
+    cluster.submit("--partition=high", "--exclusive", f"--output={tmp_path / 'high'}", f"--wrap=touch {taken}")
+    stopped.wait_for("requeues it itself")
+    stopped.pause.write_text("0")
+    assert stopped.hash() == whole, stopped.output.read_text()
+    assert taken.exists(), "the other job has run in between"
+    assert f"preempted JobId={stopped.number}" in cluster.log(), cluster.logs()
+    text = stopped.output.read_text()
+    assert stopped.found("DUE TO PREEMPTION") and stopped.found("left with exit code 143"), text
+    assert not stopped.found("resumed from None") and not stopped.found("TIME LIMIT"), text
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("script", ["agent.sbatch", "plain.sbatch"])
+def test_a_cancelled_job_saves_and_does_not_come_back(cluster: SlurmCluster, tmp_path: Path, script: str) -> None:
+    stopped = Training(cluster, tmp_path / "stopped", script, "5")
+    stopped.wait_for("STEP 2")
+    cluster.run("scancel", stopped.number)
+    stopped.wait_for("not requeued by this script")
+    wait_until(lambda: not cluster.run("squeue", "-h", "-j", stopped.number, "-o", "%T"), "the job's end", 600.0)
+    assert stopped.found("saved in"), stopped.output.read_text()

@@ -70,9 +70,10 @@ def main() -> None:
             while step == args.spin_at and resumed is None:
                 time.sleep(0.01)
             optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
             optimizer.step()
-            guard.step_end()
+            guard.step_end(loss=loss)
             if step in args.save_at:
                 guard.save()
             if step == args.kill_at and resumed is None:

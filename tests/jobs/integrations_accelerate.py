@@ -1,6 +1,7 @@
 """A training with Accelerate, as its documentation shows it, and a guard: ``DIRECTORY [options]``.
 
 Writes ``STEP number rank pid loss lr`` after each step, and ``HASH digest rank`` at the end.
+``--own``: by the library's own means, as its documentation shows them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from mindx_elastic.integrations import accelerate as elastic
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory")
+parser.add_argument("--own", type=int, default=0, metavar="N", help="save_state every N steps, skip_first_batches")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--split", action="store_true")
@@ -90,8 +95,43 @@ held_out: Any = DataLoader(Noisy(16), batch_size=8)
 counter = Counter()
 accelerator.register_for_checkpointing(counter)
 model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
-guard = elastic.guard(accelerator, loader=loader, directory=args.directory)
 rank = accelerator.process_index
+
+
+class Own:
+    """The pattern of the documentation: states by step, the newest one is loaded, its batches are skipped."""
+
+    def __init__(self) -> None:
+        self.step = self.skipped = 0
+
+    def __enter__(self) -> None:
+        found = [int(path.name.removeprefix("step_")) for path in Path(args.directory).glob("step_*")]
+        self.step = max(found, default=0)
+        if self.step:
+            accelerator.load_state(f"{args.directory}/step_{self.step}")
+        say(f"OWN {self.step or None}")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        global loader
+        whole = loader
+        for epoch in range(self.step // len(whole) + 1, num_epochs + 1):
+            whole.set_epoch(epoch)
+            loader = accelerator.skip_first_batches(whole, self.step % len(whole))
+            yield epoch
+
+    def outside_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step_end(self) -> None:
+        self.step += 1
+        if self.step % args.own == 0:
+            accelerator.save_state(f"{args.directory}/step_{self.step}")
+
+
+guard: Any = Own() if args.own else elastic.guard(accelerator, loader=loader, directory=args.directory)
 with guard:
     for epoch in guard.epochs(args.epochs):
         model.train()

@@ -1,6 +1,6 @@
 """A training with Lightning and the callback: ``DIRECTORY [options]``. Prints as `integrations_accelerate`.
 
-``MEAN epoch rank loss rate`` at the end of each epoch, ``BEST`` at the end.
+``MEAN epoch rank loss rate`` at the end of each epoch, ``BEST`` at the end. ``--own``: by the library's own means.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mindx_elastic.integrations.lightning import ElasticCallback
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory")
+parser.add_argument("--own", action="store_true", help="OnExceptionCheckpoint and ckpt_path")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--plateau", action="store_true")
@@ -148,7 +149,8 @@ torch.set_num_threads(1)
 if not args.unseeded:
     pl.seed_everything(0, verbose=False)
 module = Net()
-callbacks: list[Any] = [ElasticCallback(args.directory)]
+saved = Path(args.directory, "on_exception.ckpt")
+callbacks: list[Any] = [pl.callbacks.OnExceptionCheckpoint(saved.parent) if args.own else ElasticCallback(saved.parent)]
 if args.best:
     callbacks.append(
         pl.callbacks.ModelCheckpoint(f"{args.directory}-best", monitor="val_loss", save_top_k=2, mode="min")
@@ -164,11 +166,15 @@ if args.loggers:
 trainer = pl.Trainer(
     max_epochs=args.epochs, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
     callbacks=callbacks, logger=loggers, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
-    accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best, val_check_interval=args.validate or 1.0,
-    num_sanity_val_steps=2 if args.validate else 0, default_root_dir=args.directory,
+    accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best or args.own,
+    val_check_interval=args.validate or 1.0, num_sanity_val_steps=2 if args.validate else 0,
+    default_root_dir=args.directory,
 )  # fmt: skip
 train = DataLoader(Noisy(args.samples), batch_size=8, shuffle=True, num_workers=args.workers)
-trainer.fit(module, train, DataLoader(Noisy(64), batch_size=16) if args.validate else None)
+again = saved if args.own and saved.exists() else None
+if args.own:
+    say(f"OWN {again}")
+trainer.fit(module, train, DataLoader(Noisy(64), batch_size=16) if args.validate else None, ckpt_path=again)
 digest = hashlib.sha256()
 for value in module.state_dict().values():
     digest.update(value.cpu().numpy().tobytes())

@@ -141,7 +141,7 @@ settings |= {name: value(text) for name, _, text in (each.partition("=") for eac
 evaluates = settings.get("eval_strategy", "no") != "no" or settings.get("eval_on_start", False)
 callbacks: list[Any] = [Steps()]
 if args.patience is not None:
-    callbacks.append(EarlyStoppingCallback(args.patience))
+    callbacks.append(EarlyStoppingCallback(args.patience, 1.0))  # no loss is better by so much
 kind: Any = Trainer if args.own else ElasticTrainer
 trainer = kind(
     model=model, args=TrainingArguments(args.directory, **settings), train_dataset=Noisy(args.samples),

@@ -63,6 +63,9 @@ class Loops:
     def __init__(self, loaders: Loaders) -> None:
         self.step = self.epoch = self.step_in_epoch = 0
         """Of the last boundary, as in `Position`."""
+        self.planned = 0
+        """Steps of the whole training, as far as its loops tell; 0: they do not. Of epochs the first one counts as its
+        loader's length, later ones as the mean of those before."""
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
@@ -225,6 +228,7 @@ class Loops:
         try:
             for epoch in range(first, num_epochs + 1):
                 self._begin_epoch(epoch)
+                self.planned = self._steps_planned(epoch, num_epochs)
                 self.tail.begin_epoch(sys._getframe(1))
                 yield epoch - 1 + start
                 if self._running is not own:
@@ -240,6 +244,15 @@ class Loops:
         self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
+
+    def _steps_planned(self, epoch: int, num_epochs: int) -> int:
+        before = self.step - (self.step_in_epoch if self.epoch == epoch else 0)
+        if epoch > 1:
+            return round(before * num_epochs / (epoch - 1))
+        try:
+            return num_epochs * len(self.loaders[0]) if self.loaders else 0
+        except (TypeError, NotImplementedError):  # a stream
+            return 0
 
     def _begin_loop(self) -> None:
         if self._between_loops:
@@ -516,6 +529,7 @@ class Loops:
             self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
         if not inside:
             self._begin_loop()
+            self.planned = num_steps
         ended = (self.epoch if inside else 0, num_steps)
         if 0 < num_steps <= self._ended_steps.get(ended[0], 0):
             raise UsageError(

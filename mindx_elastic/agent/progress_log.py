@@ -1,0 +1,265 @@
+"""``mindx-progress.jsonl`` in the run directory: steps and losses of rank 0 over all restarts, for
+`mindx-elastic report`.
+
+The worker notes them in memory (`core.progress_ring`); the agent's main thread takes them from there and hands them to
+a thread that writes, so a file system that hangs holds up neither. The file is bounded: when it has `MOST_POINTS`
+points, every second one between the ends of each process's is dropped, and from then on half as many are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.progress_ring import LEAST_GAP_S, LOOK_AGAIN_S, Point, RingReader, ring_path
+from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.status_page import Status
+from mindx_elastic.core.values import real, text, whole
+
+__all__ = ["MOST_POINTS", "PROGRESS_FILE", "Piece", "ProgressLog", "read_pieces"]
+
+PROGRESS_FILE = "mindx-progress.jsonl"
+MOST_POINTS = 16_384
+_MOST_BYTES = 8 << 20
+_MOST_STEP, _MOST_TIME = 1 << 62, 1e11
+_WRITE_S = min(2.0, LOOK_AGAIN_S)
+_CLOSE_S = 2.0
+_NS = 1e9
+
+
+@dataclass
+class Piece:
+    """What one process of rank 0 has passed."""
+
+    agent: str
+    """Host and process id of its agent, and when that began."""
+    attempt: int
+    pid: int
+    points: list[tuple[float, int, float | None]] = field(default_factory=list)
+    """Unix seconds, step, loss (None: the program gave none; it need not be finite), in the order of time."""
+    stall_s: float = 0.0
+    """How long periodic saves have held up its training so far."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.agent, self.attempt, self.pid
+
+
+def read_pieces(path: Path) -> tuple[list[Piece], int]:
+    """The pieces in the order in which they began, and how many lines are none: those are left out, as are values that
+    cannot be. Reads 8 MiB at most. Raises OSError."""
+    found: dict[tuple[str, int, int], Piece] = {}
+    torn = 0
+    with open(open_regular(path, follow_link=True), "rb") as file:
+        lines = file.read(_MOST_BYTES).split(b"\n")
+    for data in lines:
+        if not data:
+            continue
+        piece = _parse(data)
+        if piece is None:
+            torn += 1
+            continue
+        known = found.setdefault(piece.key, piece)
+        if known is not piece:
+            known.points += piece.points
+            known.stall_s = max(known.stall_s, piece.stall_s)
+    for piece in found.values():
+        piece.points.sort(key=lambda point: point[:2])
+    pieces = [piece for piece in found.values() if piece.points]
+    return sorted(pieces, key=lambda piece: piece.points[0][:2]), torn
+
+
+def _parse(data: bytes) -> Piece | None:
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("points"), list):
+        return None
+    agent, attempt, pid = text(line.get("agent")), whole(line.get("attempt")), whole(line.get("pid"))
+    if not agent or attempt is None or pid is None:
+        return None
+    stall_s = real(line.get("stall_s")) or 0.0
+    points = [point for each in line["points"][: 2 * MOST_POINTS] if (point := _point(each)) is not None]
+    return Piece(agent[:200], attempt, pid, points, max(0.0, min(stall_s, _MOST_TIME)))
+
+
+def _point(value: object) -> tuple[float, int, float | None] | None:
+    if not isinstance(value, list) or len(value) != 3:
+        return None
+    at, step, loss = real(value[0]) if not _is_huge(value[0]) else None, whole(value[1]), value[2]
+    if at is None or step is None or not (0 <= at < _MOST_TIME and 0 <= step < _MOST_STEP):
+        return None
+    if loss == "not finite":
+        return at, step, math.nan
+    return at, step, None if _is_huge(loss) else real(loss)
+
+
+def _is_huge(value: object) -> bool:
+    return isinstance(value, int) and abs(value) >= _MOST_STEP
+
+
+class ProgressLog:
+    """One per agent. Main thread, but for what its own thread writes."""
+
+    def __init__(self, run_dir: Path, agent_dir: Path) -> None:
+        self.path = run_dir / PROGRESS_FILE
+        self._agent = f"{socket.gethostname()}.{os.getpid()}.{time.time():.3f}"
+        self._reader = RingReader(ring_path(agent_dir, 0))
+        self._thread = ReadyThread("mindx-progress")
+        self._writer = _Writer(self.path)
+        self._wall_ns = time.time_ns() - time.monotonic_ns()
+        self._waiting: dict[int, Piece] = {}
+        self._next_s = 0.0
+        self.loss: float | None = None
+        """The newest that was noted; None: none was."""
+
+    def look(self, attempt: int, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
+        """Take what is new, and now and then have it written. `at_end`: of an attempt."""
+        for pid, points in self._reader.take():
+            piece = self._waiting.setdefault(pid, Piece(self._agent, attempt, pid))
+            piece.points += [self._as_known(point) for point in points]
+            self.loss = next((point.loss for point in reversed(points) if point.loss is not None), self.loss)
+        rank_0 = statuses.get(0)
+        if rank_0 is not None and rank_0.pid in self._waiting:
+            self._waiting[rank_0.pid].stall_s = rank_0.stall_ns / _NS
+        now = time.monotonic()
+        if not self._waiting or (now < self._next_s and not at_end) or (self._thread.busy and not at_end):
+            return
+        self._next_s = now + _WRITE_S
+        pieces, self._waiting = list(self._waiting.values()), {}
+        self._thread.submit(lambda: self._writer.write(pieces, at_end=at_end))
+
+    def close(self) -> None:
+        """The agent's end: wait a moment for what is being written."""
+        self._reader.close()
+        self._thread.close(_CLOSE_S)
+
+    def _as_known(self, point: Point) -> tuple[float, int, float | None]:
+        return round((self._wall_ns + point.clock_ns) / _NS, 3), point.step, point.loss
+
+
+class _Writer:
+    """The thread's part: what is in the file, and how often a point is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num: int | None = None
+        """Points in the file; None: it was not looked at yet."""
+        self._gap_s = 0.0
+        self._newest: dict[tuple[str, int, int], float] = {}
+        self._left_out: dict[tuple[str, int, int], tuple[float, int, float | None]] = {}
+        """The newest point of each process that was not kept: its last one is."""
+        self._is_broken = False
+
+    def write(self, pieces: Sequence[Piece], *, at_end: bool) -> None:
+        try:
+            if self._num is None:
+                self._num = self._begin()
+            kept = [*self._ends(pieces), *(self._choose(piece, at_end=at_end) for piece in pieces)]
+            kept = [piece for piece in kept if piece.points]
+            if kept:
+                self._append(kept)
+            if self._num > MOST_POINTS:
+                self._shorten()
+        except OSError as error:
+            if not self._is_broken:
+                logger.warning(
+                    "%s cannot be written (%s): what mindx-elastic report shows of steps and losses is incomplete",
+                    self._path,
+                    error.strerror or error,
+                )
+            self._is_broken = True
+
+    def _begin(self) -> int:
+        """Go on with what earlier agents have left here."""
+        try:
+            pieces, torn = read_pieces(self._path)
+        except FileNotFoundError:
+            return 0
+        num = sum(len(piece.points) for piece in pieces)
+        if torn or not num:
+            self._replace(pieces)  # half a line would spoil the next one
+        return num
+
+    def _ends(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The last points of processes that others have replaced."""
+        if all(piece.key in self._newest for piece in pieces):
+            return []
+        found = [Piece(*key, [point]) for key, point in self._left_out.items()]
+        self._left_out.clear()
+        return found
+
+    def _choose(self, piece: Piece, *, at_end: bool) -> Piece:
+        kept = []
+        for point in piece.points:
+            newest = self._newest.get(piece.key)
+            if newest is None or point[0] >= newest + self._gap_s:
+                self._newest[piece.key] = point[0]
+                self._left_out.pop(piece.key, None)
+                kept.append(point)
+            else:
+                self._left_out[piece.key] = point
+        if at_end and (last := self._left_out.pop(piece.key, None)) is not None:
+            kept.append(last)
+        return Piece(piece.agent, piece.attempt, piece.pid, kept, piece.stall_s)
+
+    def _append(self, pieces: Sequence[Piece]) -> None:
+        data = b"".join(map(_line, pieces))
+        fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if os.write(fd, data) < len(data):
+                os.write(fd, b"\n")
+        finally:
+            os.close(fd)
+        self._num = (self._num or 0) + sum(len(piece.points) for piece in pieces)
+
+    def _shorten(self) -> None:
+        """Half as many points, from now on too."""
+        pieces, _ = read_pieces(self._path)
+        if len(pieces) > MOST_POINTS // 8:
+            pieces = pieces[-(MOST_POINTS // 8) :]
+        times = [point[0] for piece in pieces for point in piece.points]
+        for piece in pieces:
+            points = piece.points
+            piece.points = [p for n, p in enumerate(points) if n % 2 == 0 or n == len(points) - 1]
+        num = sum(len(piece.points) for piece in pieces)
+        self._gap_s = max(2 * LEAST_GAP_S, 2 * self._gap_s, (max(times) - min(times)) / MOST_POINTS)
+        self._replace(pieces)
+        self._num = num
+
+    def _replace(self, pieces: Sequence[Piece]) -> None:
+        temp = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        temp.unlink(missing_ok=True)
+        fd = open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            with open(fd, "wb") as file:
+                file.writelines(map(_line, pieces))
+            os.replace(temp, self._path)
+        except OSError:
+            temp.unlink(missing_ok=True)
+            raise
+
+
+def _line(piece: Piece) -> bytes:
+    content: dict[str, Any] = {"agent": piece.agent, "attempt": piece.attempt, "pid": piece.pid}
+    content["stall_s"] = round(piece.stall_s, 6)
+    content["points"] = list(_points(piece))
+    return (json.dumps(content, separators=(",", ":")) + "\n").encode()
+
+
+def _points(piece: Piece) -> Iterator[list[Any]]:
+    for at, step, loss in piece.points:
+        if loss is not None:
+            yield [at, step, float(f"{loss:.7g}") if math.isfinite(loss) else "not finite"]
+        else:
+            yield [at, step, None]

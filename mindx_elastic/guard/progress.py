@@ -1,0 +1,109 @@
+"""Notes steps and losses of rank 0 for the agent, which keeps them for `mindx-elastic report`.
+
+At most one step in `LEAST_GAP_S` is noted, so a fast loop pays a look at the clock and a compare. Nothing waits for a
+device: of a loss on a GPU a copy to the host is begun, and a later boundary notes it once that is done.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.progress_ring import LEAST_GAP_S, Point, ProgressRing
+
+__all__ = ["Progress"]
+
+_GAP_NS = int(LEAST_GAP_S * 1e9)
+
+
+class Progress:
+    """One per process. Training thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where the agent's folder cannot be used."""
+        self._ring = ProgressRing(path)
+        self._due_ns = self._loss_due_ns = 0
+        self._step = -1
+        self._is_broken = False
+        self._host: Tensor | None = None
+        self._copied: Any = None
+        self._copy_of: tuple[int, int] | None = None
+        """Step and time of the loss that is on its way to the host."""
+
+    def at_boundary(self, step: int, loss: object) -> None:
+        """`loss`: what the program gave for this step; anything that is no number counts as nothing."""
+        now = time.monotonic_ns()
+        if self._copy_of is not None and not self._note_copied():
+            return
+        if now < (self._due_ns if loss is None else self._loss_due_ns) or step == self._step:
+            return
+        self._step = step
+        self._due_ns = now + _GAP_NS
+        if type(loss) is Tensor and loss.is_cuda and self._begin_copy(step, now, loss):
+            return
+        value = self._number(loss)
+        if value is not None:
+            self._loss_due_ns = now + _GAP_NS
+        self._ring.add(Point(step, now, value))
+
+    def _number(self, loss: object) -> float | None:
+        if self._is_broken or isinstance(loss, bool) or not hasattr(loss, "__float__"):
+            return None
+        if isinstance(loss, Tensor) and not (type(loss) is Tensor and loss.device.type == "cpu" and _is_one(loss)):
+            return None
+        try:
+            return float(loss.item() if isinstance(loss, Tensor) else loss)
+        except Exception as error:  # the program's own kind of number
+            self._give_up(error)
+            return None
+
+    def _begin_copy(self, step: int, now: int, loss: Tensor) -> bool:
+        if self._is_broken or not _is_one(loss):
+            return False
+        try:
+            if self._host is None:
+                self._host = torch.zeros((), dtype=torch.float32, pin_memory=True)
+                self._copied = torch.cuda.Event()
+            with torch.cuda.device(loss.device):
+                self._host.copy_(loss.detach().reshape(()), non_blocking=True)
+                self._copied.record()
+        except Exception as error:
+            self._give_up(error)
+            return False
+        self._copy_of = step, now
+        self._loss_due_ns = now + _GAP_NS
+        return True
+
+    def _note_copied(self) -> bool:
+        """Whether the loss has come to the host."""
+        assert self._copy_of is not None and self._host is not None
+        value: float | None = None
+        try:
+            if not self._copied.query():
+                return False
+            value = self._host.item()
+        except Exception as error:
+            self._give_up(error)
+        step, clock_ns = self._copy_of
+        self._copy_of = None
+        self._ring.add(Point(step, clock_ns, value))
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._is_broken:
+            self._is_broken = True
+            logger.warning(
+                "the loss that step_end(loss=...) was given cannot be read for mindx-elastic report (%s: %s); the "
+                "training is not changed by that",
+                type(error).__name__,
+                error,
+            )
+
+
+def _is_one(loss: Tensor) -> bool:
+    return loss.numel() == 1 and not loss.is_complex()
