@@ -23,7 +23,12 @@ class ManifestKind(str, Enum):
 
 
 def manifest_command(
-    kind: Annotated[ManifestKind, typer.Argument(metavar="KIND", help="kubernetes, jobset, trainer (v2) or slurm.")],
+    kind: Annotated[
+        ManifestKind,
+        typer.Argument(
+            metavar="kubernetes|jobset|trainer|slurm", help="What runs the job; trainer is Kubeflow Trainer v2."
+        ),
+    ],
     command: Annotated[
         list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENTS]", help="The training.", show_default=False)
     ],
