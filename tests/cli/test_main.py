@@ -48,6 +48,7 @@ def test_the_option_set() -> None:
         "clean": ["--all", "--base", "--dry-run", "--json"],
         "manifest": [
             *("--claim", "--faults", "--gpus", "--grace", "--image", "--mount", "--name", "--nodes", "--nproc"),
+            "--nproc-per-node",
             *("--restarts", "--run-options", "--state", "command", "kind"),
         ],
         "plan": [
