@@ -45,3 +45,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts = _FENCE.split(markdown)  # what is in fences is a program's text
     return "".join(part if index % 2 else _LINK.sub(replace, part) for index, part in enumerate(parts))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The docstrings mark their examples with ``::``, which Markdown does not know."""
+    return re.sub(r"<p>::</p>\s*", "", html).replace("::</p>", ":</p>")
