@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: help venv wheel demo test lint types pytest fast drill trainers format proto bench clean
+.PHONY: help venv wheel demo test lint types pytest fast drill trainers format proto bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
 	@echo "make bench    the benchmarks, one after another"
+	@echo "make docs     the pages under docs/ as a site in site/; links are checked"
 	@echo "make clean    removes what was built (not .venv)"
 
 # --- what is installed in .venv; a file in $(DONE) stands for each part ---
@@ -129,6 +130,17 @@ proto: $(DONE)/dev
 bench: $(DONE)/dev
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
+# --- the site ---
+
+# Without torch and the package: the API is read from the source.
+$(DONE)/docs: requirements/docs.txt | $(DONE)/venv
+	$(INSTALL) -r $<
+	@touch $@
+
+docs: $(DONE)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
 	find mindx_elastic tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,7 +35,16 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.notices import Source, open_source
 
-__all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "CommandLine", "Launch", "check_options", "parse", "split"]
+__all__ = [
+    "DEFAULT_MAX_RESTARTS",
+    "AgentOptions",
+    "CommandLine",
+    "Launch",
+    "check_options",
+    "parse",
+    "split",
+    "whole_parser",
+]
 
 
 DEFAULT_MAX_RESTARTS = 3
@@ -329,6 +338,13 @@ def _parser() -> tuple[ArgumentParser, frozenset[str]]:
     _add_options(parser, hidden=True)
     both = {name for action in parser._actions for name in action.option_strings}
     return parser, frozenset(both - theirs)
+
+
+def whole_parser() -> ArgumentParser:
+    """torchrun's options and ours, with the help of all of them; not to parse with."""
+    parser = get_args_parser()
+    _add_options(parser, hidden=False)
+    return parser
 
 
 def _help() -> str:

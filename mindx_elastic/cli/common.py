@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import sys
+import traceback
 from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
@@ -27,11 +28,13 @@ __all__ = [
     "EXIT_BAD",
     "EXIT_CODES_HELP",
     "EXIT_GOOD",
+    "EXIT_INTERNAL",
     "EXIT_NOTHING",
     "EXIT_USAGE",
     "JSON_SCHEMA",
     "PathArgument",
     "RunDirArgument",
+    "debugging",
     "fail",
     "find_cluster_recoveries",
     "find_runs",
@@ -42,14 +45,17 @@ __all__ = [
     "make_console",
     "nothing_found",
     "printable",
+    "tell_error",
     "unwrapped",
 ]
 
 EXIT_GOOD, EXIT_BAD, EXIT_USAGE, EXIT_NOTHING = 0, 1, 2, 3
 EXIT_CODES_HELP = (
     "0 good, 1 something is damaged or cannot be resumed, 2 wrong usage (no such path), "
-    "3 no checkpoint, or no run, found"
+    "3 no checkpoint, or no run, found, 70 an error of mindx-elastic itself"
 )
+EXIT_INTERNAL = 70
+"""An exception that nothing expects: no verdict on any checkpoint, as 1 would be."""
 JSON_SCHEMA = 1
 """Value of ``schema`` in every ``--json`` document; raised when a key changes its meaning or goes away."""
 
@@ -78,9 +84,21 @@ RunDirArgument = Annotated[
 _PIPE_WIDTH = 1000  # output that goes to a file or to grep is not wrapped; a table is only as wide as its content
 
 
+def debugging() -> bool:
+    """Whether errors are to show their traceback."""
+    return os.environ.get("MINDX_DEBUG", "").strip() not in ("", "0")
+
+
+def tell_error(message: object) -> None:
+    """One line on stderr; while an exception is handled, and only with --debug, its traceback in front."""
+    if debugging() and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    typer.echo(f"mindx-elastic: error: {printable(message)}", err=True)
+
+
 def fail(message: str) -> NoReturn:
     """End with the usage exit code and one line on stderr."""
-    typer.echo(f"mindx-elastic: error: {printable(message)}", err=True)
+    tell_error(message)
     raise typer.Exit(EXIT_USAGE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,9 @@ from mindx_elastic.cli.common import (
     is_folder,
     make_console,
     printable,
+    tell_error,
 )
+from mindx_elastic.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
     from mindx_elastic.convert.conversion import Request, Result
@@ -131,13 +134,31 @@ def _convert_or_exit(request: Request) -> Result:
     from mindx_elastic.convert.conversion import convert
     from mindx_elastic.errors import CheckpointError, MindxError, NoUsableCheckpointError
 
+    temps: list[Path] = []
+
+    def on_write(temp: Path, nbytes: int) -> None:
+        temps.append(temp)
+        bar.update(description="writing", total=nbytes)
+
     try:
-        return convert(request)
+        with (
+            progress_of_bytes("reading", None) as bar,
+            bar.follow(lambda: sum(map(_written, temps))),
+        ):
+            return convert(replace(request, on_write=on_write))
     except MindxError as error:
-        typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
+        tell_error(error)
         if isinstance(error, NoUsableCheckpointError):
             raise typer.Exit(EXIT_NOTHING) from None
         raise typer.Exit(EXIT_BAD if isinstance(error, CheckpointError) else EXIT_USAGE) from None
+
+
+def _written(path: Path) -> int:
+    """Bytes in a file, or in the files of a folder, that another thread is writing."""
+    try:
+        return sum(each.stat().st_size for each in (path.iterdir() if path.is_dir() else (path,)))
+    except OSError:  # not begun yet, or renamed: it is done
+        return 0
 
 
 def _as_dict(request: Request, result: Result) -> dict[str, Any]:

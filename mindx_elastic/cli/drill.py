@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import fail, make_console, printable
+from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.drill.faults import Fault, describe_kinds, parse_fault
@@ -148,20 +148,11 @@ def _drill(
     from mindx_elastic.drill.outside import Leftovers
     from mindx_elastic.prove.runs import Command, Runs
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("run {task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        console=make_console(stderr=True),
-        transient=True,
-    )
     leftovers = Leftovers()
-    with bar:
-        task = bar.add_task("begins", total=None)
+    with progress_of_runs() as bar:
 
         def show(done: int, planned: int, what: str) -> None:
-            bar.update(task, completed=done, total=max(planned, done), description=what)
+            bar.update(completed=done, total=max(planned, done), description=what)
 
         command = Command(script=tuple(script), agent=tuple(agent) or None)
         runs = Runs(command, fresh=fresh, keep=keep, timeout_s=timeout_s, as_given=True, on_end=leftovers.after_run)

@@ -7,13 +7,16 @@ Nothing here imports torch: each command imports what it needs when it runs, so 
 from __future__ import annotations
 
 import io
+import os
+import shlex
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from mindx_elastic.cli.clean import clean_command
-from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
+from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_INTERNAL, EXIT_USAGE, debugging, tell_error, unwrapped
+from mindx_elastic.cli.completion import completion_command
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
@@ -64,6 +67,7 @@ app.command("resume", help=unwrapped(resume_command.__doc__))(resume_command)
 app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
 app.command("manifest", help=unwrapped(manifest_command.__doc__))(manifest_command)
 app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
+app.command("completion", help=unwrapped(completion_command.__doc__))(completion_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -79,6 +83,9 @@ def _common(
     version: Annotated[
         bool,
         typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show an error's traceback, too; MINDX_DEBUG=1 does the same.")
     ] = False,
 ) -> None:
     """Run training jobs that lose no steps, and inspect what they have written: checkpoints, runs, leftovers.
@@ -101,7 +108,10 @@ def _common(
     mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
     mindx-elastic manifest kubernetes --state 18GiB -- train.py     print a job for Kubernetes
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
+    mindx-elastic completion bash                 print what makes TAB complete all of this
     """
+    if debug:
+        os.environ["MINDX_DEBUG"] = "1"
 
 
 def main() -> None:
@@ -114,15 +124,40 @@ def main() -> None:
     try:
         app()
     except MindxError as error:
-        typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
+        tell_error(error)
         raise SystemExit(EXIT_USAGE) from None
     except ModuleNotFoundError as error:
         if error.name not in _DEPENDENCIES:
-            raise
+            _end_of_unexpected(error)
         what = f"{error.name}, which this Python ({sys.executable}) does not have: pip install {error.name}"
         text = f"{' '.join(sys.argv[1:2])} needs {what}"
-        typer.echo(f"mindx-elastic: error: {printable(text)}", err=True)
+        tell_error(text)
         raise SystemExit(EXIT_USAGE) from None
+    except OSError as error:
+        if _is_job():
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        tell_error(f"{place}{error.strerror or error}{_how_to_see_more()}")
+        raise SystemExit(EXIT_USAGE) from None
+    except Exception as error:
+        _end_of_unexpected(error)
+
+
+def _end_of_unexpected(error: Exception) -> NoReturn:
+    """One line, and the same command again with --debug gives the rest."""
+    if _is_job():
+        raise error
+    tell_error(f"unexpected {type(error).__name__}: {error}{_how_to_see_more()}")
+    raise SystemExit(EXIT_INTERNAL) from None
+
+
+def _is_job() -> bool:
+    """A job's error does not come again when asked for: run and msrun always show the traceback."""
+    return next((word for word in sys.argv[1:] if not word.startswith("-")), "") in ("run", "msrun")
+
+
+def _how_to_see_more() -> str:
+    return "" if debugging() else f" (the traceback: mindx-elastic --debug {shlex.join(sys.argv[1:])})"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,12 @@ class ManifestKind(str, Enum):
 
 
 def manifest_command(
-    kind: Annotated[ManifestKind, typer.Argument(metavar="KIND", help="kubernetes, jobset, trainer (v2) or slurm.")],
+    kind: Annotated[
+        ManifestKind,
+        typer.Argument(
+            metavar="kubernetes|jobset|trainer|slurm", help="What runs the job; trainer is Kubeflow Trainer v2."
+        ),
+    ],
     command: Annotated[
         list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENTS]", help="The training.", show_default=False)
     ],
@@ -31,7 +36,9 @@ def manifest_command(
     name: Annotated[str, typer.Option(metavar="NAME", help="Of the job.")] = "train",
     image: Annotated[str, typer.Option(metavar="IMAGE", help="Of the container.")] = "train:latest",
     nodes: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="Nodes.")] = 1,
-    nproc: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Workers on each node.")] = 1,
+    nproc: Annotated[
+        int, typer.Option("--nproc-per-node", "--nproc", min=1, max=1024, metavar="N", help="Workers on each node.")
+    ] = 1,
     gpus: Annotated[int, typer.Option(min=0, max=1024, metavar="N", help="GPUs of each node.")] = 0,
     grace: Annotated[float, typer.Option(min=0.5, max=86400, metavar="SECONDS", help="As run --grace.")] = 45.0,
     restarts: Annotated[int, typer.Option(min=0, max=1000, metavar="N", help="Failures that get new pods.")] = 3,

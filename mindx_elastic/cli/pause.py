@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ import typer
 
 from mindx_elastic.cli.common import (
     EXIT_BAD,
+    EXIT_GOOD,
     EXIT_NOTHING,
+    JSON_SCHEMA,
     RunDirArgument,
     fail,
     find_runs,
@@ -35,6 +38,7 @@ def pause_command(
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for every rank to come."),
     ] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Let all ranks of a running job wait at one step, until resume.
 
@@ -55,9 +59,10 @@ def pause_command(
     \b
     [bold]Examples[/bold]
     mindx-elastic pause mindx-run
+    mindx-elastic pause mindx-run --json | jq .step
     mindx-elastic pause mindx-run --timeout 60 && nvidia-smi && mindx-elastic resume mindx-run
     """
-    _command("pause", path, timeout)
+    _command("pause", path, timeout, as_json=as_json)
 
 
 def resume_command(
@@ -66,6 +71,7 @@ def resume_command(
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for the ranks to go on."),
     ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Let a paused job go on.
 
@@ -82,10 +88,10 @@ def resume_command(
     [bold]Examples[/bold]
     mindx-elastic resume mindx-run
     """
-    _command("resume", path, timeout)
+    _command("resume", path, timeout, as_json=as_json)
 
 
-def _command(kind: str, path: Path, timeout_s: float) -> None:
+def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
     from mindx_elastic.agent.pause_requests import ask, withdraw
 
     run = _find_run(path)
@@ -110,6 +116,11 @@ def _command(kind: str, path: Path, timeout_s: float) -> None:
         if kind == "pause":
             _take_back(folder)
         _end(EXIT_BAD, f"{late}. See mindx-elastic status {path}")
+    if as_json:
+        document = {"schema": JSON_SCHEMA, "command": kind, "run_dir": str(path), "agent_pid": run.pid}
+        document |= {"done": answer.good, "step": answer.step, "text": answer.text}
+        typer.echo(json.dumps(document, indent=2))
+        raise typer.Exit(EXIT_GOOD if answer.good else EXIT_BAD)
     if not answer.good:
         _end(EXIT_BAD, answer.text)
     typer.echo(printable(answer.text))

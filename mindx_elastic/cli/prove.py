@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import fail, make_console, printable
+from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed
 
@@ -148,24 +148,15 @@ def _prove(wanted: _Wanted) -> Proof:
     from mindx_elastic.prove.proof import prove
     from mindx_elastic.prove.runs import Command, Runs
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("run {task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        console=make_console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("begins", total=None)
+    with progress_of_runs() as bar:
         now = {"what": "", "step": 0}
 
         def show(done: int, planned: int, what: str) -> None:
             now.update(what=what, step=0)
-            bar.update(task, completed=done, total=max(planned, done), description=what)
+            bar.update(completed=done, total=max(planned, done), description=what)
 
         def on_step(step: int) -> None:
-            bar.update(task, description=f"{now['what']}: {step} step{'s' * (step != 1)}")
+            bar.update(description=f"{now['what']}: {step} step{'s' * (step != 1)}")
 
         command = Command(script=tuple(wanted.script), agent=tuple(wanted.agent) or None)
         with Runs(command, fresh=wanted.fresh, keep=wanted.keep, timeout_s=wanted.timeout, on_step=on_step) as runs:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mindx_elastic.cli.common import EXIT_NOTHING, RunDirArgument, fail, human_size, is_folder, printable
+from mindx_elastic.cli.common import EXIT_NOTHING, JSON_SCHEMA, RunDirArgument, fail, human_size, is_folder, printable
 
 __all__ = ["report_command"]
 
@@ -26,6 +27,9 @@ def report_command(
             show_default="that of the files that the run resumed from",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was written as one JSON document instead of a line.")
+    ] = False,
 ) -> None:
     """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the steps,
     the loss over all restarts.
@@ -68,5 +72,10 @@ def report_command(
     except OSError as error:
         temp.unlink(missing_ok=True)
         fail(f"{output} cannot be written: {error.strerror or error}")
+    if as_json:
+        document = {"schema": JSON_SCHEMA, "run_dir": str(path), "page": str(output), "size_bytes": len(data)}
+        document |= {"attempts": len(story.run.records), "torn_lines": story.torn}
+        typer.echo(json.dumps(document, indent=2))
+        return
     torn = f"; {story.torn} torn or foreign lines were left out" if story.torn else ""
     typer.echo(printable(f"{output}: {human_size(len(data))}, {len(story.run.records)} attempts{torn}"))

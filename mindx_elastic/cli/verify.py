@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -23,6 +22,7 @@ from mindx_elastic.cli.common import (
     nothing_found,
     printable,
 )
+from mindx_elastic.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
@@ -111,36 +111,17 @@ def check_entries(entries: Sequence[CatalogEntry], owners: Owners) -> list[list[
     from mindx_elastic.persist.reader import verify_file
 
     verdicts = []
-    with _progress(sum(entry.size for entry in entries if entry.header is not None)) as progress:
+    total = sum(entry.size for entry in entries if entry.header is not None)
+    with progress_of_bytes("verifying", total) as bar:
         for entry in entries:
             if entry.header is None or entry.info is None:
                 verdicts.append([entry.problem or "unreadable"])
             else:
                 # Without the path in front: every place that shows them has named the file already.
-                problems = verify_file(entry.path, owners)
+                problems = verify_file(entry.path, owners, on_bytes=bar.advance)
                 prefix = printable(f"{entry.path}: ")
                 verdicts.append([printable(problem).removeprefix(prefix) for problem in problems])
-                progress(entry.size)
     return verdicts
-
-
-class _Advance(Protocol):
-    def __call__(self, nbytes: int) -> None: ...
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[_Advance]:
-    """A bar over bytes on stderr, gone when done; nothing where stderr is not a terminal."""
-    console = make_console(stderr=True)
-    if not console.is_terminal:
-        yield lambda nbytes: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress("verifying", *columns, console=console, transient=True) as bar:
-        task = bar.add_task("verifying", total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _as_dict(entry: CatalogEntry, problems: Sequence[str]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class Request:
     strategy: Path | None = None
     """How ``rank_*/`` files of MindSpore are laid out."""
     force: bool = False
+    on_write: Callable[[Path, int], None] | None = None
+    """Told where the writing begins: the temporary file or folder, and the bytes of the tensors that go there."""
 
     def __post_init__(self) -> None:
         for kind in (self.source_kind, self.destination_kind):
@@ -186,21 +188,30 @@ def _write(request: Request, target: str, content: _Content, result: Result) -> 
             result.notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
         result.num_tensors, result.nbytes = num_tensors(tensors)
         with _new_file(path, force=request.force) as temp:
+            _tell(request, temp, result)
             result.notes += mindspore_file.write_plain(temp, tensors)
         return
     if target == "mindx":
         with _new_file(path, force=request.force) as temp:
+            _tell(request, temp, result)
             ours.write_ours(temp, state, _info(request, content, result))
         return
     plain = plain_values(state if request.everything else state[MODEL], "state" if request.everything else MODEL)
     if target == "torch":
         with _new_file(path, force=request.force) as temp:
+            _tell(request, temp, result)
             torch_file.write_torch_file(temp, plain)
         return
     if not isinstance(plain, Mapping):
         raise UsageError(f"{request.source}: the model is not a dictionary; DCP stores nothing else")
     with _new_folder(path) as temp:
+        _tell(request, temp, result)
         dcp.write_dcp(temp, plain)
+
+
+def _tell(request: Request, temp: Path, result: Result) -> None:
+    if request.on_write is not None:
+        request.on_write(temp, result.nbytes)
 
 
 def _info(request: Request, content: _Content, result: Result) -> CheckpointInfo:

@@ -213,10 +213,13 @@ def _names(tree: Tree) -> Iterator[str]:
                 yield from _names(item)
 
 
-def verify_file(path: StrPath, owners: Owners | None = None) -> list[str]:
+def verify_file(
+    path: StrPath, owners: Owners | None = None, *, on_bytes: Callable[[int], None] | None = None
+) -> list[str]:
     """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing.
 
-    `owners`: the users whose files are trusted. Raises UntrustedFileError for a file of another user.
+    `owners`: the users whose files are trusted. `on_bytes`: told in any thread how many more have been read. Raises
+    UntrustedFileError for a file of another user.
     """
     path = Path(path)
     problems: list[str] = []
@@ -225,6 +228,8 @@ def verify_file(path: StrPath, owners: Owners | None = None) -> list[str]:
 
             def check(run: _Run) -> None:
                 problems.extend(_problems_of(fd, header, run, path))
+                if on_bytes is not None:
+                    on_bytes(sum(end - start for _, _, _, start, end in run))
 
             _for_each(_runs(header.entries.values()), check)
     except UntrustedFileError:

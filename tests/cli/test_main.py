@@ -28,7 +28,7 @@ def option_set() -> dict[str, list[str]]:
 def test_the_option_set() -> None:
     # People's scripts depend on these words: a change here is a visible change and belongs in the changelog.
     assert option_set() == {
-        "": ["--version"],
+        "": ["--debug", "--version"],
         "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
         "prove": ["--fresh", "--json", "--junit", "--keep", "--kill", "--seed", "--steps", "--stops", "--timeout"],
         "drill": [
@@ -39,14 +39,16 @@ def test_the_option_set() -> None:
         "verify": ["--json", "path"],
         "status": ["--interval", "--json", "--watch", "path"],
         "top": ["--interval", "path"],
-        "report": ["--checkpoints", "--output", "-o", "path"],
+        "report": ["--checkpoints", "--json", "--output", "-o", "path"],
         "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state-gib", "directory"],
         "msrun": ["arguments"],
-        "pause": ["--timeout", "path"],
-        "resume": ["--timeout", "path"],
+        "completion": ["shell"],
+        "pause": ["--json", "--timeout", "path"],
+        "resume": ["--json", "--timeout", "path"],
         "clean": ["--all", "--base", "--dry-run", "--json"],
         "manifest": [
             *("--claim", "--faults", "--gpus", "--grace", "--image", "--mount", "--name", "--nodes", "--nproc"),
+            "--nproc-per-node",
             *("--restarts", "--run-options", "--state", "command", "kind"),
         ],
         "plan": [

@@ -1,0 +1,118 @@
+"""Progress bars: on stderr, only on a terminal, only from the first second on, gone when the work is done.
+
+Whether stderr is a terminal is asked of the system, and not of rich: that takes variables like FORCE_COLOR, which
+CI services set, for a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from mindx_elastic.cli.common import make_console
+
+__all__ = ["DELAY_S", "Bar", "progress_of_bytes", "progress_of_runs"]
+
+DELAY_S = 1.0
+"""Work that is over by then shows nothing: a bar that comes and goes is only a flicker."""
+_POLL_S = 0.2
+
+
+class Bar:
+    """One line of progress. Its methods do nothing where no bar is shown, and may be called in any thread."""
+
+    def __init__(self, progress: Progress | None, description: str, total: float | None) -> None:
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task(description, total=total)
+
+    def advance(self, amount: float) -> None:
+        """So much more is done."""
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, amount)
+
+    def update(self, **changes: Any) -> None:
+        """``completed``, ``total``, ``description``: as of `rich.progress.Progress.update`."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, **changes)
+
+    @contextmanager
+    def follow(self, measure: Callable[[], float]) -> Iterator[None]:
+        """In the block, `measure()` says five times a second how much is done."""
+        if self._progress is None:
+            yield
+            return
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_POLL_S):
+                self.update(completed=measure())
+
+        thread = threading.Thread(target=look, name="mindx-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+@contextmanager
+def progress_of_bytes(description: str, total: float | None) -> Iterator[Bar]:
+    """A bar over `total` bytes; None: not known yet."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with _shown(columns) as progress:
+        yield Bar(progress, description, total)
+
+
+@contextmanager
+def progress_of_runs() -> Iterator[Bar]:
+    """A bar over the runs of a script."""
+    runs = TextColumn("run {task.completed} of {task.total}")
+    with _shown((TextColumn("{task.description}"), BarColumn(), runs, TimeElapsedColumn())) as progress:
+        yield Bar(progress, "begins", None)
+
+
+@contextmanager
+def _shown(columns: tuple[ProgressColumn, ...]) -> Iterator[Progress | None]:
+    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        yield None
+        return
+    progress = Progress(*columns, console=make_console(stderr=True), transient=True)
+    lock, is_over = threading.Lock(), False
+
+    def begin() -> None:
+        with lock:
+            if not is_over:
+                progress.start()
+
+    timer = threading.Timer(DELAY_S, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield progress
+    finally:
+        timer.cancel()
+        with lock:
+            is_over = True
+            progress.stop()

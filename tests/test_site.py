@@ -1,0 +1,181 @@
+"""The pages under docs/ as a site (`make docs`): it builds strictly, needs no network, and its new pages are true."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindx_elastic.cli.main import main
+from tests.watchdog import finish
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MKDOCS = os.environ.get("MINDX_MKDOCS", sys.executable)
+"""A Python that has the extra [docs], where this one has not."""
+has_mkdocs = "MINDX_MKDOCS" in os.environ or bool(
+    importlib.util.find_spec("material") and importlib.util.find_spec("mkdocstrings")
+)
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not has_mkdocs, reason="the extra [docs] is not installed")
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Strictly: a link without its page or heading, a page outside of the navigation, a name without docstring."""
+    site = tmp_path / "site"
+    command = [MKDOCS, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = finish(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stderr
+    pages = sorted(site.rglob("*.html"))
+    assert {"index.html", "api.html", "operating.html", "changelog.html"} <= {page.name for page in pages}
+    loaded = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+    outside = {found for page in pages for found in loaded.findall(page.read_text(encoding="utf-8"))}
+    assert not outside
+    styles = [path.read_text(encoding="utf-8") for path in site.rglob("*.css")]
+    assert not [found for text in styles for found in re.findall(r"(?:url\(|@import )['\"]?https?://[^)'\"]+", text)]
+    assert not [page.name for page in pages if 'class="mermaid"' in page.read_text(encoding="utf-8")], "it is fetched"
+
+
+def test_the_extra_and_the_requirements_of_the_site_are_the_same() -> None:
+    lines = (ROOT / "requirements" / "docs.txt").read_text(encoding="utf-8").splitlines()
+    extra = re.search(r"^docs = \[(.*?)\]( #|$)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert extra
+    assert re.findall(r'"([^"]+)"', extra[1]) == [line for line in lines if not line.startswith("#")]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert not [page.name for page in DOCS.glob("*.md") if page.name not in navigation]
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = set(re.findall(r"^::: (\S+)$", text_of("api.md"), re.MULTILINE))
+    for line in page:
+        module, _, name = line.rpartition(".")
+        assert re.search(rf"^(class|def) {name}\b", source_of(module), re.MULTILINE), line
+    surface = (ROOT / "tests" / "data" / "surface" / "names.txt").read_text(encoding="utf-8")
+    public = re.findall(r"^(?:class|def) (\w+)", surface, re.MULTILINE)
+    assert not [name for name in public if name not in {line.rpartition(".")[2] for line in page}]
+
+
+def source_of(module: str) -> str:
+    path = ROOT / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+
+
+def test_the_messages_of_the_operating_page_are_in_the_source() -> None:
+    """A person searches the page for the line in the log."""
+    messages = re.search(r"^By message:\n(.*?)^A lost node", text_of("operating.md"), re.DOTALL | re.MULTILINE)
+    assert messages
+    cells = [line.split(" | ")[0] for line in messages[1].splitlines() if line.startswith("| `")]
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell) if text != "clean"]
+    assert len(quoted) > 12
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mindx_elastic").rglob("*.py"))
+    assert not [text for text in quoted if text not in source]
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "operating.md", "platforms.md", "porting-torch.md", "exit-codes.md"])
+def test_the_commands_of_a_page_are_understood(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each `mindx-elastic COMMAND OPTIONS` of the new pages has a command and options that exist."""
+    text = text_of(page)
+    inline = re.findall(r"`(mindx-elastic [a-z]+[^`]*)`", text)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    mindx-elastic ")]
+    commands = {line.partition("#")[0].partition("|")[0].partition(">")[0].strip() for line in [*inline, *lines]}
+    for words in map(shlex.split, commands):
+        options = [word for word in words[2:] if word.startswith("--") and word != "--"]
+        if "--" in words:
+            options = [word for word in words[2 : words.index("--")] if word.startswith("--")]
+        help_text = help_of(words[1], monkeypatch, capsys)
+        allowed = help_text + (help_of("run", monkeypatch, capsys) if words[1] in ("prove", "drill") else "")
+        assert not [option for option in options if option not in allowed and option != "--help"], words
+
+
+def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.argv", ["mindx-elastic", command, "--help"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code in (0, None), command
+    return capsys.readouterr().out
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["quickstart.md", "model.md"])
+def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+    (tmp_path / "train.py").write_text(text.replace("time.sleep(0.1)", "pass"), encoding="utf-8")
+    stopping = text.replace("time.sleep(0.1)", "guard.step == 20 and os.kill(os.getpid(), 15)")
+    (tmp_path / "stopped.py").write_text(stopping.replace("import sys\n", "import os\nimport sys\n"), encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(script: str, directory: str) -> subprocess.CompletedProcess[str]:
+        return finish([sys.executable, "-W", "error", script, directory], cwd=tmp_path, env=env)
+
+    straight = run("train.py", "straight")
+    assert straight.returncode == 0, straight.stderr
+    if "guard.step_end" in text:
+        stopped = run("stopped.py", "ckpt")
+        assert stopped.returncode == 143, stopped.stderr
+    again = run("train.py", "ckpt")
+    assert again.returncode == 0, again.stderr
+    last = [each.stdout.splitlines()[-1].partition(" - ") for each in (straight, again)]
+    assert last[0][2] == last[1][2] and last[0][0] == "resumed from step None"
+    assert ("guard.step_end" in text) == (last[1][0] != "resumed from step None")
+
+
+def convert(words: list[str], folder: Path) -> None:
+    done = finish(
+        [sys.executable, "-m", "mindx_elastic.cli.main", *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["last.ckpt", "pytorch_model.bin", "model.safetensors"])
+def test_files_of_others_are_converted_as_the_page_says(tmp_path: Path, name: str) -> None:
+    (command,) = re.findall(rf"`(mindx-elastic convert {re.escape(name)} [^`]+)`", text_of("porting-torch.md"))
+    model = torch.nn.Linear(3, 2)
+    if name == "last.ckpt":  # the keys of a Lightning checkpoint
+        state = {f"model.{key}": value for key, value in model.state_dict().items()}
+        torch.save({"epoch": 1, "global_step": 9, "state_dict": state, "optimizer_states": []}, tmp_path / name)
+    elif name.endswith(".bin"):
+        state = model.state_dict()
+        torch.save(state, tmp_path / name)
+    else:
+        from safetensors.torch import save_file
+
+        state = model.state_dict()
+        save_file(state, tmp_path / name, metadata={"format": "pt"})
+    convert(shlex.split(command), tmp_path)
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_the_drawing_is_in_the_page_itself() -> None:
+    page = text_of("how-it-works.md")
+    assert "<svg" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_recorded_sessions_of_the_readme_end_with_the_same_weights() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sums = re.findall(r"^resumed from step .* sum of the weights (\S+)$", readme, re.MULTILINE)
+    assert len(sums) == 3 and len(set(sums)) == 1
+    hashes = re.findall(r"^([0-9a-f]{64})  (?:straight|killed)\.safetensors$", readme, re.MULTILINE)
+    assert len(hashes) == 2 and len(set(hashes)) == 1
