@@ -188,8 +188,17 @@ class WholeNodesRecovery(NodesRecovery):
         was_active = self.is_active
         phase = super().look()
         if was_active and phase is Phase.RUN:
+            self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
+
+    def prepare(self) -> None:
+        super().prepare()
+        if not self.is_active and (found := self._nodes.found()) is not None:
+            logger.info("the endpoint %s answers: %s", self._nodes.endpoint, found.deed.value)
+            self._is_named = self._is_named or found.deed is Deed.OUT
+            if found.store is not None:
+                self._nodes.remember()
 
     def close(self) -> None:
         super().close()

@@ -50,7 +50,7 @@ class Nodes:
             is_out=False,
         )
         self.note_first_gone = self.keeper = self.remember = self.give_up_seeking = lambda: None
-        self.offer = self.offers.append
+        self.offer, self.settle_in = self.offers.append, lambda generation: None
 
     def claim(self, generation: int, *, refusal: str = "") -> Claim:
         own = Claim(node=self.node, refusal=refusal, port=0 if refusal else 7, address="h", lifeline=8)

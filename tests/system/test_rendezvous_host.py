@@ -84,6 +84,18 @@ def test_the_host_among_three_nodes(tmp_path: Path, host: int) -> None:
 
 
 @drill
+def test_a_node_that_settled_nothing_goes_over_to_the_new_store_too(tmp_path: Path) -> None:
+    """The last of three nodes hosts the rendezvous and is lost; the first one settles that alone, and the other one
+    only hears of the recovery. It must not be missing in the new store, nor at the end of the job."""
+    args = ("--size", 144, "--step-s", 0.5)
+    nodes, survivors = replace(tmp_path, 3, 1, "2:8:forward:node", *args, host=2)
+    check(nodes, survivors, plain(tmp_path, 3, 1, *args), {2})
+    for job in survivors:
+        assert len(job.matches(r"the endpoint \S+ answers: claim")) == 1, nodes.report()
+    assert not nodes.found("Error waiting on exit barrier"), nodes.report()
+
+
+@drill
 def test_a_host_that_is_not_the_first_of_two_nodes(tmp_path: Path) -> None:
     nodes, survivors = replace(tmp_path, 2, 1, "1:8:backward:node", *STEP_S, host=1)
     check(nodes, survivors, plain(tmp_path, 2, 1, *STEP_S), {1})
