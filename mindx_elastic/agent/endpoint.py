@@ -9,6 +9,9 @@ without the survivors, or these go on, and all agents see the same. Then each su
 (`move`), and all goes on as after the loss of any other node: who hosts the workers' store, and whose place is free, is
 settled there.
 
+Where the old host has only stood still, its store answers again. To torch that meeting is over then, for want of
+heartbeats; whoever looked for the store puts it back (`come_in`), and all goes on in it.
+
 What else a meeting has left in the old store, and who comes later needs, every agent keeps (`remember`): `Kept`.
 
 Uses torch's private attributes; where they are not as in the versions known here, or where the store is none of
