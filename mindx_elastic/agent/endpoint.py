@@ -9,6 +9,9 @@ without the survivors, or these go on, and all agents see the same. Then each su
 (`move`), and all goes on as after the loss of any other node: who hosts the workers' store, and whose place is free, is
 settled there.
 
+Where the old host has only stood still, its store answers again. To torch that meeting is over then, for want of
+heartbeats; whoever looked for the store puts it back (`come_in`), and all goes on in it.
+
 What else a meeting has left in the old store, and who comes later needs, every agent keeps (`remember`): `Kept`.
 
 Uses torch's private attributes; where they are not as in the versions known here, or where the store is none of
@@ -33,7 +36,20 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin.belonging import Adoption, Deed, Sight, deed
 
-__all__ = ["Finder", "Found", "Kept", "address_of", "identify", "is_adopted", "is_store", "move", "remember"]
+__all__ = [
+    "Finder",
+    "Found",
+    "GoesOn",
+    "Kept",
+    "address_of",
+    "come_in",
+    "holder_of",
+    "identify",
+    "is_adopted",
+    "is_store",
+    "move",
+    "remember",
+]
 
 _ID = "mindx-elastic/{}/store"
 _IN_ROUND = ("torchelastic/role_info/{}", "torchelastic/assigned_ranks/{}", "mindx/restarts/{}", "mindx/attempts/{}")
@@ -44,6 +60,7 @@ _CONNECT_S, _ANSWER_S = 2.0, 5.0
 _LOOK_S = 0.05
 _READ_TIMEOUT = timedelta(seconds=60)  # torch's own, where it does not say what it was
 _PATIENCE_S = 10.0
+_TRIES = 10
 _old: list[Any] = []
 """What threads may still be stuck in, and stores that this process may host: they end with it."""
 
@@ -120,6 +137,53 @@ def _there(store: Any, keys: list[str]) -> dict[str, bytes]:
     return dict(zip(known, store.multi_get(known), strict=True)) if known else {}
 
 
+def holder_of(handler: Any, store: Any, run_id: str) -> Any:
+    """Of torch's state in `store`, as it is now; beside the handler's own, for any thread. Raises what torch raises."""
+    old = handler._state_holder
+    holder = type(old)(type(old._backend)(store, run_id), handler._settings)
+    holder._cache_duration = 0
+    holder.sync()
+    return holder
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """The meeting goes on in the store in which it was held, although torch may know none of its nodes any more."""
+
+    scope: str
+    generation: int
+    """The recovery in which that is so."""
+    kept: Kept | None
+
+
+def come_in(handler: Any, holder: Any, node: int, goes_on: GoesOn | None = None) -> None:
+    """This node, `node` by its number, is among those that torch knows in the state of `holder`. It may not be: who
+    adopted a store may have taken it for lost.
+
+    Where a store's host has stood still, and answers again, no heartbeat has come through meanwhile: to torch all nodes
+    are dead, the rendezvous is over, and each node that comes begins another one, for which it waits in vain. With
+    `goes_on` the meeting is put there again, with the mark by which those find themselves in front of it. Blocks;
+    raises what torch raises.
+    """
+    own = handler._this_node
+    for _ in range(_TRIES):
+        state = holder.state
+        if state.complete and (own in state.participants or node in state.participants.values()):
+            return
+        if not state.complete:
+            if goes_on is None or goes_on.kept is None or state.closed:
+                return
+            state.participants, state.last_heartbeats = {}, {}
+            state.wait_list, state.redundancy_list = set(), set()
+            # The same round: what the nodes have told each other is under its number, and not all of them look again.
+            state.round, state.complete, state.deadline = goes_on.kept.round, True, None
+            setattr(state, _MARK, [goes_on.scope, goes_on.generation, state.round])
+        state.participants[own], state.last_heartbeats[own] = node, datetime.now(timezone.utc)
+        holder.mark_dirty()
+        if holder.sync():
+            return
+
+
 class Finder:
     """Looks for a store that answers at the endpoint, in a thread, until it is known what to do with it. One for each
     recovery that needs it. `start` and `stop` once, in the main thread."""
@@ -192,7 +256,7 @@ class Finder:
 
     def _judge(self, store: Any) -> Found | None:
         is_same = is_store(store, self._run_id, self._identity)
-        holder = self._holder_of(store)
+        holder = holder_of(self._handler, store, self._run_id)
         what = deed(
             _sight(holder.state, is_same=is_same),
             scope=self._scope,
@@ -208,18 +272,11 @@ class Finder:
         if what in (Deed.CLAIM, Deed.READ):
             if not is_same:
                 self._fill(store, holder.state)
-            self._come_in(holder)
+            goes_on = GoesOn(self._scope, self._generation, self._kept()) if is_same else None
+            come_in(self._handler, holder, self._node, goes_on)
             store.set_timeout(getattr(_tcp_store(self._handler), "timeout", _READ_TIMEOUT))
             return Found(what, store, holder, identify(store, self._run_id))
         return None if what is Deed.ADOPT else Found(what)
-
-    def _holder_of(self, store: Any) -> Any:
-        """Of torch's state in `store`, as it is now."""
-        old = self._handler._state_holder
-        holder = type(old)(type(old._backend)(store, self._run_id), self._handler._settings)
-        holder._cache_duration = 0
-        holder.sync()
-        return holder
 
     def _adopt(self, holder: Any) -> Deed:
         """Put this meeting's nodes into the state; `ADOPT` where another one was faster: look again."""
@@ -245,18 +302,6 @@ class Finder:
         in_round: Any = PrefixStore(f"torch.rendezvous.{self._run_id}.{state.round}", store)
         for key, value in kept.in_round.items():
             in_round.set(key, value)
-
-    def _come_in(self, holder: Any) -> None:
-        """Among the nodes that torch knows there. Who adopted it may have taken this one for lost."""
-        own = self._handler._this_node
-        for _ in range(10):
-            state = holder.state
-            if own in state.participants or self._node in state.participants.values() or not state.complete:
-                return
-            state.participants[own], state.last_heartbeats[own] = self._node, datetime.now(timezone.utc)
-            holder.mark_dirty()
-            if holder.sync():
-                return
 
 
 def _sight(state: Any, *, is_same: bool) -> Sight:

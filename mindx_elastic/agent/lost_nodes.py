@@ -1,9 +1,9 @@
 """Recoveries in place where whole nodes are lost: their agents, and all of their ranks with them.
 
 The first node's agent decides that a node is lost (`lifeline`), once, on the board: the plan names the node. It offers
-the place (`vacancies`) and holds the recovery in its first phase, with all guards open, until an agent has claimed it:
-then it notes the lost ranks to be dead, and everything goes on as where single ranks have died. The agent that has the
-place starts all of its workers as new processes of the recovery that is under way (`NodeWatch.place`). Nobody comes
+the place (`open_places`) and holds the recovery in its first phase, with all guards open, until an agent has claimed
+it: then it notes the lost ranks to be dead, and everything goes on as where single ranks have died. The agent that has
+the place starts all of its workers as new processes of the recovery that is under way (`NodeWatch.place`). Nobody comes
 within --rejoin-timeout: the job is restarted, as without recovery in place.
 
 The first node itself is lost: the others begin the recovery without a board. Their workers come out of the training and
@@ -31,18 +31,18 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch
+from mindx_elastic.agent.open_places import OpenPlaces, tell_records
 from mindx_elastic.agent.recovery import ERRORS, Generation, Notes
 from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
@@ -51,7 +51,7 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import NODES_REPLACED
 from mindx_elastic.rejoin.belonging import Deed
 from mindx_elastic.rejoin.board import BOARD_FILE
-from mindx_elastic.rejoin.lost_node import Answer, answer, why_in_vain
+from mindx_elastic.rejoin.lost_node import Answer, answer
 from mindx_elastic.rejoin.protocol import Phase
 from mindx_elastic.rejoin.record import RESTART
 from mindx_elastic.rejoin.succession import Claim, Meaning, Standing, assemble, meaning
@@ -71,15 +71,6 @@ class Surroundings:
     watch: PlanWatch
     place: Callable[[], Vacancy]
     """Of node 0 in recovery 0 of this attempt, from which the others are made."""
-
-
-@dataclass
-class _Open:
-    """A place that is offered, will be, or was taken."""
-
-    place: Vacancy
-    gone: Gone
-    taken_by: str = ""
 
 
 @dataclass
@@ -117,7 +108,7 @@ class WholeNodesRecovery(NodesRecovery):
         """`place`: see `Surroundings`. `connect_to`: to another workers' store from now on. `folder`: the agent's."""
         super().__init__(*arguments, **named)
         self._nodes, self._place, self._connect_to, self._folder = nodes, place, connect_to, folder
-        self._opens: list[_Open] = []
+        self._opens = OpenPlaces(nodes, self._machine, self._timeout_s, self._call_off)
         self._succession: _Succession | None = None
         self._unsettled: _Unsettled | None = None
         self._has_lost = self._is_named = False
@@ -197,12 +188,21 @@ class WholeNodesRecovery(NodesRecovery):
         was_active = self.is_active
         phase = super().look()
         if was_active and phase is Phase.RUN:
+            self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
 
+    def prepare(self) -> None:
+        super().prepare()
+        if not self.is_active and (found := self._nodes.found()) is not None:
+            logger.info("the endpoint %s answers: %s", self._nodes.endpoint, found.deed.value)
+            self._is_named = self._is_named or found.deed is Deed.OUT
+            if found.store is not None:
+                self._nodes.remember()
+
     def close(self) -> None:
         super().close()
-        self._withdraw()
+        self._opens.withdraw()
         self._nodes.give_up_seeking()
 
     def _look_at_place(self) -> None:
@@ -210,8 +210,8 @@ class WholeNodesRecovery(NodesRecovery):
         assert now is not None and board is not None
         if self._unsettled is not None:
             self._look_at_unsettled(self._unsettled)
-        elif self._opens and self._opens[-1].place.generation == generation:
-            self._look_at_own_places(now, board)
+        elif self._opens.generation == generation:
+            self._opens.look(now, board)
         elif self._longer != generation and time.monotonic() > now.deadline:
             note = board.read([f"{generation}/open"]).get(f"{generation}/open")
             if note is not None:
@@ -256,13 +256,6 @@ class WholeNodesRecovery(NodesRecovery):
         if (keeper := self._nodes.keeper()) is not None:
             board.write(f"{generation}/keeper/{self._nodes.node}", keeper)
 
-    def _tell_records(self, board: Notes, generation: int, ranks: Sequence[int]) -> None:
-        """What has come to this node of the small records of lost ranks."""
-        host = self._nodes.host
-        for rank in ranks:
-            if host is not None and (kept := host.records_of(rank)) is not None:
-                board.write(f"{generation}/records/{rank}/{self._nodes.node}", kept)
-
     def _call_off(self, reason: str) -> None:
         if self._board is None:
             self._machine.note_refusal(reason)
@@ -278,7 +271,7 @@ class WholeNodesRecovery(NodesRecovery):
             super()._give_up()
         self._succession = self._unsettled = None
         self._nodes.give_up_seeking()
-        self._withdraw()
+        self._opens.withdraw()
 
     # --- a node is lost -----------------------------------------------------------------------------------------------
 
@@ -377,7 +370,7 @@ class WholeNodesRecovery(NodesRecovery):
         plan = board.read([key]).get(key)
         if plan is None or self._names_this_node(plan):
             return
-        self._tell_records(board, generation, [int(rank) for rank in plan["ranks"]])
+        tell_records(self._nodes, board, generation, [int(rank) for rank in plan["ranks"]])
         self._succession = None
         assert self._now is not None
         self._now.node = printable(str(plan.get("name", "")), _LONGEST)
@@ -505,7 +498,7 @@ class WholeNodesRecovery(NodesRecovery):
 
     def _look_at_place_of(self, gone: Gone) -> None:
         """The agent that had taken the place of a lost node is lost, too."""
-        if any(each.taken_by and each.place.node == gone.node for each in self._opens) and self.is_active:
+        if self._opens.is_taken(gone.node) and self.is_active:
             self._call_off(f"the agent that has taken the place of node {gone.node} is gone, too")
 
     def _lose(self, gone: Gone, what: str) -> str:
@@ -518,8 +511,8 @@ class WholeNodesRecovery(NodesRecovery):
             assert self._board is not None
             keys = [f"{machine.generation}/joins/{rank}" for rank in gone.ranks]
             has_joined = bool(self._board.read(keys))
-        opens = [each for each in self._opens if each.place.generation == machine.generation]
-        if self.is_active and any(each.place.node == gone.node and not each.taken_by for each in opens):
+        opens = self._opens.lost if self._opens.generation == machine.generation else []
+        if self.is_active and self._opens.is_open(gone.node):
             return ""
         now = answer(machine, gone.ranks, has_joined=has_joined, is_open=bool(opens))
         if now is Answer.NOTHING:
@@ -528,7 +521,7 @@ class WholeNodesRecovery(NodesRecovery):
             self._call_off(f"{what}, during the recovery")
             return ""
         generation = machine.generation + (now is Answer.BEGIN)
-        lost = [gone.node, *(each.place.node for each in opens if now is Answer.OPEN)]
+        lost = [gone.node, *(opens if now is Answer.OPEN else [])]
         if self._unsettled is not None:
             self._unsettled.gone.append(gone)
             return ""
@@ -575,7 +568,7 @@ class WholeNodesRecovery(NodesRecovery):
         what, generation = self._hear_endpoint(), self._machine.generation
         if what is None:
             return
-        lost = {*(gone.node for gone in now.gone), *(each.place.node for each in self._opens)}
+        lost = {*(gone.node for gone in now.gone), *self._opens.lost}
         if what is Deed.CLAIM:
             claim = self._nodes.settle_loss(generation, sorted(lost))
         elif (read := self._nodes.read_claim(generation)) is None:
@@ -595,75 +588,9 @@ class WholeNodesRecovery(NodesRecovery):
             self._now.deadline = max(deadline, time.monotonic() + _LATER_S)
 
     def _open_place(self, gone: Gone) -> None:
-        """Its place can be taken, behind those that are open already. Raises ERRORS."""
+        """Raises ERRORS."""
         assert self._now is not None and self._board is not None
-        generation = self._machine.generation
-        place = replace(
-            self._place(),
-            name=secrets.token_hex(8),
-            node=gone.node,
-            ranks=len(gone.ranks),
-            first=gone.ranks[0],
-            generation=generation,
-        )
-        self._opens = [each for each in self._opens if each.place.generation == generation]
-        is_next = all(each.taken_by for each in self._opens)
-        if not self._opens:
-            self._now.node, self._now.deadline = "", time.monotonic() + self._timeout_s
-        self._now.node = "; ".join(filter(None, (self._now.node, gone.name)))
-        self._opens.append(_Open(place, gone))
-        self._board.write(f"{generation}/open", {"node": gone.node, "name": gone.name})
-        if is_next:
-            self._nodes.offer(place)
-        logger.warning(
-            "the other nodes' ranks wait up to %.0f s for another node in the place of node %d (--rejoin-timeout): "
-            "start the same command there",
-            max(0.0, self._now.deadline - time.monotonic()),
-            gone.node,
-        )
-
-    def _look_at_own_places(self, now: Generation, board: Notes) -> None:
-        """Has an agent taken one?"""
-        free = [each for each in self._opens if not each.taken_by]
-        moment, machine = time.monotonic(), self._machine
-        is_late = moment > now.deadline
-        if not free or (moment < self._look_due and not is_late):
-            return
-        self._look_due = moment + _LOOK_S
-        mine, place = free[0], free[0].place
-        key = f"{place.generation}/taken/{place.node}"
-        note = board.read([key]).get(key)
-        if note is None:
-            if reason := why_in_vain(machine, [rank for each in free for rank in each.gone.ranks]):
-                self._call_off(reason)
-            elif is_late:
-                patience = f"{self._timeout_s:g} s (--rejoin-timeout)"
-                self._call_off(f"no other node has taken the place of node {place.node} within {patience}")
-            return
-        assert self._nodes.host is not None
-        mine.taken_by = printable(str(note["name"]), _LONGEST)
-        now.taken_by = "; ".join(filter(None, (now.taken_by, mine.taken_by)))
-        self._nodes.host.expect(place.node, str(note["token"])[:64])
-        logger.warning("%s has taken the place of node %d (%s)", mine.taken_by, place.node, mine.gone.name)
-        self._tell_records(board, place.generation, mine.gone.ranks)
-        for rank in mine.gone.ranks:
-            found = board.write(f"{place.generation}/out/{rank}", {"dead": True})
-            if not found.get("dead"):
-                self._call_off(f"rank {rank} has died during the recovery")
-        if len(free) > 1:
-            self._nodes.offer(free[1].place)
-            return
-        now.deadline = moment + self._timeout_s
-        self._withdraw(keeps=True)
-
-    def _withdraw(self, *, keeps: bool = False) -> None:
-        """There is no place to take any more."""
-        if not self._opens:
-            return
-        with suppress(Exception):  # any of torch's; who takes it then finds the recovery over, or its store gone
-            self._nodes.offer(None)
-        if not keeps:
-            self._opens = []
+        self._opens.open(gone, self._place(), self._now, self._board)
 
 
 def _numbers(ranks: Sequence[int]) -> str:

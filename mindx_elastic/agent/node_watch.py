@@ -12,7 +12,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from mindx_elastic.agent.endpoint import Finder, Found, Kept, address_of, identify, move, remember
+from mindx_elastic.agent.endpoint import (
+    Finder,
+    Found,
+    GoesOn,
+    Kept,
+    address_of,
+    come_in,
+    holder_of,
+    identify,
+    move,
+    remember,
+)
 from mindx_elastic.agent.lifeline import Gone, Lifeline, LifelineHost
 from mindx_elastic.agent.nodes import connect
 from mindx_elastic.agent.rendezvous import HostedStoreRendezvous, reconnect
@@ -244,6 +255,25 @@ class NodeWatch:
             self._finder.stop()
         self._finder = None
 
+    def settle_in(self, generation: int) -> None:
+        """At the end of a recovery: this node is among those that torch knows, in the store of the rendezvous that the
+        others use. They may have lost it, and settled in another one who has the place of a lost node, without this
+        node's help. Where its own does not answer it is looked for as with `seek`: `found` says when there is one."""
+        inner, kept = self._handler.inner, self._what_is_kept()
+        if address_of(inner) is None:
+            return
+
+        def come(store: Any, run_id: str) -> None:
+            holder = holder_of(inner, store, run_id)
+            if kept is not None and holder.state.round == kept.round:  # the others have not met anew since
+                come_in(inner, holder, self.node)
+
+        try:
+            self._ask(come)
+        except Exception as error:  # any of torch's
+            logger.debug("the store of the rendezvous does not answer: %s", printable(str(error), 200))
+            self.seek(generation, [])
+
     def read_claim(self, generation: int) -> Claim | None:
         """Who hosts the board of this recovery; None: nobody yet."""
         return self._ask(partial(claim, scope=self._handler.scope, generation=generation, own=None))
@@ -327,12 +357,25 @@ class NodeWatch:
         if found.node != self.node or found.refusal:
             self._handler.hosted = None
             self._own_claims.pop(generation, None)
+        else:
+            self._hold_meeting(generation)
         return found
+
+    def _hold_meeting(self, generation: int) -> None:
+        """This node hosts the board of a recovery, and so the meeting goes on. The store may have stood still for a
+        while, but not for so long that it had to be looked for."""
+        inner, goes_on = self._handler.inner, GoesOn(self._handler.scope, generation, self._what_is_kept())
+        if address_of(inner) is not None:
+            with suppress(Exception):  # any of torch's; then the node that comes may not find its way to the place
+                self._ask(lambda store, run_id: come_in(inner, holder_of(inner, store, run_id), self.node, goes_on))
 
     def settle_loss(self, generation: int, lost: Sequence[int]) -> Claim:
         """This is the first node, and has lost others: the claim that counts."""
         scope = self._handler.scope
-        return self._ask(partial(settle_loss, scope=scope, generation=generation, node=self.node, lost=lost))
+        found = self._ask(partial(settle_loss, scope=scope, generation=generation, node=self.node, lost=lost))
+        if found.node == self.node and not found.refusal:
+            self._hold_meeting(generation)
+        return found
 
     def agent_of(self, node: int) -> Agent | None:
         """What the agent of a node has said of itself in this attempt; None: nothing."""

@@ -141,6 +141,35 @@ def test_the_store_that_only_stood_still_is_used_again(endpoint: Endpoint) -> No
     assert len(found.holder.state.participants) == 2 and not is_adopted(found.holder.state)
 
 
+def test_a_meeting_of_which_no_heartbeat_has_come_through_goes_on(endpoint: Endpoint) -> None:
+    """The store's host has stood still for longer than torch waits for a heartbeat, and the node that was given up is
+    the first that comes."""
+    (given_up, survivor), identity = endpoint.meet()
+    for handler in (given_up, survivor):
+        handler._stop_heartbeats()
+
+    def looks_dead() -> bool:
+        given_up.num_nodes_waiting()
+        return not given_up._state_holder.state.complete
+
+    wait_until(looks_dead, "the end of both nodes' heartbeats", 60)
+    seeker = Seeker(given_up, lambda place: True, lambda place: "")
+    seeker.was_out = True
+    thread, met = in_thread(seeker.next_rendezvous)
+    wait_until(lambda: given_up._this_node in given_up._state_holder.state.participants, "a meeting of its own", 60)
+    found = outcome(endpoint.find(survivor, identity))
+    assert found.deed is Deed.CLAIM and found.identity == identity
+    move(survivor, found)
+    survivor.num_nodes_waiting()
+    state = survivor._state_holder.state
+    assert state.complete and state.round == KEPT.round and is_adopted(state)
+    assert state.participants == {survivor._this_node: 1}
+    wait_until(lambda: given_up._state_holder.state.complete, "it sees that the others go on", 60)
+    assert thread.is_alive() and not met, "it waits for a place"
+    survivor.set_closed()
+    thread.join(60)
+
+
 def test_who_is_not_sure_waits_for_one_that_is(endpoint: Endpoint) -> None:
     (_, survivor), identity = endpoint.meet()
     endpoint.host()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agent import lost_nodes
+from mindx_elastic.agent import lost_nodes, open_places
 from mindx_elastic.agent.lifeline import Gone
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.vacancies import Agent, Vacancy, claim, settle_loss
@@ -50,7 +50,7 @@ class Nodes:
             is_out=False,
         )
         self.note_first_gone = self.keeper = self.remember = self.give_up_seeking = lambda: None
-        self.offer = self.offers.append
+        self.offer, self.settle_in = self.offers.append, lambda generation: None
 
     def claim(self, generation: int, *, refusal: str = "") -> Claim:
         own = Claim(node=self.node, refusal=refusal, port=0 if refusal else 7, address="h", lifeline=8)
@@ -100,7 +100,8 @@ class Node:
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     """The nodes 1 and 2."""
-    monkeypatch.setattr(lost_nodes, "_LOOK_S", 0.0)
+    for module in (lost_nodes, open_places):
+        monkeypatch.setattr(module, "_LOOK_S", 0.0)
     stores = dist.HashStore(), dist.HashStore()
     return [Node(tmp_path, stores, node) for node in (1, 2)]
 

@@ -84,6 +84,18 @@ def test_the_host_among_three_nodes(tmp_path: Path, host: int) -> None:
 
 
 @drill
+def test_a_node_that_settled_nothing_goes_over_to_the_new_store_too(tmp_path: Path) -> None:
+    """The last of three nodes hosts the rendezvous and is lost; the first one settles that alone, and the other one
+    only hears of the recovery. It must not be missing in the new store, nor at the end of the job."""
+    args = ("--size", 144, "--step-s", 0.5)
+    nodes, survivors = replace(tmp_path, 3, 1, "2:8:forward:node", *args, host=2)
+    check(nodes, survivors, plain(tmp_path, 3, 1, *args), {2})
+    for job in survivors:
+        assert len(job.matches(r"the endpoint \S+ answers: claim")) == 1, nodes.report()
+    assert not nodes.found("Error waiting on exit barrier"), nodes.report()
+
+
+@drill
 def test_a_host_that_is_not_the_first_of_two_nodes(tmp_path: Path) -> None:
     nodes, survivors = replace(tmp_path, 2, 1, "1:8:backward:node", *STEP_S, host=1)
     check(nodes, survivors, plain(tmp_path, 2, 1, *STEP_S), {1})
@@ -191,22 +203,26 @@ def test_a_host_that_stands_still_and_is_ended(tmp_path: Path, size: tuple[int, 
 
 
 @drill
-def test_a_host_that_stands_still_and_goes_on_restarts_the_job(tmp_path: Path) -> None:
-    """Its store answers again: the others settle there that it is out, and it ends its ranks. It does not find its way
-    back to its place yet: the job is restarted when the time is over."""
-    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
+@pytest.mark.parametrize("size", [(2, 1), (3, 1)], ids=str)
+def test_a_host_that_stands_still_and_goes_on_takes_its_place_again(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Its store answers again: the others settle there that it is out, it ends its ranks, and takes the place as any
+    other node. To torch all nodes are dead then, because none of them could write a heartbeat meanwhile."""
+    args = {(2, 1): STEP_S, (3, 1): THREE}[size]
+    undisturbed = plain(tmp_path, *size, *args)
     with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8, host=0, rejoin_timeout=30)
+        nodes = Nodes(stack, tmp_path / "hurt", *size, "--epochs", 2, *args, "--hold-at", 8, host=0, rejoin_timeout=400)
         by_rank = held(nodes)
-        host, other = by_rank[0], by_rank[1]
+        host, others = by_rank[0], [job for job in nodes.jobs if job is not by_rank[0]]
         stopped = stop(host)
         release(nodes)
-        other.wait_for(WAITS, 1, 200)
+        for job in others:
+            job.wait_for(WAITS, 1, 200)
         os.kill(stopped[0], signal.SIGCONT)
+        host.wait_for("this node was taken for lost", 1, 200)
         nodes.expect(0)
-        host.wait_for("this node was taken for lost")
-        assert nodes.end == undisturbed.end, nodes.report()
-        assert other.matches(WHY), nodes.report()
+        check(nodes, others, undisturbed, {0})
+        assert len(nodes.found("has taken the place of node 0")) == 1, nodes.report()
+        assert len(nodes.found(HOSTS)) == 1, nodes.report()
 
 
 @drill
