@@ -21,7 +21,16 @@ import torch
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import MAX_DIMS
 
-__all__ = ["SURROGATE", "DescribedTensors", "TensorEntry", "described_by", "entry_texts", "place_tensors"]
+__all__ = [
+    "SURROGATE",
+    "DescribedTensors",
+    "TensorEntry",
+    "described_by",
+    "entries_of",
+    "entries_of_own_text",
+    "entry_texts",
+    "place_tensors",
+]
 
 _MOST_KEPT = 1 << 20  # characters: four such texts and what was read of them stay in memory
 _TOO_LARGE = 1 << 62

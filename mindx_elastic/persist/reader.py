@@ -3,8 +3,8 @@
 Each tensor has memory of its own, so that one that outlives the rest does not keep the whole file in memory, and that
 one that is resized has no neighbours. Large ones are read straight into it; small ones of one type that follow each
 other are read together and then copied apart. A few threads each read and hash their own tensors: preadv and xxh3
-release the GIL. Very small ones are read by the caller's thread alone: they take more time in Python than in the kernel,
-and several threads take twice the CPU time for it, waiting for each other's GIL.
+release the GIL. Very small ones are read by the caller's thread alone: they take more time in Python than in the
+kernel, and several threads take twice the CPU time for it, waiting for each other's GIL.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _apart(run: _Run, data: torch.Tensor) -> dict[str, torch.Tensor]:
     split: Any = torch.split_with_sizes_copy  # torch's own stub says that it returns nothing
     shape = run[0].shape
     inner = shape[1:]
-    if shape and all(inner) and all([len(entry[2]) == len(shape) and entry[2][1:] == inner for entry in run]):
+    if shape and all(inner) and {entry[2][1:] if entry[2] else None for entry in run} == {inner}:
         # Cut along their first dimension: a view of each would take longer than the cutting.
         rows: Sequence[torch.Tensor] = split(data.view(-1, *inner), [entry[2][0] for entry in run])
         return {entry[0]: tensor for entry, tensor in zip(run, rows, strict=True)}
