@@ -41,7 +41,8 @@ class InProcessBatches(Iterator[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         """`loader`: one that `can_be_in_process`."""
         self._next_keys = iter(loader.batch_sampler).__next__  # type: ignore[arg-type]
-        self._fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, loader.drop_last).fetch
+        fetcher: Any = _MapDatasetFetcher  # torch has no types for it
+        self._fetch: Callable[[Any], Any] = fetcher(loader.dataset, True, loader.collate_fn, loader.drop_last).fetch
 
     def __next__(self) -> Any:
         if _is_profiled():

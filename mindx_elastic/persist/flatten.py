@@ -106,7 +106,8 @@ class _Encoder:
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
         if {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:  # type: ignore[index]
-            inner, tensor, encode = depth + 1, self._tensor, self.encode
+            inner, encode = depth + 1, self.encode
+            tensor: Callable[[Any, str, int], Tree] = self._tensor
             within = inner < MAX_DEPTH
             return {  # without a call for what most items are
                 key: tensor(item, _join(where, key), inner)
