@@ -168,7 +168,8 @@ class CheckpointInfo:
             problem = f"nested deeper than {_MAX_APPEND_INFO_DEPTH} levels, or it contains itself"
             raise UnsupportedStateError("append_info", problem)
         try:
-            return json.dumps(asdict(self))
+            # Only the user's facts may have dataclasses in them; without any, a copy would be made in every snapshot.
+            return json.dumps(asdict(self) if self.append_info else vars(self))
         except (TypeError, ValueError, RecursionError) as error:
             raise UnsupportedStateError("append_info", f"{error}; give numbers, strings, lists and dicts") from None
 
