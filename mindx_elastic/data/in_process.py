@@ -1,8 +1,8 @@
 """Batches of a DataLoader without workers, made in the thread that asks for them.
 
-torch's own iterator for that keeps a record for a profiler around each batch, running or not, which takes a third of
-the time in which a batch of small samples is loaded. Here there is one while a profiler runs. What else torch's
-iterator has to do (pinned memory, data pipes, time-outs that it refuses) is left to it.
+torch's own iterator for that keeps a record for a profiler around each batch, running or not; without it and the rest
+of its frame a small sample is loaded in three quarters of the time. Here there is a record while a profiler runs. What
+else torch's iterator has to do (pinned memory, data pipes, time-outs that it refuses) is left to it.
 """
 
 from __future__ import annotations
