@@ -1,6 +1,7 @@
 """What a guard adds to a whole step in which nothing happens, in a natural loop of steps of about 1 ms.
 
     python benchmarks/bench_idle_step.py [--cases mlp,busy,batchnorm] [--ranks 1] [--rounds 15] [--steps 100]
+        [--snapshot-every 1] [--busy-ms 10] [--size 64]
 
 The loop has a `ResumableLoader` without workers, AdamW, one scheduler and ``guard.step_end(loss=loss)``. Cases:
 
@@ -16,6 +17,11 @@ the bare ones run without its optimizer hooks, and its first twelve steps do not
 * step_end: the time inside `step_end`, in the loop
 
 Of each the mean, the median and the best tenth of the steps, which shows least of what else runs on the machine.
+* cpu: what the training thread's own CPU time of a block grows by, a step; the least that other programs can disturb
+
+``--snapshot-every 1`` (or a number, or auto) has the guard make snapshots in shared memory meanwhile; ``--busy-ms``
+gives the case busy longer steps, and ``--size`` a network of so many MiB of parameters. `longer` is the median of what
+is added beside a bare step.
 
 With ``--ranks 2`` it starts torchrun by itself, wraps the network in DDP, and the boundaries go to shared memory.
 """
@@ -63,17 +69,21 @@ def _batchnorm() -> nn.Module:
 
 
 CASES = {"mlp": _mlp, "busy": lambda: nn.Linear(64, 10), "batchnorm": _batchnorm}
+Block = tuple[list[float], float]
+"""Seconds of each step, and CPU seconds of the thread a step."""
 
 
 class Job:
     """The objects of one training."""
 
-    def __init__(self, case: str) -> None:
+    def __init__(self, case: str, *, busy_s: float = _BUSY_S, extra_mib: float = 0.0) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = CASES[case]()
+        if extra_mib:
+            self.model.register_parameter("extra", nn.Parameter(torch.randn(int(extra_mib * 2**18))))
         if dist.is_initialized():
             self.model = nn.parallel.DistributedDataParallel(self.model)
-        self.busy_s = _BUSY_S if case == "busy" else 0.0
+        self.busy_s = busy_s if case == "busy" else 0.0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10**6)
         data = torch.utils.data.TensorDataset(torch.randn(1 << 16, 64), torch.randint(0, 10, (1 << 16,)))
@@ -93,23 +103,24 @@ class Job:
             pass
         return loss
 
-    def bare(self, steps: int) -> list[float]:
-        """Seconds of each step."""
+    def bare(self, steps: int) -> Block:
         times: list[float] = []
-        before = 0.0
+        before = cpu = 0.0
         for x, y in self.batches(_WARM_UP + steps):
             loss = self.step(x, y)
             now = _clock()
             times.append(now - before)
             before = now
+            if len(times) == _WARM_UP:
+                cpu = time.thread_time()
         del loss
-        return times[_WARM_UP:]
+        return times[_WARM_UP:], (time.thread_time() - cpu) / steps
 
-    def guarded(self, steps: int, guard: mx.Guard) -> tuple[list[float], list[float]]:
-        """Seconds of each step, and of each `step_end`."""
+    def guarded(self, steps: int, guard: mx.Guard) -> tuple[Block, list[float]]:
+        """The block, and the seconds of each `step_end`."""
         times: list[float] = []
         inside: list[float] = []
-        before = 0.0
+        before = cpu = 0.0
         with guard:
             for x, y in self.batches(_WARM_UP + steps):
                 loss = self.step(x, y)
@@ -119,17 +130,20 @@ class Job:
                 times.append(now - before)
                 inside.append(now - at)
                 before = now
-        return times[_WARM_UP:], inside[_WARM_UP:]
+                if len(times) == _WARM_UP:
+                    cpu = time.thread_time()
+            cpu = (time.thread_time() - cpu) / steps
+        return (times[_WARM_UP:], cpu), inside[_WARM_UP:]
 
 
-def measure(case: str, folder: Path, *, rounds: int, steps: int) -> dict[str, float]:
+def measure(job: Job, folder: Path, *, rounds: int, steps: int, snapshot_every: int | str) -> dict[str, float]:
     """Microseconds, by name."""
-    job = Job(case)
-    bare: list[list[float]] = [job.bare(steps)]
-    guarded: list[list[float]] = []
+    bare: list[Block] = [job.bare(steps)]
+    guarded: list[Block] = []
     inside: list[float] = []
     for _ in range(rounds):
-        options: dict[str, Any] = {"resume": "never", "final_save": False, "directory": folder / case}
+        options: dict[str, Any] = {"resume": "never", "final_save": False, "directory": folder}
+        options["snapshot_every"] = snapshot_every
         guard = mx.Guard(
             model=job.model, optimizer=job.optimizer, lr_scheduler=job.scheduler, loader=job.loader, **options
         )
@@ -137,13 +151,17 @@ def measure(case: str, folder: Path, *, rounds: int, steps: int) -> dict[str, fl
         guarded.append(times)
         inside += ends
         bare.append(job.bare(steps))
-    around = [[*one, *other] for one, other in itertools.pairwise(bare)]
-    pairs = list(zip(guarded, around, strict=True))
+    around = [[*one[0], *other[0]] for one, other in itertools.pairwise(bare)]
+    pairs = [(own[0], other) for own, other in zip(guarded, around, strict=True)]
+    cpus = [
+        own[1] - (one[1] + other[1]) / 2 for own, (one, other) in zip(guarded, itertools.pairwise(bare), strict=True)
+    ]
     found = {
-        "bare step": statistics.median(itertools.chain(*bare)),
+        "bare step": statistics.median(itertools.chain(*(times for times, _ in bare))),
         "added: mean": statistics.median(statistics.fmean(own) - statistics.fmean(other) for own, other in pairs),
         "median": statistics.median(statistics.median(own) - statistics.median(other) for own, other in pairs),
         "best tenth": statistics.median(_best(own) - _best(other) for own, other in pairs),
+        "cpu": statistics.median(cpus),
         "step_end: mean": statistics.fmean(inside),
         "median ": statistics.median(inside),
         "best tenth ": _best(inside),
@@ -161,6 +179,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--snapshot-every", default="0", help="steps between snapshots in shared memory, or auto")
+    parser.add_argument("--busy-ms", type=float, default=1e3 * _BUSY_S, help="of a step of the case busy")
+    parser.add_argument("--size", type=float, default=0.0, help="MiB of parameters beside those of the case")
     args = parser.parse_args()
     if args.ranks > 1 and "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
@@ -180,10 +201,15 @@ def main() -> None:
         if dist.is_initialized():
             dist.broadcast_object_list(shared)
         for case in args.cases.split(","):
-            rows = measure(case, Path(shared[0]), rounds=args.rounds, steps=args.steps)
+            job = Job(case, busy_s=args.busy_ms / 1e3, extra_mib=args.size)
+            every = args.snapshot_every if args.snapshot_every == "auto" else int(args.snapshot_every)
+            folder_of = Path(shared[0]) / case
+            rows = measure(job, folder_of, rounds=args.rounds, steps=args.steps, snapshot_every=every)
             if leads:
                 print(
-                    f"{case:10s}" + "  ".join(f"{name.strip()} {value:6.1f}" for name, value in rows.items()),
+                    f"{case:10s}"
+                    + "  ".join(f"{name.strip()} {value:6.1f}" for name, value in rows.items())
+                    + f"  longer {rows['median'] / rows['bare step']:.2%}",
                     flush=True,
                 )
         if dist.is_initialized():

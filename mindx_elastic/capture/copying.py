@@ -110,7 +110,7 @@ def map_containers(value: Any) -> Any:
     if isinstance(value, dict):
         copied = value.copy()
         for key, item in value.items():
-            if type(item) not in _ATOMS:
+            if type(item) not in _ATOMS and type(item) is not torch.Tensor:
                 copied[key] = map_containers(item)
         return copied
     if kind in (list, tuple):

@@ -263,12 +263,16 @@ def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
     return dict(map_containers(state))
 
 
+_PLAIN = frozenset((torch.Tensor, int, float, bool, str, type(None)))
+
+
 def _has_dtensor(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(map(_has_dtensor, value.values()))
-    if isinstance(value, (list, tuple, deque)):
-        return any(map(_has_dtensor, value))
-    return isinstance(value, DTensor)
+        value = value.values()
+    elif not isinstance(value, (list, tuple, deque)):
+        return isinstance(value, DTensor)
+    # No call for what most items are: this is asked in every snapshot.
+    return any(type(each) not in _PLAIN and _has_dtensor(each) for each in value)
 
 
 def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:

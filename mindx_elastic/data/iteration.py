@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mindx_elastic.data.in_process import InProcessBatches, can_be_in_process
 from mindx_elastic.data.position import Cursor
 from mindx_elastic.data.track import fetching
 from mindx_elastic.data.workers import WorkerSet, open_iterator
@@ -153,7 +154,8 @@ class Engine:
         With persistent workers `build` is called the first time only, and the workers are kept here.
         """
         if not persistent:
-            return open_iterator(build())
+            loader = build()
+            return (InProcessBatches(loader), None) if can_be_in_process(loader) else open_iterator(loader)
         if self._torch_iterator is None:
             self._torch_loader = build()
             self._torch_iterator, self._workers = open_iterator(self._torch_loader)

@@ -140,6 +140,8 @@ class EpochPlan:
 
     def consumed(self, batches: int) -> int:
         """Samples of the epoch that all ranks together have consumed after `batches` batches of each."""
+        if batches <= self.full and self.num_ranks == self.world_size:  # asked after every batch
+            return self.start + batches * self.step
         if self.num_ranks == self.world_size:
             end = self._end(batches)
         else:
@@ -261,5 +263,5 @@ class ResumableBatchSampler(Sampler[list[Key]]):
             yield from indices.tolist()
             return
         seeds = mix_array(prefix, indices.astype(np.uint64))
-        for seed_row, index_row in zip(seeds, indices, strict=True):
-            yield list(zip(seed_row.tolist(), index_row.tolist(), strict=True))
+        for seed_row, index_row in zip(seeds.tolist(), indices.tolist(), strict=True):
+            yield list(zip(seed_row, index_row))  # noqa: B905  # of one shape

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -41,8 +41,10 @@ from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.guard.witness import HEARD_S, Witness
 from mindx_elastic.platforms.launchers import current_ranks
+
+if TYPE_CHECKING:
+    from mindx_elastic.guard.witness import Witness
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
@@ -489,7 +491,7 @@ class Guard(LayeredGuard):
             and not at_tail
             and self._witness.at_boundary(self._loops.position, is_cut=self._cut)
         ):
-            self._step_gate.wait_for_limit(HEARD_S)
+            self._step_gate.wait_for_limit(self._witness.heard_s)
         if self._step_gate.arrive(step):
             self._checks.before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import RankInfo, RedundancySettings, Settings
+from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
@@ -37,7 +37,9 @@ from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.start_again import start_again
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.guard.witness import open_witness
+
+if TYPE_CHECKING:
+    from mindx_elastic.guard.witness import Witness
 
 __all__ = ["Opening"]
 
@@ -69,7 +71,7 @@ class Opening:
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""
         self._open_log(stack)
-        self.witness = open_witness(ranks)
+        self.witness = _open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
         copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
@@ -247,3 +249,12 @@ class Opening:
                     "that training had ended: its last epoch comes once more without batches, for what follows it"
                 )
         return start
+
+
+def _open_witness(ranks: RankInfo) -> Witness | None:
+    """See `guard.witness`; None: this is an ordinary run."""
+    if ProveSettings.from_env().control is None:
+        return None
+    from mindx_elastic.guard.witness import open_witness  # no other run even loads it
+
+    return open_witness(ranks)

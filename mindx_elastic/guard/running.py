@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -23,8 +24,6 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
-from mindx_elastic.cluster.group import current_member
-from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
@@ -100,7 +99,8 @@ class Place:
     ) -> None:
         """The guard is open."""
         member = self.member
-        if isinstance(member, ClusterMember):
+        cluster = sys.modules.get("mindx_elastic.cluster.rejoin")
+        if cluster is not None and isinstance(member, cluster.ClusterMember):
             member.events = stopper.saver.events
         groups.devices.look()
         stopper.update_gate.before_update = member.before_update if groups.devices.is_used else None
@@ -183,7 +183,9 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
 def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
     """The process's member; None: a death restarts the job. `targets`: what the guard keeps."""
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
-    link = current_member() if agent is None else None
+    # Whoever belongs to a dynamic cluster has imported it: nobody else loads its 12 modules.
+    group = sys.modules.get("mindx_elastic.cluster.group")
+    link = group.current_member() if agent is None and group is not None else None
     if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.
@@ -197,11 +199,14 @@ def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
         _tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
-    if link is not None and (why_not := cluster_problem(link)):
-        _tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
-        return None
-    if not _members and link is not None:
-        _members.append(ClusterMember(settings, ranks, link))
+    if link is not None:
+        from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
+
+        if why_not := cluster_problem(link):
+            _tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
+            return None
+        if not _members:
+            _members.append(ClusterMember(settings, ranks, link))
     elif not _members:
         assert agent is not None
         _members.append((NodesMember if several else Member)(settings, ranks, agent))

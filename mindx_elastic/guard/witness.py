@@ -54,10 +54,8 @@ from mindx_elastic.prove.records import MOST_FORWARDS
 if TYPE_CHECKING:
     from mindx_elastic.drill.inject import Injector
 
-__all__ = ["HEARD_S", "Witness", "open_witness"]
+__all__ = ["Witness", "open_witness"]
 
-HEARD_S = 60.0
-"""How long a boundary waits until its stop has been heard."""
 _MOST_BATCHES = 8  # a step
 _MOST_PARTS = 16  # of a batch
 _LOADER = re.compile(r"loader(_\d+)?")
@@ -94,6 +92,9 @@ def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
 
 class Witness:
     """One per entered guard."""
+
+    heard_s = 60.0
+    """How long a boundary waits until its stop has been heard."""
 
     def __init__(self, control: Control, ranks: RankInfo) -> None:
         self._control, self._ranks = control, ranks

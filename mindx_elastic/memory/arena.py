@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class ArenaFile:
         interpreter's lock is not held.
         """
         assert self.map is not None
-        madvise = ctypes.CDLL(None).madvise
+        madvise = _libc().madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         anchor = ctypes.c_char.from_buffer(self.map)
         while self._present < self.size:
@@ -167,6 +168,12 @@ class ArenaFile:
             with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
                 self.map.close()
             self.map = None
+
+
+@cache
+def _libc() -> Any:
+    """Once: each opening of a library makes a class."""
+    return ctypes.CDLL(None)
 
 
 def _no_room(path: Path, nbytes: int) -> str:

@@ -19,6 +19,7 @@ import mmap
 import os
 import queue
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,15 +104,22 @@ class BlockWriter:
             return None
         return thread
 
-    def put_tensor(self, tensor: torch.Tensor) -> str:
-        """As `put`, of a tensor of any type and shape: its bytes in the order of the file."""
-        begin, end = self._fill, self._fill + tensor.nbytes
-        if tensor.nbytes <= _PIECE_BYTES and end <= BLOCK_BYTES and tensor.is_cpu and tensor.is_contiguous():
-            # A state of many small tensors costs as many calls of everything: no view, no digest object, one copy.
-            ctypes.memmove(self._addresses[self._current] + begin, tensor.data_ptr(), tensor.nbytes)
-            self._fill = end
-            return xxhash.xxh3_128_hexdigest(self._views[self._current][begin:end])
-        return self.put(flat_bytes(tensor))
+    def put_tensors(self, tensors: Iterable[tuple[str, torch.Tensor, int]]) -> dict[str, str]:
+        """As `put`, of tensors of any type and shape, in the order of the file: name, tensor, bytes. Their digests by
+        name."""
+        digests: dict[str, str] = {}
+        # A state of many small tensors costs as many calls of everything: no view, no digest object, one copy.
+        copy, digest_of = ctypes.memmove, xxhash.xxh3_128_hexdigest
+        for name, tensor, nbytes in tensors:
+            begin = self._fill
+            end = begin + nbytes
+            if nbytes <= _PIECE_BYTES and end <= BLOCK_BYTES and tensor.is_cpu and tensor.is_contiguous():
+                copy(self._addresses[self._current] + begin, tensor.data_ptr(), nbytes)
+                self._fill = end
+                digests[name] = digest_of(self._views[self._current][begin:end])
+            else:
+                digests[name] = self.put(flat_bytes(tensor))
+        return digests
 
     def put(self, data: torch.Tensor) -> str:
         """Append the bytes of a flat uint8 tensor on any device; returns their xxh3-128 in hex.

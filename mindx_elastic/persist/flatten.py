@@ -105,8 +105,16 @@ class _Encoder:
             self._in_key = outer
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, _join(where, key), depth + 1) for key, item in value.items()}
+        if {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:  # type: ignore[index]
+            inner, encode = depth + 1, self.encode
+            tensor: Callable[[Any, str, int], Tree] = self._tensor
+            within = inner < MAX_DEPTH
+            return {  # without a call for what most items are
+                key: tensor(item, _join(where, key), inner)
+                if type(item) in _TENSORS and within
+                else encode(item, _join(where, key), inner)
+                for key, item in value.items()
+            }
         return {"$map": self._pairs(value, where, depth)}
 
     def _pairs(self, value: Mapping[Any, Any], where: str, depth: int) -> list[Tree]:
@@ -210,7 +218,8 @@ class _Encoder:
 
     def _add(self, tensor: torch.Tensor, where: str) -> str:
         # Lone surrogates are legal in a Python string and illegal in a file that other readers open.
-        base = where.encode("utf-8", "replace").decode() or "state"
+        base = where if where.isascii() else where.encode("utf-8", "replace").decode()
+        base = base or "state"
         name, count = base, 1
         while name in self.tensors or name == "__metadata__":
             count += 1
@@ -219,6 +228,7 @@ class _Encoder:
         return name
 
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {
     list: _Encoder._list,
     tuple: _Encoder._tuple,

@@ -26,15 +26,12 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property, lru_cache
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import xxhash
 
 from mindx_elastic.core.division import Division
@@ -48,8 +45,16 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from mindx_elastic.persist.dtypes import BY_NAME, NAMES
-from mindx_elastic.persist.flatten import MAX_DEPTH, MAX_DIMS, Tree, flatten
+from mindx_elastic.persist.dtypes import BY_NAME
+from mindx_elastic.persist.entries import (
+    SURROGATE,
+    DescribedTensors,
+    TensorEntry,
+    described_by,
+    entry_texts,
+    place_tensors,
+)
+from mindx_elastic.persist.flatten import MAX_DEPTH, Tree, flatten
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = [
@@ -90,13 +95,11 @@ _MAX_APPEND_INFO_DEPTH = 64
 _MAX_LAYOUT_DEPTH = 16
 _MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that JSON cannot hold as an object takes three levels
 
-_DIGESTS = re.compile(r"(?:[0-9a-f]{32},)*")  # matched against all at once
+_DIGESTS = re.compile(r"[0-9a-f]*")  # matched against all at once
 _OUR_BEGINNING = b'{"__metadata__":'
 _DECODER = json.JSONDecoder()
-_MOST_KEPT = 1 << 20  # characters: four such texts and what was read of them stay in memory
 _DIGESTS_KEY = b'"mindx.digests":'
 _HEADER_DIGEST_KEY = b'"mindx.header_digest":'
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_HEADER_ITEMS = 1_000_000
 _PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
 _HEADER_DIGEST = re.compile(re.escape(_HEADER_DIGEST_KEY) + rb'"([0-9a-f]{32})"')
@@ -165,7 +168,8 @@ class CheckpointInfo:
             problem = f"nested deeper than {_MAX_APPEND_INFO_DEPTH} levels, or it contains itself"
             raise UnsupportedStateError("append_info", problem)
         try:
-            return json.dumps(asdict(self))
+            # Only the user's facts may have dataclasses in them; without any, a copy would be made in every snapshot.
+            return json.dumps(asdict(self) if self.append_info else vars(self))
         except (TypeError, ValueError, RecursionError) as error:
             raise UnsupportedStateError("append_info", f"{error}; give numbers, strings, lists and dicts") from None
 
@@ -210,7 +214,7 @@ def _one_text(reason: str) -> str:
 
 def _is_plain(text: object) -> bool:
     """Whether it is a text of reasonable length that every encoding can express."""
-    return isinstance(text, str) and len(text) <= _MAX_TEXT and not _SURROGATE.search(text)
+    return isinstance(text, str) and len(text) <= _MAX_TEXT and not SURROGATE.search(text)
 
 
 def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can be of any type
@@ -256,27 +260,6 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
     if not all(isinstance(each, str) for each in info.unmanaged):
         return "unmanaged must be strings"
     return None
-
-
-class TensorEntry(NamedTuple):
-    """One tensor's place in the file."""
-
-    name: str
-    dtype: str
-    """The safetensors type name, for example "F32"."""
-    shape: tuple[int, ...]
-    start: int
-    """First byte, counted from the start of the data section."""
-    end: int
-    """One past the last byte."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return BY_NAME[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -329,25 +312,6 @@ class Header:
         return entry.dtype, entry.shape
 
 
-def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
-    """Place tensors (of types in `dtypes.NAMES`) into the data section, widest elements first, then as given."""
-    by_width: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for item in tensors.items():
-        by_width.setdefault(item[1].element_size(), []).append(item)
-    entries = []
-    shapes: dict[torch.Size, tuple[int, ...]] = {}  # one object each: the garbage collector looks at every one
-    position = 0
-    for width in sorted(by_width, reverse=True):
-        for name, tensor in by_width[width]:
-            end = position + tensor.numel() * width
-            shape = shapes.get(tensor.shape)
-            if shape is None:
-                shape = shapes[tensor.shape] = tuple(tensor.shape)
-            entries.append(TensorEntry(name, NAMES[tensor.dtype], shape, position, end))
-            position = end
-    return entries
-
-
 def draft_header(
     info: CheckpointInfo,
     tree: Tree,
@@ -363,7 +327,7 @@ class HeaderDraft:
     """Headers of files with the same tensors: what is said of each tensor is written once."""
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
-        self._entries = ",".join(_entry_texts(entries))
+        self._entries = ",".join(entry_texts(entries))
         self._digests = json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST))
 
     def header(
@@ -401,17 +365,6 @@ class HeaderDraft:
             problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
             raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
         return struct.pack("<Q", len(text)) + text
-
-
-def _entry_texts(entries: Iterable[TensorEntry]) -> Iterator[str]:
-    """Each entry's JSON; a third of the time that a dict of dicts takes."""
-    quoted = json.JSONEncoder().encode
-    kinds: dict[tuple[str, tuple[int, ...]], str] = {}
-    for name, dtype, shape, start, end in entries:
-        kind = kinds.get((dtype, shape))
-        if kind is None:
-            kind = kinds[dtype, shape] = f'"dtype":"{dtype}","shape":{json.dumps(shape, separators=(",", ":"))}'
-        yield f'{quoted(name)}:{{{kind},"data_offsets":[{start},{end}]}}'
 
 
 def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
@@ -511,46 +464,20 @@ def _read_raw(fd: int, size: int) -> bytes:
     return prefix + text
 
 
-class _Tensors:
-    """What a header says of its tensors, read and checked once for all files that say the same.
-
-    The files of thousands of ranks and steps differ in their metadata, and the rest is the same text.
-    """
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-    @cached_property
-    def entries(self) -> dict[str, TensorEntry]:
-        """Raises ValueError and others for a malformed description."""
-        return _entries(self.content)
-
-
-def _split(raw: bytes) -> tuple[Any, _Tensors]:
+def _split(raw: bytes) -> tuple[Any, DescribedTensors]:
     """The metadata of a header, and its tensors. Raises ValueError for what is not JSON."""
     text = raw[8:].decode("utf-8", "surrogatepass") if raw.startswith(_OUR_BEGINNING, 8) else ""
     if text:
         metadata, end = _DECODER.raw_decode(text, len(_OUR_BEGINNING))
         rest = text[end:]
         if rest.startswith((",", "}")):
-            tensors = _tensors_of(rest) if len(rest) <= _MOST_KEPT else _Tensors(_rest(rest))
-            if "__metadata__" not in tensors.content:
+            tensors = described_by(rest)
+            if "__metadata__" not in tensors:
                 return metadata, tensors
     content = json.loads(raw[8:])
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
-    return content.pop("__metadata__", {}), _Tensors(content)
-
-
-def _rest(rest: str) -> dict[str, Any]:
-    """The JSON object from behind its first value on."""
-    content: dict[str, Any] = json.loads("{" + rest.removeprefix(","))
-    return content
-
-
-@lru_cache(maxsize=4)
-def _tensors_of(rest: str) -> _Tensors:
-    return _Tensors(_rest(rest))
+    return content.pop("__metadata__", {}), DescribedTensors(content)
 
 
 def _metadata(metadata: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
@@ -571,13 +498,15 @@ def _metadata(metadata: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
     raise ValueError("its digest does not match: bits have changed, or another program has rewritten it")
 
 
-def _checked(tensors: _Tensors, metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
+def _checked(tensors: DescribedTensors, metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
     entries = tensors.entries
     data_start, data_size = len(raw), max((entry.end for entry in entries.values()), default=0)
     if size != data_start + data_size:
         raise ValueError(f"the file has {size} bytes instead of {data_start + data_size}; truncated or overwritten")
     digests = json.loads(metadata["mindx.digests"])
-    if digests.keys() != entries.keys() or not _DIGESTS.fullmatch("".join([f"{text}," for text in digests.values()])):
+    texts = digests.values()
+    is_sound = set(map(len, texts)) <= {len(NO_DIGEST)} and _DIGESTS.fullmatch("".join(texts))
+    if digests.keys() != entries.keys() or not is_sound:
         raise ValueError("the digests do not belong to the tensors")
     layout = json.loads(metadata.get("mindx.layout", "{}"))
     if not isinstance(layout, dict) or _is_deeper(layout, _MAX_LAYOUT_DEPTH):
@@ -612,59 +541,3 @@ def _held(record: Any, entries: Mapping[str, TensorEntry]) -> Held:
     if not isinstance(sample, str) or len(sample) > _MAX_TEXT:
         raise ValueError("the sample of a divided state is not a text")
     return Held(division, parts, sample)
-
-
-def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    _check_names_and_numbers(content)
-    entries = []
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # of each type and shape, of which there are few
-    for name, value in content.items():
-        start, end = value["data_offsets"]
-        shape, dtype = tuple(value["shape"]), value["dtype"]
-        nbytes = sizes.get((dtype, shape))
-        if nbytes is None:
-            nbytes = sizes[dtype, shape] = _nbytes(name, dtype, shape, end - start)
-        if end - start != nbytes:
-            raise _misfit(name, end - start)
-        entries.append(TensorEntry(name, dtype, shape, start, end))
-    entries.sort(key=itemgetter(3, 4))  # start, end
-    position = 0
-    for entry in entries:
-        if entry[3] != position:
-            raise ValueError(f"tensor {entry.name} starts at {entry.start} instead of {position}: gap or overlap")
-        position = entry[4]
-    return {entry[0]: entry for entry in entries}
-
-
-def _check_names_and_numbers(content: Mapping[str, Any]) -> None:
-    """Look at all of them at once, and for the first bad one only where there is one."""
-    numbers: list[Any] = []
-    for value in content.values():
-        numbers += value["data_offsets"]
-        numbers += value["shape"]
-    sound = set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 1 << 62
-    if sound and not _SURROGATE.search("\n".join(content)):
-        return
-    for name, value in content.items():
-        if _SURROGATE.search(name):
-            raise ValueError(f"tensor {name!a:.80}: a name with surrogates")
-        if not all(type(each) is int and 0 <= each < 1 << 62 for each in (*value["data_offsets"], *value["shape"])):
-            raise ValueError(f"tensor {name:.80}: malformed shape or offsets")
-
-
-def _misfit(name: str, nbytes: int) -> ValueError:
-    return ValueError(f"tensor {name:.80}: {nbytes} bytes do not fit its shape and type")
-
-
-def _nbytes(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> int:
-    """`nbytes` if a tensor of this type and shape has so many. Raises ValueError otherwise."""
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
-    if dtype not in BY_NAME:
-        raise ValueError(f"tensor {name:.80}: unknown type {dtype!r:.80}")
-    itemsize = BY_NAME[dtype].itemsize
-    if math.prod(shape) * itemsize != nbytes:
-        raise _misfit(name, nbytes)
-    if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
-        raise ValueError(f"tensor {name:.80}: its shape needs more bytes than a tensor can have")
-    return nbytes

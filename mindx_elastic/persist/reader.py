@@ -3,7 +3,8 @@
 Each tensor has memory of its own, so that one that outlives the rest does not keep the whole file in memory, and that
 one that is resized has no neighbours. Large ones are read straight into it; small ones of one type that follow each
 other are read together and then copied apart. A few threads each read and hash their own tensors: preadv and xxh3
-release the GIL.
+release the GIL. Very small ones are read by the caller's thread alone: they take more time in Python than in the
+kernel, and several threads take twice the CPU time for it, waiting for each other's GIL.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _PIECE_BYTES = 8 << 20  # read, then hashed
 _BATCH_BYTES = 8 << 20  # small tensors are handed to a thread together
 _RUN_BYTES = 256 << 10  # and read together: they are hashed and copied while they are in the CPU's cache
 _SMALL_BYTES = 64 << 10
+_TINY_BYTES = 16 << 10  # runs of smaller tensors than this on average are read by one thread
 
 
 _Run = list[TensorEntry]
@@ -266,9 +268,13 @@ def _runs(entries: Iterable[TensorEntry], *, alone: Collection[str] = ()) -> Ite
 
 def _for_each(runs: Iterable[_Run], work: Callable[[_Run], None]) -> None:
     """Call `work` for all runs, in file order within a batch; the first error is raised after all have ended."""
-    batches = list(_batches(runs))
+    large: list[_Run] = []
+    tiny: list[_Run] = []
+    for run in runs:
+        (tiny if run[-1].end - run[0].start < _TINY_BYTES * len(run) and len(run) > 1 else large).append(run)
+    batches = list(_batches(large))
     if len(batches) <= 1:
-        for run in batches[0] if batches else ():
+        for run in [*batches[0], *tiny] if batches else tiny:
             work(run)
         return
 
@@ -277,7 +283,9 @@ def _for_each(runs: Iterable[_Run], work: Callable[[_Run], None]) -> None:
             work(run)
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read") as pool:
-        for _ in pool.map(work_batch, batches):
+        done = pool.map(work_batch, batches)
+        work_batch(tiny)
+        for _ in done:
             pass
 
 
@@ -302,12 +310,25 @@ def _read_run(fd: int, header: Header, run: _Run, path: Path, *, verify: bool) -
         if _fill_run(fd, header, run, data, path):
             if verify and (damaged := _damaged(header, run, data)):
                 raise _mismatch(damaged[0], path)
-            dtype = run[0].torch_dtype
-            sizes = [(end - start) // dtype.itemsize for _, _, _, start, end in run]
-            split: Any = torch.split_with_sizes_copy  # torch's own stub says that it returns nothing
-            flat: Sequence[torch.Tensor] = split(data.view(dtype), sizes)
-            return {entry[0]: tensor.view(entry[2]) for entry, tensor in zip(run, flat, strict=True)}
+            return _apart(run, data.view(run[0].torch_dtype))
     return {entry.name: _read_tensor(fd, header, entry, path, verify=verify) for entry in run}
+
+
+def _apart(run: _Run, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a run by name, each a copy. `data`: all of their elements."""
+    split: Any = torch.split_with_sizes_copy  # torch's own stub says that it returns nothing
+    shape = run[0].shape
+    inner = shape[1:]
+    if shape and all(inner) and {entry[2][1:] if entry[2] else None for entry in run} == {inner}:
+        # Cut along their first dimension: a view of each would take longer than the cutting.
+        rows: Sequence[torch.Tensor] = split(data.view(-1, *inner), [entry[2][0] for entry in run])
+        return {entry[0]: tensor for entry, tensor in zip(run, rows, strict=True)}
+    item = data.element_size()
+    flat: Sequence[torch.Tensor] = split(data, [(end - start) // item for _, _, _, start, end in run])
+    return {
+        entry[0]: tensor if len(entry[2]) == 1 else tensor.view(entry[2])
+        for entry, tensor in zip(run, flat, strict=True)
+    }
 
 
 def _problems_of(fd: int, header: Header, run: _Run, path: Path) -> list[str]:

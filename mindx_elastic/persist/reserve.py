@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
+from functools import partial
 
 import torch
 
@@ -21,6 +23,7 @@ __all__ = ["Reserve", "keep_reserve", "take_reserve"]
 
 _LEAST_BYTES = 4 << 20
 _BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors
+_TOUCH_S = 5.0  # it takes milliseconds; in a forked child, where the thread is missing, for ever
 
 
 _kept: list[Reserve] = []
@@ -53,12 +56,11 @@ class Reserve:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
-            for start in range(0, len(memory), mmap.PAGESIZE):
-                memory[start] = 0  # the kernel allocates the page now
         self._blocks = torch.frombuffer(self._ring, dtype=torch.uint8)
         self._in_use = threading.Lock()
         self.writer = ReadyThread("mindx-persist-write")
-        self.writer.start()
+        # Beside the start: the kernel takes 15 ms to allocate and clear the pages.
+        self._touched = self.writer.submit(partial(_touch, self._ring, self._room))
 
     @property
     def is_whole(self) -> bool:
@@ -73,11 +75,14 @@ class Reserve:
     def release(self) -> None:
         """Return the reserved room to the system. Call it when the save begins."""
         room, self._room = self._room, None
-        if room is not None:
+        # While its pages are being written to it cannot be closed; it then goes with the last reference.
+        if room is not None and self._touched.done.wait(_TOUCH_S):
             room.close()
 
     def take(self) -> torch.Tensor | None:
         """Take the ring; None while another save has it. `give_back` must follow."""
+        if not self._touched.done.wait(_TOUCH_S):  # zeros are being written to it
+            return None
         return self._blocks if self._in_use.acquire(blocking=False) else None
 
     def give_back(self) -> None:
@@ -87,3 +92,11 @@ class Reserve:
         """End the thread; the memory goes with the last reference."""
         self.release()
         self.writer.close()
+
+
+def _touch(*memories: mmap.mmap) -> None:
+    """Have the kernel allocate the pages of new memory now."""
+    for memory in memories:
+        view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        ctypes.memset(view, 0, len(memory))  # without the GIL
+        del view  # or the memory could not be closed

@@ -52,7 +52,7 @@ class _Decoder:
             return self._tensors[node["$tensor"]]
         tag = next((key for key in node if key.startswith("$")), None)
         if tag is None:
-            return {key: self.decode(item, depth + 1) for key, item in node.items()}
+            return self._dict(node, depth)
         if tag in _PLAIN:
             return _PLAIN[tag](node[tag])
         if tag in _CONTAINERS:
@@ -64,6 +64,15 @@ class _Decoder:
         if tag == "$blob":
             return self._tensors[node[tag]].numpy().tobytes()
         raise ValueError(f"unknown tag {tag!r}")
+
+    def _dict(self, node: dict[str, Tree], depth: int) -> dict[str, Any]:
+        tensors, decode = self._tensors, self.decode
+        return {  # without a call for what most items are
+            key: tensors[item["$tensor"]]
+            if type(item) is dict and len(item) == 1 and "$tensor" in item
+            else decode(item, depth + 1)
+            for key, item in node.items()
+        }
 
     def _container(self, tag: str, node: dict[str, Tree], depth: int) -> Any:
         if tag not in ("$map", "$odict", "$counter"):

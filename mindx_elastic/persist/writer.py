@@ -181,7 +181,8 @@ class _Save:
         pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
         blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held)
         with contextlib.closing(blocks):
-            digests = {entry.name: blocks.put_tensor(self.tensors[entry.name]) for entry in self.entries}
+            tensors = self.tensors
+            digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in self.entries)
             blocks.finish()
             self.write_header(blocks, digests)
 
