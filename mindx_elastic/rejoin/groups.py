@@ -31,6 +31,7 @@ __all__ = [
     "devices",
     "digest",
     "keep_timeout",
+    "make_default_anew",
     "missing_calls",
     "move_default_store",
     "my_groups",
@@ -40,6 +41,7 @@ __all__ = [
     "rename_default_store",
     "reset_ddp",
     "set_default_store",
+    "why_default_stays",
 ]
 
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
@@ -200,6 +202,37 @@ def rename_default_store(prefix: str) -> None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     set_default_store(dist.PrefixStore(prefix, store))
+
+
+def why_default_stays(modules: Sequence[DistributedDataParallel]) -> str:
+    """Why `make_default_anew` cannot be called; empty: it can."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from mindx_elastic.rejoin.spare import why_group_is_held
+
+    found = list(my_groups())
+    if len(found) != 1:
+        return f"there are {len(found)} process groups, and only the default one can get another size"
+    kinds = {kind for _, kind in found[0].backends}
+    if kinds != {"gloo"}:
+        return f"the process group uses {', '.join(sorted(kinds))}, and only gloo's can get another size"
+    handle = c10d._get_default_group()
+    if {id(module.process_group) for module in modules} - {id(handle)}:  # no closure, whose cell would hold it, too
+        return "DDP has a process group of its own"
+    return why_group_is_held(handle, modules)
+
+
+def make_default_anew(modules: Sequence[DistributedDataParallel]) -> None:
+    """Leave the default group, and meet the ranks that the environment tells of in a new one, with which `modules` go
+    on. The size of a group object never changes. All ranks of the new group together; raises what torch raises."""
+    from torch.distributed import distributed_c10d as c10d
+
+    timeout = next(_timeout_of(group) for group in my_groups())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timeout)
+    handle = c10d._get_default_group()
+    for module in modules:
+        module._update_process_group(handle)
 
 
 def keep_timeout(name: str, timeout: timedelta | None) -> None:

@@ -16,7 +16,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from mindx_elastic.capture.living import living_objects
@@ -32,6 +32,8 @@ __all__ = [
     "know_rank",
     "prepare",
     "promotion",
+    "redirect",
+    "why_group_is_held",
 ]
 
 UNFIT = 76
@@ -91,7 +93,7 @@ def know_rank() -> None:
     variables, *outputs = json.loads(_read_pipe(pipe))
     for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
         if path:
-            _redirect(stream, path)
+            redirect(stream, path)
     while _undo:
         _undo.pop()()
     os.environ.update(variables)
@@ -104,7 +106,8 @@ def _read_pipe(path: str) -> str:
         return pipe.readline()
 
 
-def _redirect(stream: TextIO, path: str) -> None:
+def redirect(stream: TextIO, path: str) -> None:
+    """Let `stream` of this process write to the file `path` from now on. Raises OSError."""
     stream.flush()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     os.dup2(fd, stream.fileno())
@@ -198,25 +201,30 @@ def _replace_default_group() -> None:
 
     provisional = c10d._get_default_group()
     modules = living_objects(DistributedDataParallel)
-    known = [vars(module) for module in modules] + [vars(c10d), vars(dist), vars(dist.group)]
-    world: Any = c10d._world
-    known += [value for name, value in vars(c10d).items() if name.startswith("_pg_") and isinstance(value, dict)]
-    known += [value for value in vars(world).values() if isinstance(value, dict)]
-    known += [world, vars(world), *modules, *getattr(world, "tags_to_pg", {}).values()]
-    others = [
-        each
-        for each in gc.get_referrers(provisional)
-        if not any(each is one for one in known) and each is not sys._getframe() and not _is_frame(each)
-    ]
-    if others or any(module._comm_hooks for module in modules):
-        end_unfit(
-            "DDP has a communication hook" if not others else f"a {type(others[0]).__name__} holds the default group"
-        )
+    if said := why_group_is_held(provisional, modules):
+        end_unfit(said)
     _replaced[provisional] = c10d._get_default_group
     dist.destroy_process_group()
     _make.pop()()
     for module in modules:
         module._update_process_group(c10d._get_default_group())
+
+
+def why_group_is_held(group: Any, modules: Sequence[Any]) -> str:
+    """Who else than torch and `modules` (DDP) holds the default group, so that another one cannot take its place;
+    empty: nobody."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    known = [vars(module) for module in modules] + [vars(c10d), vars(dist), vars(dist.group)]
+    world: Any = c10d._world
+    known += [value for name, value in vars(c10d).items() if name.startswith("_pg_") and isinstance(value, dict)]
+    known += [value for value in vars(world).values() if isinstance(value, dict)]
+    known += [world, vars(world), *modules, *getattr(world, "tags_to_pg", {}).values()]
+    others = [each for each in gc.get_referrers(group) if not any(each is one for one in known) and not _is_frame(each)]
+    if others:
+        return f"a {type(others[0]).__name__} holds the default group"
+    return "DDP has a communication hook" if any(module._comm_hooks for module in modules) else ""
 
 
 def end_unfit(reason: str) -> NoReturn:

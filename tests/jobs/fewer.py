@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mend-at", type=int, default=0, help="with fewer ranks: from here on all places work")
     parser.add_argument("--late", action="store_true", help="a trial does not see that a place is broken")
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--inside", action="store_true", help="ask for rank and world size in the function only")
     return parser.parse_args()
 
 
@@ -64,7 +65,8 @@ class Points(Dataset[Any]):
 class Job:
     def __init__(self, args: argparse.Namespace, place: int) -> None:
         self.args, self.place = args, place
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if not args.inside:
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
         self.model: Any = self.network
@@ -130,7 +132,9 @@ class Job:
 
     def train(self, guard: mx.Guard) -> None:
         args = self.args
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         say(f"READY {self.rank} {self.world_size} {guard.resumed_from_step}")
+        say(f"PID {self.rank} {self.world_size} {os.getpid()}")
         for epoch in guard.epochs(args.epochs):
             window = args.accumulate if args.deaf else guard.accumulation(args.accumulate)
             whole = len(self.loader) // window * window
