@@ -210,10 +210,12 @@ def why_default_stays(modules: Sequence[DistributedDataParallel]) -> str:
 
     from mindx_elastic.rejoin.spare import why_group_is_held
 
-    found = list(my_groups())
-    if len(found) != 1:
-        return f"there are {len(found)} process groups, and only the default one can get another size"
-    kinds = {kind for _, kind in found[0].backends}
+    # `my_groups` must not be kept here: what it gives holds the group, too.
+    number, kinds = 0, set[str]()
+    for each in [group.backends for group in my_groups()]:
+        number, kinds = number + 1, kinds | {kind for _, kind in each}
+    if number != 1:
+        return f"there are {number} process groups, and only the default one can get another size"
     if kinds != {"gloo"}:
         return f"the process group uses {', '.join(sorted(kinds))}, and only gloo's can get another size"
     handle = c10d._get_default_group()

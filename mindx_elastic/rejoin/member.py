@@ -281,6 +281,7 @@ class Member:
         try:
             entry = self._agree(self._board(generation), host, generation)
         except (RejoinFailed, NotOursError) as error:
+            self._hear_who_stays(generation)
             self.refuse(generation, str(error))
             raise RejoinFailed(str(error)) from None
         except Exception as error:  # the store is gone, a connection cannot be made
@@ -290,6 +291,15 @@ class Member:
             raise RejoinFailed(text) from error
         self.closed()
         return entry
+
+    def _hear_who_stays(self, generation: int) -> None:
+        """The agent's order to stop may have been faster than its note."""
+        if self.may_shrink and self.keeps is None:
+            key = f"{generation}/state"
+            try:
+                self.keeps = Keeps.from_json(self._board(generation).read([key]).get(key, {}).get("keeps"))
+            except Exception as error:
+                logger.debug("the store does not tell who stays: %s", error)
 
     def refuse(self, generation: int, reason: str) -> None:
         """Tell the coordinator why this rank does not go on; it ends the recovery, and need not wait for its time."""
