@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindx_elastic.capture.rng import capture_rng, restore_rng
+from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_json_object
@@ -59,7 +59,7 @@ class AsBuilt:
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._targets = targets
         self._facts = _facts(sys._getframe(), targets)
-        self._rng = capture_rng()
+        self._rng = pack_rng(capture_rng())
 
     def difference(self, seen: Mapping[str, Any]) -> str:
         """What another process has otherwise; empty: nothing."""
