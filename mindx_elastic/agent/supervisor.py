@@ -58,7 +58,7 @@ from mindx_elastic.agent.vacancies import Vacancy, round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
-from mindx_elastic.config import RejoinSettings
+from mindx_elastic.config import RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.status_page import Status
@@ -112,7 +112,7 @@ class Supervisor(LocalElasticAgent):
         self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._shrinking = shrinking
         self._kept: Kept | None = None
-        if shrinking is not None and options.in_place and num_nodes == 1:
+        if shrinking is not None and options.in_place and num_nodes == 1 and ShrinkSettings.from_env().in_place:
             self._kept = forks.kept = Kept(folder.path)
             shrinking.sees_ahead(folder.path)
         self._hang = HangWatch(options.hang_timeout_s)

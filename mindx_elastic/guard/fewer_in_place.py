@@ -11,11 +11,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.as_begun import AsBegun
+from mindx_elastic.guard.built import what_is_built
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.stopper import shorten_interpreter_exit
 from mindx_elastic.guard.variables import own_variables
@@ -40,17 +39,13 @@ from mindx_elastic.rejoin.spare import redirect
 
 __all__ = ["AsBuilt", "may_stay", "new_member", "note_what_is_built", "stay"]
 
-_DEPTH, _MOST = 4, 4000
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OWN = frozenset({"_length", "_settings"})
-"""Attributes that are worked out from others."""
 _MOST_NAMED = 5
 
 
 def note_what_is_built(targets: Mapping[str, Any]) -> None:
     """In a process that only shows what the program builds with another number of ranks: write it down."""
     if path := os.environ.get("MINDX_TRIAL_NOTE"):
-        write_file(Path(path), {"facts": _facts(sys._getframe(), targets)})
+        write_file(Path(path), {"facts": what_is_built(sys._getframe(), targets)})
 
 
 class AsBuilt:
@@ -58,12 +53,19 @@ class AsBuilt:
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._targets = targets
-        self._facts = _facts(sys._getframe(), targets)
+        self._facts = what_is_built(sys._getframe(), targets)
         self._rng = pack_rng(capture_rng())
 
     def difference(self, seen: Mapping[str, Any]) -> str:
         """What another process has otherwise; empty: nothing."""
         names = sorted(name for name in {*seen, *self._facts} if seen.get(name) != self._facts.get(name))
+        return listed(names, _MOST_NAMED) if names else ""
+
+    def changed(self, begun: AsBegun) -> str:
+        """The program's own variables that the training has changed, and that a new process would begin anew."""
+        before, kept = begun.variables or {}, {*map(id, self._targets.values())}
+        now = own_variables(sys._getframe(), kept, positions=True)
+        names = sorted(name for name, digest in now.items() if name in before and before[name] != digest)
         return listed(names, _MOST_NAMED) if names else ""
 
     def put_back(self) -> None:
@@ -89,6 +91,13 @@ def stay(member: Member, built: AsBuilt, begun: AsBegun, targets: Mapping[str, A
     if order is None:
         return False
     before = member.ranks
+    if before.rank == min(member.keeps.ranks if member.keeps else (0,)) and (names := built.changed(begun)):
+        logger.warning(
+            "%s: the training has changed this, and the guard does not keep it: the ranks that go on have it as it is, "
+            "where a restart would begin it anew. If the training depends on it, name it in Guard(stateful={...}), or "
+            "set it in the function that guard.run calls",
+            names,
+        )
     _follow(order)
     ranks = RankInfo.from_env()
     ddp = ddp_modules(targets)
@@ -166,8 +175,8 @@ def new_member() -> Member | None:
 
 def may_stay() -> bool:
     """Whether this job may go on with fewer ranks in place: then it has to be known what the program builds."""
-    settings = RejoinSettings.from_env()
-    return bool(ShrinkSettings.from_env().full_size) and settings.num_nodes == 1 and AgentInfo.from_env() is not None
+    settings, shrink = RejoinSettings.from_env(), ShrinkSettings.from_env()
+    return shrink.in_place and bool(shrink.full_size) and settings.num_nodes == 1 and AgentInfo.from_env() is not None
 
 
 def _fixed_ranks(loader: ResumableLoader) -> tuple[Any, ...]:
@@ -178,50 +187,3 @@ def _move(loader: ResumableLoader, before: RankInfo, now: RankInfo) -> None:
     if _fixed_ranks(loader) == (before.rank, before.world_size):
         loader._sampler.ranks = partial(rank_and_world_size, now.rank, now.world_size)
     loader._settings = None
-
-
-def _facts(frame: FrameType, targets: Mapping[str, Any]) -> dict[str, str]:
-    """The program's variables, and the plain attributes of what the guard keeps, by name."""
-    found = own_variables(frame, (), positions=True)
-    own = RankInfo.from_env()
-    waiting: deque[tuple[str, Any, int]] = deque((name, target, 0) for name, target in targets.items())
-    known: set[int] = set()
-    while waiting and len(found) < _MOST:
-        name, value, depth = waiting.popleft()
-        if type(value) in _PLAIN:
-            found.setdefault(f"{name} (kept by the guard)", repr(value))
-        elif isinstance(value, (torch.Tensor, nn.Module)) or id(value) in known or depth > _DEPTH:
-            continue
-        else:
-            known.add(id(value))
-            fixed = isinstance(value, partial) and value.func is rank_and_world_size
-            if fixed and value.args == (own.rank, own.world_size):
-                continue  # renewed with the rank
-            waiting.extend((f"{name}{end}", child, depth + 1) for end, child in _children(value))
-    return found
-
-
-def _children(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        return [(f"[{number}]", child) for number, child in enumerate(value)]
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", child) for key, child in value.items() if type(key) in _PLAIN]
-    if isinstance(value, partial):
-        return [(".func", value.func), (".args", value.args), (".keywords", dict(value.keywords))]
-    if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        inside = [(f".{name}", _content(cell)) for name, cell in cells]
-        return [*inside, (".defaults", value.__defaults__), (".kwdefaults", value.__kwdefaults__)]
-    if hasattr(value, "__func__"):
-        return []  # a method: its object is another's
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(value, type) or not isinstance(attributes, dict):
-        return []
-    return [(f".{name}", child) for name, child in attributes.items() if name not in _OWN]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty yet
-        return None

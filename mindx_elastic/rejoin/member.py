@@ -138,8 +138,9 @@ class Member:
         self.sockets: SocketsPart | None = None
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
-        self.may_shrink = bool(ShrinkSettings.from_env().full_size) and settings.num_nodes == 1
-        """The job may go on with fewer ranks."""
+        shrink = ShrinkSettings.from_env()
+        self.may_shrink = shrink.in_place and bool(shrink.full_size) and settings.num_nodes == 1
+        """The job may go on with fewer ranks in these processes."""
         self._attempt = settings.scope or str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
