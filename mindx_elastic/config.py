@@ -262,9 +262,10 @@ class ShrinkSettings:
     is_trial: bool = False
     """``MINDX_TRIAL``: 1: this process only tries whether a rank can run in its place, see `rejoin.trial`."""
     in_place: bool = False
-    """``MINDX_SHRINK_IN_PLACE``: 1: with ``--recover in-place`` on one node the ranks that live go on with fewer in their
-    processes, where nothing in these depends on the number of ranks; 0: they are started anew. For the operator to set.
-    """
+    """``MINDX_SHRINK_IN_PLACE``: 1: with ``--recover in-place`` on one node the ranks that live go on with fewer in
+    their processes, where nothing in these depends on the number of ranks; 0: they are started anew."""
+    note: Path | None = None
+    """``MINDX_TRIAL_NOTE``: where a trial writes down what the program has built, see `guard.fewer_in_place`."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ShrinkSettings:
@@ -283,6 +284,7 @@ class ShrinkSettings:
             places=places,
             is_trial=env.get("MINDX_TRIAL", "").strip() == "1",
             in_place=in_place == "1",
+            note=Path(note) if (note := env.get("MINDX_TRIAL_NOTE", "").strip()) else None,
         )
 
     def is_shrunk(self, world_size: int) -> bool:

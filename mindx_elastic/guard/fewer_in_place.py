@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ _MOST_NAMED = 5
 
 def note_what_is_built(targets: Mapping[str, Any]) -> None:
     """In a process that only shows what the program builds with another number of ranks: write it down."""
-    if path := os.environ.get("MINDX_TRIAL_NOTE"):
-        write_file(Path(path), {"facts": what_is_built(sys._getframe(), targets)})
+    if (path := ShrinkSettings.from_env().note) is not None:
+        write_file(path, {"facts": what_is_built(sys._getframe(), targets)})
 
 
 class AsBuilt:

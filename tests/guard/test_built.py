@@ -69,9 +69,9 @@ def test_a_function_of_what_is_kept_is_seen() -> None:
 
 
 def test_what_is_too_much_agrees_with_nothing() -> None:
-    many = [DistributedSampler(DATA, num_replicas=2, rank=0) for _ in range(64)]
+    many: list[Any] = [DistributedSampler(DATA, num_replicas=2, rank=0) for _ in range(64)]
     found = what_is_built(None, {"many": [[[*many]] * 4 for _ in range(8)]})
     assert TOO_MUCH not in found
-    build = {f"s{n}": DistributedSampler(DATA, num_replicas=2, rank=0) for n in range(5000)}
+    build: dict[str, Any] = {f"s{n}": DistributedSampler(DATA, num_replicas=2, rank=0) for n in range(5000)}
     one, other = what_is_built(None, build), what_is_built(None, dict(build))
     assert one[TOO_MUCH] != other[TOO_MUCH]
