@@ -100,7 +100,7 @@ class Trials:
 
     @staticmethod
     def _end(process: Any) -> None:
-        end_trial_process(process)
+        _end_process(process)
 
 
 class SeenAhead:
@@ -141,11 +141,11 @@ class SeenAhead:
     def close(self) -> None:
         """No process goes on."""
         if self._running is not None:
-            end_trial_process(self._running[2])
+            _end_process(self._running[2])
             self._running = None
 
 
-def end_trial_process(process: Any) -> None:
+def _end_process(process: Any) -> None:
     """SIGKILL for it, unless it has ended."""
     if process.poll() is None:
         with suppress(OSError):

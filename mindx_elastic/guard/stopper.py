@@ -45,7 +45,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
-__all__ = ["LAST_MOMENT_S", "Stopper", "end_process"]
+__all__ = ["LAST_MOMENT_S", "Stopper", "end_process", "shorten_interpreter_exit"]
 
 LAST_MOMENT_S = 0.3
 """How long before the deadline a settled process ends, whatever its training thread does."""

@@ -9,6 +9,7 @@ one of gloo.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ __all__ = [
     "reset_ddp",
     "set_default_store",
     "why_default_stays",
+    "why_held",
 ]
 
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
@@ -208,8 +210,6 @@ def why_default_stays(modules: Sequence[DistributedDataParallel]) -> str:
     """Why `make_default_anew` cannot be called; empty: it can."""
     from torch.distributed import distributed_c10d as c10d
 
-    from mindx_elastic.rejoin.spare import why_group_is_held
-
     # `my_groups` must not be kept here: what it gives holds the group, too.
     number, kinds = 0, set[str]()
     for each in [group.backends for group in my_groups()]:
@@ -221,7 +221,27 @@ def why_default_stays(modules: Sequence[DistributedDataParallel]) -> str:
     handle = c10d._get_default_group()
     if {id(module.process_group) for module in modules} - {id(handle)}:  # no closure, whose cell would hold it, too
         return "DDP has a process group of its own"
-    return why_group_is_held(handle, modules)
+    return why_held(handle, modules)
+
+
+def why_held(group: Any, modules: Sequence[Any]) -> str:
+    """Who else than torch and `modules` (DDP) holds the default group, so that another one cannot take its place;
+    empty: nobody."""
+    from torch.distributed import distributed_c10d as c10d
+
+    known = [vars(module) for module in modules] + [vars(c10d), vars(dist), vars(dist.group)]
+    world: Any = c10d._world
+    known += [value for name, value in vars(c10d).items() if name.startswith("_pg_") and isinstance(value, dict)]
+    known += [value for value in vars(world).values() if isinstance(value, dict)]
+    known += [world, vars(world), *modules, *getattr(world, "tags_to_pg", {}).values()]
+    others = [each for each in gc.get_referrers(group) if not any(each is one for one in known) and not _is_frame(each)]
+    if others:
+        return f"a {type(others[0]).__name__} holds the default group"
+    return "DDP has a communication hook" if any(module._comm_hooks for module in modules) else ""
+
+
+def _is_frame(value: object) -> bool:
+    return type(value).__name__ == "frame"
 
 
 def make_default_anew(modules: Sequence[DistributedDataParallel]) -> None:

@@ -12,15 +12,14 @@ told. Only DDP may hold it by then. A spare that finds otherwise ends with `UNFI
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TextIO
 
 from mindx_elastic.capture.living import living_objects
-from mindx_elastic.rejoin import joiner
+from mindx_elastic.rejoin import groups, joiner
 
 __all__ = [
     "PIPE_VARIABLE",
@@ -33,7 +32,6 @@ __all__ = [
     "prepare",
     "promotion",
     "redirect",
-    "why_group_is_held",
 ]
 
 UNFIT = 76
@@ -201,7 +199,7 @@ def _replace_default_group() -> None:
 
     provisional = c10d._get_default_group()
     modules = living_objects(DistributedDataParallel)
-    if said := why_group_is_held(provisional, modules):
+    if said := groups.why_held(provisional, modules):
         end_unfit(said)
     _replaced[provisional] = c10d._get_default_group
     dist.destroy_process_group()
@@ -210,29 +208,8 @@ def _replace_default_group() -> None:
         module._update_process_group(c10d._get_default_group())
 
 
-def why_group_is_held(group: Any, modules: Sequence[Any]) -> str:
-    """Who else than torch and `modules` (DDP) holds the default group, so that another one cannot take its place;
-    empty: nobody."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    known = [vars(module) for module in modules] + [vars(c10d), vars(dist), vars(dist.group)]
-    world: Any = c10d._world
-    known += [value for name, value in vars(c10d).items() if name.startswith("_pg_") and isinstance(value, dict)]
-    known += [value for value in vars(world).values() if isinstance(value, dict)]
-    known += [world, vars(world), *modules, *getattr(world, "tags_to_pg", {}).values()]
-    others = [each for each in gc.get_referrers(group) if not any(each is one for one in known) and not _is_frame(each)]
-    if others:
-        return f"a {type(others[0]).__name__} holds the default group"
-    return "DDP has a communication hook" if any(module._comm_hooks for module in modules) else ""
-
-
 def end_unfit(reason: str) -> NoReturn:
     """This process was a spare, and cannot be a rank of the job after all; it has told the others nothing yet."""
     sys.stderr.write(f"mindx-elastic: this spare cannot take a rank: {reason}\n")
     sys.stderr.flush()
     os._exit(UNFIT)
-
-
-def _is_frame(value: object) -> bool:
-    return type(value).__name__ == "frame"
