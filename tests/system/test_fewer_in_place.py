@@ -27,14 +27,10 @@ def pids(job: Job) -> list[tuple[int, set[str]]]:
     return list(found.items())
 
 
-@pytest.fixture(autouse=True)
-def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINDX_SHRINK_IN_PLACE", "1")
-
-
 def shrunk(folder: Path, *args: object, options: Sequence[str] = (), ranks: int = 3) -> Job:
     seen_ahead = ["--seen", 2] if "in-place" in options else []
-    job = run(folder, ranks, *args, "--break", "2:8", *seen_ahead, options=[*SHRINKS, *options])
+    env = {"MINDX_SHRINK_IN_PLACE": "1"}
+    job = run(folder, ranks, *args, "--break", "2:8", *seen_ahead, options=[*SHRINKS, *options], env=env)
     assert job.matches("^FAULT 2 8"), job.report()
     return job
 
