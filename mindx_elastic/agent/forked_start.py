@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from mindx_elastic.agent.kept import Kept
 from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_small
@@ -66,6 +67,8 @@ class ForkedStart:
         self._modules: list[str] = []
         self._may_preload = True
         self._said = ""
+        self.kept: Kept | None = None
+        """Processes that go on as workers of the next attempt; None: none ever do."""
         self.num_forked = 0
         """Of the workers of the last start."""
 
@@ -89,7 +92,8 @@ class ForkedStart:
             self._zygotes_left = 0
         if joining is not None and original is None:
             raise RuntimeError("this version of torch starts workers in a way that is not known")
-        if not self._zygotes_left and joining is None:
+        keeps = self.kept is not None and self.kept.is_ready and original is not None
+        if not self._zygotes_left and joining is None and not keeps:
             yield
             return
 
@@ -211,7 +215,12 @@ class _Handler(SubprocessHandler):
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        joining = self._joining
+        joining, kept = self._joining, self._forks.kept
+        if joining is None and kept is not None and kept.is_ready:
+            names = ["" if file is None else str(file.name) for file in (self._stdout, self._stderr)]
+            living: Any = kept.take(int(env["LOCAL_RANK"]), env, *names)
+            if living is not None:
+                return living  # type: ignore[no-any-return]
         if joining is not None or self._forks.is_for(self._number, args):
             outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
             worker: Any = self._forks.fork(args, env, *outputs, hook="" if joining is None else joining.hook)

@@ -20,6 +20,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.in_memory import find_in_memory
+from mindx_elastic.rejoin.parking import Keeps
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
 from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
@@ -84,14 +85,17 @@ class Recovery:
         most: int,
         note: Callable[[RecoveryRecord], None],
         world_size: int | None = None,
+        keep: Callable[[int], Keeps | None] = lambda rank: None,
     ) -> None:
         """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
         ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
         `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors.
         `note` is told of each recovery when it is over. `world_size`: of the job, where that has ranks on other nodes.
+        `keep`: who of the survivors goes on with fewer ranks, where the new process of this rank has failed.
         """
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._note = timeout_s, most, note
+        self._keep, self._unfilled = keep, -1
         self._machine = Coordinator(world_size or len(workers.processes))
         self._missing: dict[int, float] = {}
         """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
@@ -212,6 +216,8 @@ class Recovery:
         elif meaning(end) is Meaning.LEFT:
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
         memory = InMemory() if was_known else _memory_of(end)
+        if self.is_active and was_known and end.rank in machine.dead and not machine.has_state:
+            self._unfilled = end.rank
         machine.note_death(end.rank, memory)
         if machine.phase is Phase.FALLBACK or was_known:
             return
@@ -449,7 +455,11 @@ class Recovery:
         """Release the survivors that wait for something which does not come."""
         assert self._board is not None
         self._has_given_up = True
-        generation, refusal = self._machine.generation, {"refusal": self._machine.reason}
+        generation = self._machine.generation
+        refusal: dict[str, Any] = {"refusal": self._machine.reason}
+        keeps = self._keep(self._unfilled) if self._unfilled >= 0 and not self._has_finished else None
+        if keeps is not None:
+            refusal |= {"keeps": keeps.to_json()}
         try:
             note = self._board.write(f"{generation}/state", refusal)
             if "path" in note and not self._machine.has_state:  # the donor was faster
@@ -460,6 +470,8 @@ class Recovery:
             logger.debug("the board cannot be written to: %s", error)
         # Whether there is a restart after a finish is said when all ranks of the node have ended.
         what_then = "" if self._has_finished else "; the job is restarted"
+        if keeps is not None:
+            what_then = f"; {keeps.size} ranks go on in their processes, if nothing in these depends on their number"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
         self._tell_of_failure(FINISHED if self._has_finished else RESTART)
 

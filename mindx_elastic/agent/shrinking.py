@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from mindx_elastic.agent.endings import Ending, Meaning, describe, meaning
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import seal
 from mindx_elastic.agent.places import Choice, PlaceEnd, Places, visible_devices
-from mindx_elastic.agent.trials import Trials, environment_of_trial, start_trial, whole_environment
+from mindx_elastic.agent.trials import SeenAhead, Trials, environment_of_trial, start_trial, whole_environment
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status
+from mindx_elastic.rejoin.parking import Keeps
 
 __all__ = ["Shrinking"]
 
@@ -57,6 +59,7 @@ class Shrinking:
         """Why there can be more workers, once there can."""
         self._growing: frozenset[int] = frozenset()
         self._returned: frozenset[int] = frozenset()
+        self._ahead: SeenAhead | None = None
         self.has_fallen_back = False
         """The last attempt had more workers than the one before, and has failed because of that, at its start."""
         self.stops_with = ""
@@ -83,6 +86,30 @@ class Shrinking:
             _set_devices(devices)
         os.environ["MINDX_PLACES"] = ",".join(map(str, places.active))
 
+    def sees_ahead(self, folder: Path) -> None:
+        """Survivors may go on in their processes: find out what the program builds with fewer ranks. `folder`: where
+        that is noted."""
+        self._ahead = SeenAhead(folder, self._trials.folder)
+
+    def who_stays(self, rank: int) -> Keeps | None:
+        """Who goes on with fewer workers, where the place of `rank` is lost now; None: nobody in place."""
+        if self._ahead is None or not self._is_known:
+            return None
+        before, place = self.places.active, self.places.active[rank]
+        active = self._without(place)
+        if not active or not set(active) < set(before):
+            return None
+        return Keeps(len(active), {before.index(each): new for new, each in enumerate(active)})
+
+    def note_in_place(self, before: int) -> None:
+        """The next attempt goes on in the processes of this one."""
+        logger.warning("world %d -> %d in place: the processes stay", before, self.size)
+        self._events.emit("shrink_in_place", world_size=self.size, reason=self.reason)
+
+    def _without(self, place: int) -> tuple[int, ...]:
+        places = replace(self.places, lost={**self.places.lost, place: ""})
+        return places.choose(refusal=self._refusal, window=self._window).active
+
     def begin_attempt(self, context: Any) -> None:
         """The workers run. `context`: torch's, with what it has started."""
         self._began, self._context = time.monotonic(), context
@@ -98,6 +125,10 @@ class Shrinking:
         if len(statuses) < self.size or not all(status.boundaries for status in statuses.values()):
             return ""
         self._returned = frozenset()
+        if self._ahead is not None and not any(status.paused_ns for status in statuses.values()):
+            smaller = {len(active) for place in places.active if (active := self._without(place))}
+            longest_s = self._patience_s + _LONGEST_START * self._longest_s
+            self._ahead.look(sorted(smaller - {self.size}, reverse=True), self._start_ahead, longest_s)
         if not places.is_shrunk:
             self._trials.begin_anew()
             return ""
@@ -130,6 +161,8 @@ class Shrinking:
     def end_attempt(self, attempt: Attempt, ending: Ending, arenas: Iterable[str]) -> None:
         """All workers have ended. Decides how many are started next, if any. `arenas`: their memory."""
         self._trials.close()
+        if self._ahead is not None:
+            self._ahead.close()
         places = self.places
         last = attempt.workers.last_statuses()
         self._learn(last)
@@ -194,6 +227,13 @@ class Shrinking:
             if end.rank < len(active):
                 found.append(PlaceEnd(active[end.rank], failed, passed, cause))
         return found
+
+    def _start_ahead(self, size: int, rank: int, note: Path, output: str) -> Any:
+        context = self._context
+        env = environment_of_trial(context.envs[0], rank, size, None)
+        env = {**env, "MINDX_TRIAL_NOTE": str(note)}
+        command = [str(context.entrypoint), *(str(each) for each in context.args[0])]
+        return start_trial(self._forks, self._shim, command, {**os.environ, **env}, output)
 
     def _start_trial(self, place: int, output: str) -> Any:
         context = self._context

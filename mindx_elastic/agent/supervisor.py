@@ -34,6 +34,7 @@ from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.job_progress import ProgressTeller
+from mindx_elastic.agent.kept import Kept
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
@@ -59,12 +60,13 @@ from mindx_elastic.agent.vacancies import Vacancy, round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
-from mindx_elastic.config import RejoinSettings
+from mindx_elastic.config import RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.parking import Keeps
 
 __all__ = ["Supervisor", "print_block"]
 
@@ -114,6 +116,10 @@ class Supervisor(LocalElasticAgent):
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
         self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._shrinking = shrinking
+        self._kept: Kept | None = None
+        if shrinking is not None and options.in_place and num_nodes == 1 and ShrinkSettings.from_env().in_place:
+            self._kept = forks.kept = Kept(folder.path)
+            shrinking.sees_ahead(folder.path)
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
@@ -180,6 +186,8 @@ class Supervisor(LocalElasticAgent):
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
         finally:
+            if self._kept is not None:
+                self._kept.close()
             self._forks.close()
             self._progress.close()
             if self._held is not None:
@@ -279,8 +287,31 @@ class Supervisor(LocalElasticAgent):
                     logger.info("from memory to disk: %s", line)
         if self._shrinking is not None:
             self._shrinking.end_attempt(attempt, self.ending, self.arenas)
+            self._keep_processes(attempt)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
+
+    def _keep_processes(self, attempt: Attempt) -> None:
+        """Those that wait are none of torch's any more, which would end them."""
+        if self._kept is None:
+            return
+        context: Any = self._pcontext
+        waiting = self._kept.pids
+        for local, handler in list(context.subprocess_handlers.items()):
+            if handler.proc.pid in waiting:
+                del context.subprocess_handlers[local]
+        assert self._shrinking is not None
+        if self._kept.settle(self._shrinking.size):
+            self._shrinking.note_in_place(len(attempt.workers.processes))
+
+    def _who_stays(self, workers: Workers, rank: int) -> Keeps | None:
+        """The new process of `rank` has failed: who goes on in place."""
+        if self._kept is None or self._shrinking is None:
+            return None
+        found = self._shrinking.who_stays(rank)
+        if found is not None:
+            self._kept.keeps, workers.waits = found, self._kept.code_of
+        return found
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
@@ -343,6 +374,7 @@ class Supervisor(LocalElasticAgent):
         def board_alone(generation: int) -> Board:
             return Board(connection(), key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
+        more["keep"] = functools.partial(self._who_stays, workers)
         return Recovery(workers, board_alone, self._replacements.start, **more)
 
     def _surroundings(self, address: str, port: int, scope: str, writer: int, num_nodes: int) -> Surroundings:

@@ -45,7 +45,7 @@ __all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "ROOM", "ROOM_BY
 
 COMMAND = (
     "import sys; began = {*sys.modules}; del sys.path[:not getattr(sys.flags, 'safe_path', sys.flags.isolated)]; "
-    "from mindx_elastic.agent.zygote_process import serve; exec(*serve(began))"
+    "from mindx_elastic.agent.zygote_process import serve; exec(*serve(vars().pop('began')))"
 )
 """The folder that ``-c`` puts on the path is none of the worker's."""
 FORK, PRELOAD, READY = b"fork", b"preload", b"ready\n"

@@ -32,6 +32,7 @@ from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.fewer_in_place import AsBuilt, may_stay, new_member, note_what_is_built, stay
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -132,6 +133,7 @@ class Place:
         except RejoinFailed as problem:
             more = "" if stopper.alarm is not None else "; the job is restarted"
             logger.warning("no recovery in place: %s%s", problem, more)
+            self.member.is_replicated = stopper.saver.replicated
             stopper.stop_for_death()
             return stopper.exit()
         loaders.shutdown()
@@ -151,6 +153,7 @@ def _end_if_broken(error: BaseException | None) -> None:
 
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
+    note_what_is_built(targets())
     trial.pass_trial()
     begun, laid_out = _warm_up(targets()) if spare.is_waiting() else (None, {})
     member = _find_member(current_ranks(RankInfo.from_env()), targets())
@@ -163,6 +166,7 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
         member.laid_out = laid_out
         entry = _join(targets(), member)
     member.has_entered = True
+    built = AsBuilt(targets()) if may_stay() else None
     begun = AsBegun(targets()) if begun is None else begun
     begun.look_at_groups()
     try:
@@ -174,10 +178,26 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
                 begun.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
+            except GracefulExit as stop:
+                if built is None or member.keeps is None or not stay(member, built, begun, targets(), stop):
+                    raise
+                _close(member)
+                stop.__context__ = stop.__cause__ = stop.__traceback__ = None
+                _members.clear()
+                entry, smaller = None, new_member()
+                if smaller is None:
+                    break
+                _members.append(smaller)
+                member = smaller
     finally:
-        member.closed()
-        if (arena := member.take_arena()) is not None:
-            arena.close()
+        _close(member)
+    return block(None)
+
+
+def _close(member: Member) -> None:
+    member.closed()
+    if (arena := member.take_arena()) is not None:
+        arena.close()
 
 
 def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:

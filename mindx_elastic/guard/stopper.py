@@ -45,7 +45,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
-__all__ = ["LAST_MOMENT_S", "Stopper", "end_process"]
+__all__ = ["LAST_MOMENT_S", "Stopper", "end_process", "shorten_interpreter_exit"]
 
 LAST_MOMENT_S = 0.3
 """How long before the deadline a settled process ends, whatever its training thread does."""
@@ -365,7 +365,7 @@ class Stopper:
         """Training thread: the exception to raise once the phase is settled."""
         assert self.alarm is not None
         if self.alarm.kind == "peer" and not self.coming_out:  # the other ranks wait for this process before they start
-            atexit.register(_shorten_interpreter_exit)
+            atexit.register(shorten_interpreter_exit)
         self.coming_out = True
         self._note_leaving(self.alarm)
         if self._page is not None:
@@ -632,7 +632,7 @@ def end_process(exit_code: int, relay: LogRelay) -> NoReturn:
     os._exit(exit_code)
 
 
-def _shorten_interpreter_exit() -> None:
+def shorten_interpreter_exit() -> None:
     """Flush all files and exclude all objects from garbage collection: the interpreter then ends in 0.15 s, not 0.7 s.
 
     Without this it searches several times for cycles among all that torch has imported. The program's own ``atexit``

@@ -19,7 +19,7 @@ import torch
 
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
-from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import RANKS_REPLACED
@@ -29,6 +29,7 @@ from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
+from mindx_elastic.rejoin.parking import Keeps
 from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
@@ -137,6 +138,9 @@ class Member:
         self.sockets: SocketsPart | None = None
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
+        shrink = ShrinkSettings.from_env()
+        self.may_shrink = shrink.in_place and bool(shrink.full_size) and settings.num_nodes == 1
+        """The job may go on with fewer ranks in these processes."""
         self._attempt = settings.scope or str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
@@ -152,6 +156,10 @@ class Member:
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
         self._orders: Mapping[str, Sequence[int]] = {}
+        self.keeps: Keeps | None = None
+        """After a recovery that came to nothing: who is to go on with fewer ranks; None: all end, and start again."""
+        self.is_replicated = False
+        """Every rank has the whole state."""
         self._home: Path | None = None
 
     # --- the guard is open --------------------------------------------------------------------------------------------
@@ -274,6 +282,7 @@ class Member:
         try:
             entry = self._agree(self._board(generation), host, generation)
         except (RejoinFailed, NotOursError) as error:
+            self._hear_who_stays(generation)
             self.refuse(generation, str(error))
             raise RejoinFailed(str(error)) from None
         except Exception as error:  # the store is gone, a connection cannot be made
@@ -283,6 +292,15 @@ class Member:
             raise RejoinFailed(text) from error
         self.closed()
         return entry
+
+    def _hear_who_stays(self, generation: int) -> None:
+        """The agent's order to stop may have been faster than its note."""
+        if self.may_shrink and self.keeps is None:
+            key = f"{generation}/state"
+            try:
+                self.keeps = Keeps.from_json(self._board(generation).read([key]).get(key, {}).get("keeps"))
+            except Exception as error:
+                logger.debug("the store does not tell who stays: %s", error)
 
     def refuse(self, generation: int, reason: str) -> None:
         """Tell the coordinator why this rank does not go on; it ends the recovery, and need not wait for its time."""
@@ -307,6 +325,9 @@ class Member:
         layouts: Sequence[Any] = ()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
+        if self.may_shrink:  # torch could not be left while it waits for a process that has ended
+            there = [f"{generation}/there/{rank}" for rank in verdict.dead]
+            self._wait(board, there, host, unless=f"{generation}/state", look_s=_LOOK_S)
         # Before the state is copied: the new process opens its guard meanwhile.
         self.is_connecting = True
         try:
@@ -384,14 +405,14 @@ class Member:
             paths = {rank: str(path), **{other: str(notes[key]["path"]) for other, key in keys.items()}}
         note = board.write(f"{generation}/state", {"path": str(path), "paths": paths})
         if "path" not in note:
-            raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
+            raise self._refused(note, "it has been given up")
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
         notes = self._wait(board, list(keys.values()), host, more_s=self._verdict_s)
         for note in notes.values():
             if note.get("refusal"):  # the coordinator has given up before this rank has written its report
-                raise RejoinFailed(str(note["refusal"])[:_LONGEST])
+                raise self._refused(note, "")
         try:
             reports = {
                 rank: None if notes[key].get("dead") else Report.from_json(rank, notes[key])
@@ -428,7 +449,7 @@ class Member:
         """What the donor has said: its path, and those of all donors."""
         note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
         if "path" not in note:
-            raise RejoinFailed(str(note.get("refusal", "the donor's state is not there"))[:_LONGEST])
+            raise self._refused(note, "the donor's state is not there")
         self._times["state"] = time.time()
         try:
             paths = {int(rank): Path(str(path)) for rank, path in note["paths"].items()}
@@ -436,19 +457,31 @@ class Member:
             raise RejoinFailed(f"the donor's word makes no sense ({printable(str(error), 200)})") from None
         return Path(str(note["path"])), paths
 
+    def _refused(self, note: Mapping[str, Any], otherwise: str) -> RejoinFailed:
+        self.keeps = Keeps.from_json(note.get("keeps"))
+        return RejoinFailed(str(note.get("refusal", otherwise))[:_LONGEST])
+
     def _wait(
-        self, board: Board, keys: list[str], host: Host | None, *, unless: str = "", more_s: float = 0.0
+        self,
+        board: Board,
+        keys: list[str],
+        host: Host | None,
+        *,
+        unless: str = "",
+        more_s: float = 0.0,
+        look_s: float = 0.5,
     ) -> dict[str, dict[str, Any]]:
-        """`unless`: the key at which the coordinator writes that there is no recovery. `more_s`: beyond the usual."""
+        """`unless`: the key at which the coordinator writes that there is no recovery, looked at every `look_s`.
+        `more_s`: beyond the usual."""
         end = time.monotonic() + self._timeout_s + more_s
         while (left := end - time.monotonic()) > 0:
-            found = board.wait(keys, min(left, 0.5))
+            found = board.wait(keys, min(left, look_s))
             if found is not None:
                 return found
             if host is not None and host.is_stopping():
                 raise RejoinFailed("the job is being stopped")
             if unless and (note := board.read([unless]).get(unless)) is not None:
-                raise RejoinFailed(str(note.get("refusal", "it has been given up"))[:_LONGEST])
+                raise self._refused(note, "it has been given up")
         raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
 
     # --- a new process ------------------------------------------------------------------------------------------------
@@ -470,6 +503,8 @@ class Member:
                 raise UnfitSpareError(f"the gradients of {name} arrive in another order than when it was forked")
         end_setup()
         self._comes_in(board, generation)
+        if self.may_shrink:
+            board.write(f"{generation}/there/{self.ranks.rank}", {})
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         where = self._find_state(board, generation, verdict, receive)

@@ -12,7 +12,6 @@ told. Only DDP may hold it by then. A spare that finds otherwise ends with `UNFI
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TextIO
 
 from mindx_elastic.capture.living import living_objects
-from mindx_elastic.rejoin import joiner
+from mindx_elastic.rejoin import groups, joiner
 
 __all__ = [
     "PIPE_VARIABLE",
@@ -32,6 +31,7 @@ __all__ = [
     "know_rank",
     "prepare",
     "promotion",
+    "redirect",
 ]
 
 UNFIT = 76
@@ -91,7 +91,7 @@ def know_rank() -> None:
     variables, *outputs = json.loads(_read_pipe(pipe))
     for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
         if path:
-            _redirect(stream, path)
+            redirect(stream, path)
     while _undo:
         _undo.pop()()
     os.environ.update(variables)
@@ -104,7 +104,8 @@ def _read_pipe(path: str) -> str:
         return pipe.readline()
 
 
-def _redirect(stream: TextIO, path: str) -> None:
+def redirect(stream: TextIO, path: str) -> None:
+    """Let `stream` of this process write to the file `path` from now on. Raises OSError."""
     stream.flush()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     os.dup2(fd, stream.fileno())
@@ -198,20 +199,8 @@ def _replace_default_group() -> None:
 
     provisional = c10d._get_default_group()
     modules = living_objects(DistributedDataParallel)
-    known = [vars(module) for module in modules] + [vars(c10d), vars(dist), vars(dist.group)]
-    world: Any = c10d._world
-    known += [value for name, value in vars(c10d).items() if name.startswith("_pg_") and isinstance(value, dict)]
-    known += [value for value in vars(world).values() if isinstance(value, dict)]
-    known += [world, vars(world), *modules, *getattr(world, "tags_to_pg", {}).values()]
-    others = [
-        each
-        for each in gc.get_referrers(provisional)
-        if not any(each is one for one in known) and each is not sys._getframe() and not _is_frame(each)
-    ]
-    if others or any(module._comm_hooks for module in modules):
-        end_unfit(
-            "DDP has a communication hook" if not others else f"a {type(others[0]).__name__} holds the default group"
-        )
+    if said := groups.why_held(provisional, modules):
+        end_unfit(said)
     _replaced[provisional] = c10d._get_default_group
     dist.destroy_process_group()
     _make.pop()()
@@ -224,7 +213,3 @@ def end_unfit(reason: str) -> NoReturn:
     sys.stderr.write(f"mindx-elastic: this spare cannot take a rank: {reason}\n")
     sys.stderr.flush()
     os._exit(UNFIT)
-
-
-def _is_frame(value: object) -> bool:
-    return type(value).__name__ == "frame"

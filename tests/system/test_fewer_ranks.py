@@ -4,8 +4,9 @@ again."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,9 +17,16 @@ pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
 
 
-def run(folder: Path, ranks: int, *args: object, options: Sequence[str] = (), code: int = 0) -> Job:
+def run(
+    folder: Path,
+    ranks: int,
+    *args: object,
+    options: Sequence[str] = (),
+    code: int = 0,
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Job:
     (folder / "shm").mkdir(parents=True, exist_ok=True)
-    env = {"MINDX_ARENA_DIR": str(folder / "shm")}
+    env = {"MINDX_ARENA_DIR": str(folder / "shm"), **env}
     with start_agent("fewer.py", folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run") as job:
         job.expect(code)
     return job

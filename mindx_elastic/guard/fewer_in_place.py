@@ -1,0 +1,188 @@
+"""A survivor goes on as a rank of a smaller job in its own process, where nothing of it depends on the size of the job.
+
+It has saved its boundary and left its guard, as for a restart (see `rejoin.parking`). From there it does what a new
+process would do: it enters its guard with the environment of its new rank and loads what the ranks have saved. What a
+new process would have built otherwise must be known first: the agent lets processes that train nothing run the program
+with fewer ranks, up to its guard. `AsBuilt` compares what those have found with what this process had before its guard.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings, ShrinkSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import read_json_object
+from mindx_elastic.core.printable import listed
+from mindx_elastic.data import ResumableLoader
+from mindx_elastic.data.sampler import rank_and_world_size
+from mindx_elastic.errors import GracefulExit
+from mindx_elastic.guard.as_begun import AsBegun
+from mindx_elastic.guard.built import what_is_built
+from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.stopper import shorten_interpreter_exit
+from mindx_elastic.guard.variables import own_variables
+from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin.member import Member
+from mindx_elastic.rejoin.parking import Order, seen_path, wait_for_order, write_file
+from mindx_elastic.rejoin.spare import redirect
+
+__all__ = ["AsBuilt", "may_stay", "new_member", "note_what_is_built", "stay"]
+
+_MOST_NAMED = 5
+
+
+def note_what_is_built(targets: Mapping[str, Any]) -> None:
+    """In a process that only shows what the program builds with another number of ranks: write it down."""
+    if (path := ShrinkSettings.from_env().note) is not None:
+        write_file(path, {"facts": what_is_built(sys._getframe(), targets)})
+
+
+class AsBuilt:
+    """What the program has before it enters its guard for the first time. Training thread."""
+
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        self._targets = targets
+        self._facts = what_is_built(sys._getframe(), targets)
+        self._rng = pack_rng(capture_rng())
+
+    def difference(self, seen: Mapping[str, Any]) -> str:
+        """What another process has otherwise; empty: nothing."""
+        names = sorted(name for name in {*seen, *self._facts} if seen.get(name) != self._facts.get(name))
+        return listed(names, _MOST_NAMED) if names else ""
+
+    def changed(self, begun: AsBegun) -> str:
+        """The program's own variables that the training has changed, and that a new process would begin anew."""
+        before, kept = begun.variables or {}, {*map(id, self._targets.values())}
+        now = own_variables(sys._getframe(), kept, positions=True)
+        names = sorted(name for name, digest in now.items() if name in before and before[name] != digest)
+        return listed(names, _MOST_NAMED) if names else ""
+
+    def put_back(self) -> None:
+        """What a start with fewer ranks does not load: streams of random numbers are another rank's."""
+        restore_rng(self._rng)
+        for target in self._targets.values():
+            if isinstance(target, nn.Module):
+                for parameter in target.parameters():
+                    parameter.grad = None
+
+
+def stay(member: Member, built: AsBuilt, begun: AsBegun, targets: Mapping[str, Any], stop: GracefulExit) -> bool:
+    """With the guard left by `stop`: become a rank of the smaller job. False: this process ends instead."""
+    if why := _why_not(member, built, targets):
+        logger.warning("rank %d cannot go on in its process with fewer ranks: %s", member.ranks.rank, why)
+        return False
+    agent = AgentInfo.from_env()
+    assert agent is not None
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    code = stop.code if isinstance(stop.code, int) else 1
+    order = wait_for_order(agent.folder, code, 2 * RejoinSettings.from_env().timeout_s)
+    if order is None:
+        return False
+    before = member.ranks
+    if before.rank == min(member.keeps.ranks if member.keeps else (0,)) and (names := built.changed(begun)):
+        logger.warning(
+            "%s: the training has changed this, and the guard does not keep it: the ranks that go on have it as it is, "
+            "where a restart would begin it anew. If the training depends on it, name it in Guard(stateful={...}), or "
+            "set it in the function that guard.run calls",
+            names,
+        )
+    _follow(order)
+    ranks = RankInfo.from_env()
+    ddp = ddp_modules(targets)
+    groups.make_default_anew([module for _, module in ddp])
+    for target in targets.values():
+        if isinstance(target, ResumableLoader):
+            _move(target, before, ranks)
+    built.put_back()
+    begun.put_back()
+    begun.look_at_groups()
+    atexit.unregister(shorten_interpreter_exit)
+    logger.info("rank %d of %d goes on as rank %d of %d", before.rank, before.world_size, ranks.rank, ranks.world_size)
+    return True
+
+
+def _why_not(member: Member, built: AsBuilt, targets: Mapping[str, Any]) -> str:
+    agent, keeps, rank = AgentInfo.from_env(), member.keeps, member.ranks.rank
+    if agent is None or keeps is None or rank not in keeps.ranks:
+        return "no place is left for it"
+    if not member.is_replicated:
+        return "the ranks hold different parts of the state"
+    if torch.cuda.is_initialized():
+        return "it uses a GPU"
+    path = seen_path(agent.folder, keeps.size, keeps.ranks[rank])
+    try:
+        seen = read_json_object(path)["facts"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"what the program builds with {keeps.size} ranks is not known ({error})"
+    if names := built.difference(seen):
+        return f"the program has other values with {keeps.size} ranks, outside of the function of guard.run: {names}"
+    for name, target in targets.items():
+        if isinstance(target, torch.utils.data.DataLoader):
+            if not isinstance(target, ResumableLoader):
+                return f"{name} is no ResumableLoader (mx.data.from_loader makes one of it)"
+            if _fixed_ranks(target) not in ((None, None), (rank, member.ranks.world_size)):
+                return f"{name} has a rank or a world size of its own"
+    ddp = ddp_modules(targets)
+    return groups.why_default_stays([module for _, module in ddp]) or groups.reset_ddp(ddp)
+
+
+def _follow(order: Order) -> None:
+    """Take the environment and the files of the new rank."""
+    names = {name for name in os.environ if name in _RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "MINDX_"))}
+    for name in names - order.env.keys():
+        del os.environ[name]
+    os.environ.update(
+        {
+            name: value
+            for name, value in order.env.items()
+            if name in _RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "MINDX_"))
+        }
+    )
+    for stream, path in ((sys.stdout, order.stdout), (sys.stderr, order.stderr)):
+        if path:
+            redirect(stream, path)
+
+
+_RANK_VARIABLES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+        *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+
+
+def new_member() -> Member | None:
+    """Of the rank that this process is now; None: it is alone."""
+    ranks, agent = RankInfo.from_env(), AgentInfo.from_env()
+    if agent is None or ranks.world_size == 1:
+        return None
+    member = Member(RejoinSettings.from_env(), ranks, agent)
+    member.has_entered = True
+    return member
+
+
+def may_stay() -> bool:
+    """Whether this job may go on with fewer ranks in place: then it has to be known what the program builds."""
+    settings, shrink = RejoinSettings.from_env(), ShrinkSettings.from_env()
+    return shrink.in_place and bool(shrink.full_size) and settings.num_nodes == 1 and AgentInfo.from_env() is not None
+
+
+def _fixed_ranks(loader: ResumableLoader) -> tuple[Any, ...]:
+    return tuple(getattr(loader._sampler.ranks, "args", ()))
+
+
+def _move(loader: ResumableLoader, before: RankInfo, now: RankInfo) -> None:
+    if _fixed_ranks(loader) == (before.rank, before.world_size):
+        loader._sampler.ranks = partial(rank_and_world_size, now.rank, now.world_size)
+    loader._settings = None
