@@ -229,12 +229,12 @@ ctypes.CDLL(None).syscall(int(sys.argv[4]), 0)  # ends this thread alone; the ot
 """
 _WORKER = """
 import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before any thread that would get it in `sigwait`'s stead
 from pathlib import Path
 from mindx_elastic.guard.agent_link import AgentLink
 from mindx_elastic.config import AgentInfo, RankInfo
 parent = os.getppid()
 link = AgentLink(AgentInfo(folder=Path(sys.argv[1]), pid=parent), RankInfo(rank=1, world_size=4))
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("READY", os.getpid(), link.is_orphan(), flush=True)
 signal.sigwait([signal.SIGTERM])
 print("TERM", os.getppid() == parent, link.is_orphan(), flush=True)
