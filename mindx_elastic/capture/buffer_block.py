@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
 _data_ptr = torch.Tensor.data_ptr
+_is_cuda = attrgetter("is_cuda")
 
 
 class BufferBlock:
@@ -125,7 +126,9 @@ class BufferReader:
     def _read_others(self, earlier: BufferBlock | None) -> list[torch.Tensor | None]:
         live: list[torch.Tensor] = [self.tensors[i] for i in self._others]  # type: ignore[misc]
         outside: list[torch.Tensor | None] = [None] * len(self.slices)
-        if earlier is not None and earlier.slices is self.slices:
+        if earlier is not None and earlier.slices is self.slices and all(map(_is_cuda, live)):
+            # On a device the new values arrive in the order of its queue, so the older ones stay for as long as the
+            # device is at the older boundary (see `capture.device_progress`). In host memory they would be gone.
             copies: list[torch.Tensor] = [earlier.outside[i] for i in self._others]  # type: ignore[misc]
             torch._foreach_copy_(copies, live)
         else:

@@ -20,6 +20,7 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
+from mindx_elastic.capture.device_progress import DeviceProgress, LandedBoundary
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
@@ -111,8 +112,9 @@ class Collector:
         self._raw_rng = RawRng()
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
-        self.boundary_event: Any = None
-        """CUDA event after the boundary's last kernel; None without CUDA. See `capture.copying`."""
+        self.devices = DeviceProgress()
+        """How far the devices have come that hold parameters."""
+        self.devices.follow(self.parameters)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -171,6 +173,7 @@ class Collector:
         self.problems = [f"{name}: {problem}" for name, found in problems.items() for problem in found]
         self.structure_is_new = True
         self.layouts.forget()
+        self.devices.follow(self.parameters)
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
@@ -183,6 +186,8 @@ class Collector:
     def add_to_boundary(self, more: Mapping[str, Any]) -> None:
         """Make `more` part of `loop`, of the boundary just copied too."""
         self.loop = self._loop = {**self._loop, **more}
+        if self.devices.keeps_older:
+            self.devices.keep(self.kept())
 
     def has_new_flags(self) -> bool:
         """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
@@ -205,7 +210,28 @@ class Collector:
         self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move
         self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop
-        self._mark_devices()
+        # Kernels of this boundary's update may still run, and a reader in another thread waits for those only.
+        self.devices.at_boundary(position.step, self.kept() if self.devices.keeps_older else None)
+
+    def keep_older_boundaries(self) -> None:
+        """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
+        self.devices.keeps_older = self.devices.is_used
+        for optimizer in self._optimizers.values():
+            optimizer.keeps_host_state = self.devices.is_used
+
+    def kept(self) -> Any:
+        """The copies of the boundary just copied; no tensor or container in them is changed later."""
+        own = self.position, self._loop, self.rng, self._compiled_calls
+        return own, {name: component.kept() for name, component in self.components.items()}
+
+    def go_back(self, boundary: LandedBoundary) -> None:
+        """Let an older boundary count, which the devices hold. The caller holds the update gate, and the training does
+        not go on: what the program has done since is lost."""
+        own, components = boundary.kept
+        self.position, self._loop, self.rng, self._compiled_calls = own
+        self._is_at_boundary = False
+        for name, kept in components.items():
+            self.components[name].go_back(kept)
 
     def heavy_names(self, state: Mapping[str, Any]) -> list[str]:
         """Of objects with adapters in `state`: those that may have been too slow to copy at every boundary."""
@@ -246,7 +272,8 @@ class Collector:
 
     def volatile(self, *, everything: bool = False) -> dict[str, Any]:
         """The small part of the boundary's state that may differ from rank to rank where the weights do not. The
-        generators are as `raw_rng` gives them. `everything`: also objects that are too slow to copy at each boundary.
+        generators are as `raw_rng` gives them. `everything`: also objects that are too slow to copy at each boundary,
+        or that are on a device.
 
         Nothing is copied. Call it in the training thread, right after `copy`, or where `state` may be called.
         """
@@ -257,7 +284,9 @@ class Collector:
             "buffers": {name: component.buffers() for name, component in modules},
             "groups": {name: component.groups for name, component in self._optimizers.items()},
             "plain": {
-                name: component.state() for name, component in self._plain if everything or not component.is_heavy
+                name: component.state()
+                for name, component in self._plain
+                if everything or not (component.is_heavy or component.is_on_device)
             },
         }
         if extras := {name: own for name, component in modules if (own := component.extras)}:
@@ -475,13 +504,6 @@ class Collector:
                 component.put_back(before)
             for name, module in self._modules.items():
                 module.flags.put_back(flags[name])
-
-    def _mark_devices(self) -> None:
-        # The kernels of this boundary's update may still run. With an event on the training stream a reader in another
-        # thread waits for them only, and not for the next step's kernels, which may hang.
-        if torch.cuda.is_initialized() and torch.cuda.is_available():  # the second one asks the driver
-            self.boundary_event = torch.cuda.Event()
-            self.boundary_event.record()
 
 
 def _inside(target: object) -> Iterator[object]:

@@ -1,7 +1,9 @@
 """Splits the state of each object of the job into a stable and a volatile part, and puts it back.
 
-A component has three methods: `copy` its volatile part at a boundary (training thread, every step, microseconds),
-`state` = live stable part + that copy (any thread, holding the update gate), and `load` (at the start).
+A component has these methods: `copy` its volatile part at a boundary (training thread, every step, microseconds),
+`state` = live stable part + that copy (any thread, holding the update gate), and `load` (at the start). `kept` gives
+the last copy, which is never changed in place, and `go_back` makes an older one count, where the devices are behind
+the program (`capture.device_progress`).
 
 * a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are
   copied
@@ -23,6 +25,7 @@ from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, unwrap_optimizer
 from mindx_elastic.capture.plain_component import AdaptedComponent, PlainComponent, Stateful
+from mindx_elastic.capture.scaler_component import ScalerComponent, is_plain_scaler
 from mindx_elastic.errors import UsageError
 
 __all__ = [
@@ -50,6 +53,8 @@ class Component(Protocol):
     def copy(self) -> None: ...
     def state(self) -> Any: ...
     def load(self, state: Any) -> None: ...
+    def kept(self) -> Any: ...
+    def go_back(self, kept: Any) -> None: ...
 
 
 def component_for(name: str, target: object, others: Collection[int] = ()) -> Component:
@@ -61,6 +66,8 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         return ModuleComponent(name, target)
     if isinstance(target, torch.optim.Optimizer):
         return OptimizerComponent(name, target)
+    if is_plain_scaler(target):
+        return ScalerComponent(name, target)
     if isinstance(target, Stateful):
         return PlainComponent(name, target)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:

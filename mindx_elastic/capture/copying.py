@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["copy_items", "copy_tree", "map_containers", "map_tensors", "same_tree", "to_host"]
+__all__ = ["copy_items", "copy_tree", "equal_tensors", "map_containers", "map_tensors", "same_tree", "to_host"]
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
 """Immutable. A set: to look for a type in a tuple compares it with each one, and takes ten times as long."""
@@ -70,6 +70,26 @@ def same_tree(one: Any, other: Any) -> bool:
     return bool(same.all()) if hasattr(same, "all") else bool(same)  # a numpy array
 
 
+def equal_tensors(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+    """Whether each of `ones` holds the same as its counterpart. Those on a device are compared there, and waited for
+    once."""
+    differing: dict[torch.device, list[torch.Tensor]] = {}
+    for one, other in zip(ones, others, strict=True):
+        if one is other:
+            continue
+        if (
+            one is None
+            or other is None
+            or (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device)
+        ):
+            return False
+        if one.is_cuda and type(one) is torch.Tensor is type(other):
+            differing.setdefault(one.device, []).append((one != other).any())
+        elif not torch.equal(one, other):
+            return False
+    return not any(bool(torch.stack(found).any()) for found in differing.values())
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied.
 
@@ -129,30 +149,24 @@ def _memory(tensor: torch.Tensor) -> object:
     return (tensor.device, tensor.data_ptr(), *view)
 
 
-def to_host(state: Any, *, boundary_event: Any, copy: bool) -> Any:
-    """`state` with its device tensors in pinned host memory.
+def to_host(state: Any) -> Any:
+    """A copy of `state` in host memory, for a caller that goes on training while it is written.
 
-    CPU tensors are cloned when `copy` is set (the caller goes on training while the result is written), else taken as
-    they are. CUDA tensors are copied on a stream of their own that waits for `boundary_event` only, so that a hung
-    kernel of the next step on the training stream does not hold the copy up. Returns once all copies are complete.
+    What is on a CUDA device is copied into pinned memory, on this thread's current stream. Returns once all copies are
+    complete.
     """
-    streams: dict[torch.device, Any] = {}
+    devices: set[torch.device] = set()
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
-            return tensor.detach().clone() if copy else tensor
+            return tensor.detach().clone()
         if tensor.device.type != "cuda":
             return tensor.detach().to("cpu")
-        stream = streams.get(tensor.device)
-        if stream is None:
-            stream = streams[tensor.device] = torch.cuda.Stream(tensor.device)
-            if boundary_event is not None:
-                stream.wait_event(boundary_event)
-        with torch.cuda.stream(stream):
-            host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=True)
-            return host.copy_(tensor.detach(), non_blocking=True)
+        devices.add(tensor.device)
+        host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
 
     moved = map_tensors(state, move)
-    for stream in streams.values():
-        stream.synchronize()
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
     return moved

@@ -53,6 +53,10 @@ class Flags:
         """As of the last `copy`; for comparison."""
         return self._seen
 
+    def go_back(self, seen: list[bool]) -> None:
+        """Let what `seen` was at an older boundary count again; the modules stay as they are."""
+        self._seen = seen
+
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
         return [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]

@@ -64,6 +64,16 @@ class LooseBuffers:
             if kept is not None and table.get(key) is kept.tensor:
                 kept.recheck()
 
+    def kept(self) -> dict[str, torch.Tensor | None]:
+        """The copies of the last boundary."""
+        return {name: copy.value for name, copy in self._kept.items() if copy is not None}
+
+    def go_back(self, kept: Mapping[str, torch.Tensor | None]) -> None:
+        """Let the copies that `kept` has given count again."""
+        for name, copy in self._kept.items():
+            if copy is not None and name in kept:
+                copy.value = kept[name]
+
     def state(self) -> dict[str, torch.Tensor | None]:
         found: dict[str, torch.Tensor | None] = {}
         for name, kept in self._kept.items():

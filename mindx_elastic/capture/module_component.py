@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, view_of
-from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.copying import copy_tree, equal_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
@@ -165,6 +165,15 @@ class ModuleComponent:
         self._masks.copy()
         self._loose.copy()
 
+    def kept(self) -> Any:
+        return self._block, self._extra_copies, self.flags.seen, self._masks.kept(), self._loose.kept()
+
+    def go_back(self, kept: Any) -> None:
+        self._block, self._extra_copies, seen, masks, loose = kept
+        self.flags.go_back(seen)
+        self._masks.go_back(masks)
+        self._loose.go_back(loose)
+
     def copy_ahead(self) -> bool:
         """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
         reader = self._reader
@@ -205,10 +214,7 @@ class ModuleComponent:
         """Whether the boundary's copies are those of `block`, which `copy_buffers` has made."""
         if block.slices != self._block.slices or block.raw != self._block.raw:
             return False
-        return all(
-            one is other or (one is not None and other is not None and torch.equal(one, other))
-            for one, other in zip(block.outside, self._block.outside, strict=True)
-        )
+        return equal_tensors(block.outside, self._block.outside)
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:

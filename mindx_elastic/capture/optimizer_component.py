@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
 __all__ = ["OptimizerComponent", "unwrap_optimizer"]
 
@@ -27,6 +29,17 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(inner := getattr(optimizer, "_wrapped_optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+@dataclass(frozen=True)
+class _HostState:
+    """What an optimizer's state has in host memory, at one boundary."""
+
+    num_states: int
+    """Parameters that have a state."""
+    tensors: Sequence[torch.Tensor]
+    block: BufferBlock
+    """Copies of `tensors`."""
 
 
 class OptimizerComponent:
@@ -46,6 +59,12 @@ class OptimizerComponent:
         self._named: list[list[str]] | None = None
         self._places: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
+        self.keeps_host_state = False
+        """Copy at each boundary what its state has in host memory (Adam's `step`), where the weights are on a device
+        that may be behind the program: the program's next update changes it at once."""
+        self._host_reader = BufferReader(())
+        self._host: _HostState | None = None
+        self._is_back = False
         self.added: list[list[torch.Tensor]] = []
         """The groups that `arrange` has made, by their parameters."""
         self.copy()
@@ -83,6 +102,21 @@ class OptimizerComponent:
 
     def copy(self) -> None:
         self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
+        if self.keeps_host_state:
+            self._host, self._is_back = self._copy_host_state(), False
+
+    def _copy_host_state(self) -> _HostState:
+        live = [t for t in self.tensors() if t.is_cpu]
+        if len(self._host_reader.tensors) != len(live) or not self._host_reader.fits(live):
+            self._host_reader = BufferReader(live)
+        return _HostState(len(self.local.state), live, self._host_reader.read())
+
+    def kept(self) -> Any:
+        return self._groups, self._host
+
+    def go_back(self, kept: Any) -> None:
+        self._groups, self._host = kept
+        self._is_back = True
 
     def _look_sizes(self) -> list[int]:
         return [*map(len, map(_params_of, self.optimizer.param_groups))]
@@ -149,6 +183,8 @@ class OptimizerComponent:
     def state(self) -> dict[str, Any]:
         optimizer, retired = self._without_retired()
         state = _with_local_parts(optimizer.state_dict())
+        if self._is_back:
+            state = self._with_host_state(state)
         state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():
             state["sharded"] = sharded
@@ -161,6 +197,17 @@ class OptimizerComponent:
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
         ]
         return state
+
+    def _with_host_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` with what was in host memory at the boundary that `go_back` has gone back to."""
+        host = self._host
+        if host is None or host.num_states != len(self.local.state):
+            raise UnsupportedStateError(
+                self.name, "an update that the device has not begun has made new state for some parameters"
+            )
+        views = zip(host.tensors, host.block.views, strict=True)
+        copies = {id(live): copy for live, copy in views if copy is not None}
+        return dict(map_tensors(state, lambda t: copies.get(id(t), t)))
 
     def _without_retired(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """The optimizer as if it had no state for parameters that are in no group any more, and that state by place.

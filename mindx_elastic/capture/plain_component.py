@@ -35,6 +35,11 @@ class PlainComponent:
     is_heavy = False
     """It is not copied at every boundary."""
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its copy is on a device, and to read it waits for that; every replica has the same."""
+        return False
+
     def __init__(self, name: str, target: Any, stateful: Stateful | None = None) -> None:
         """`stateful`: has the two methods, if `target` has not."""
         self.name = name
@@ -56,6 +61,12 @@ class PlainComponent:
 
     def state(self) -> Any:
         return self._copy
+
+    def kept(self) -> Any:
+        return self._copy
+
+    def go_back(self, kept: Any) -> None:
+        self._copy = kept
 
     def load(self, state: Any) -> None:
         self.put_back(state)
@@ -108,6 +119,10 @@ class AdaptedComponent(PlainComponent):
     def _read(self) -> Any:
         state = self._adapter.state_dict()
         return state if self._adapter.gives_copies else copy_tree(state)
+
+    def go_back(self, kept: Any) -> None:
+        super().go_back(kept)
+        self.at_boundary = False  # a heavy one cannot be read as it was then
 
     def recheck(self) -> None:
         """Look more closely than `copy` did. The program has not gone on since."""

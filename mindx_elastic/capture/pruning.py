@@ -43,6 +43,14 @@ class Masks:
             if isinstance(value := vars(child).get(name), torch.Tensor)
         }
 
+    def kept(self) -> dict[str, torch.Tensor]:
+        """The copies of the last boundary."""
+        return self._copies
+
+    def go_back(self, kept: dict[str, torch.Tensor]) -> None:
+        """Let the copies that `kept` has given count again."""
+        self._copies = kept
+
     def state(self) -> dict[str, torch.Tensor | None]:
         return {place: self._copies.get(place) for place in self._pruned}
 

@@ -47,6 +47,9 @@ class Boundaries:
         gate.watch(collector.parameters)
         gate.named = frozenset(map(id, collector.optimizers()))
         stack.callback(gate.unwatch)
+        if world_size > 1:
+            collector.keep_older_boundaries()
+            gate.on_update = collector.devices.begin_update
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
         collector.on_new_parameters = gate.follow
@@ -79,6 +82,7 @@ class Boundaries:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 position.step,
             )
+        self._collector.devices.wait_for_older()
         self._changes.at_boundary()
 
     # --- an exception between the last update and step_end() ---

@@ -16,6 +16,7 @@ import torch
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import to_host
+from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.moment import Moment
@@ -115,6 +116,33 @@ class Saver:
         root = self._resolved.get(directory, directory)
         return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
 
+    def settle_devices(self, problem: str | None, state: GateState, waits: Callable[[], bool]) -> str | None:
+        """Before a save that a death may have brought: let the newest boundary count that the devices hold. The caller
+        holds the update gate, which is in `state` and says `problem` (None: none). Waits for the devices for as long as
+        ``waits()``. Returns why there is no such boundary; None: there is.
+        """
+        devices = self.collector.devices
+        newest = devices.newest
+        is_clean = state is GateState.CLEAN
+        if newest is None or (problem is not None and (is_clean or not devices.keeps_older)):
+            return problem
+        try:
+            found = devices.landed(waits, has_updated=not is_clean)
+        except RuntimeError as error:  # every later call of CUDA fails, too
+            return f"the device has failed ({str(error).partition(chr(10))[0]})"
+        if found is None:
+            return problem or f"the device has not come to the end of step {newest.step}, and holds no older boundary"
+        if found is not newest or not is_clean:
+            self.collector.go_back(found)
+        if found is not newest:
+            logger.warning(
+                "the device has not come to the end of step %d, where the program is; it still holds step %d, which "
+                "counts",
+                newest.step,
+                found.step,
+            )
+        return None
+
     def save_dying(
         self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf, agreed: bool = False
     ) -> SaveResult:
@@ -206,8 +234,10 @@ class Saver:
         return result
 
     def _state(self, *, copy: bool = False) -> Any:
-        """The state of the last boundary in host memory. Without a `copy` it must not change until it is written."""
-        return to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=copy)
+        """The state of the last boundary. Without a `copy`, in host memory, it must not change until it is written."""
+        with self.collector.devices.reading():
+            state = self.collector.state()
+            return to_host(state) if copy else state
 
     def _path(self, policy: ExitPolicy, position: Position) -> Path:
         if policy.place is None:
@@ -329,7 +359,7 @@ class Saver:
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
         try:
-            self.reserve = take_reserve(len(self.collector.parameters))
+            self.reserve = take_reserve(len(self.collector.parameters), pinned=self.collector.devices.is_used)
             if asynchronous:
                 self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
@@ -420,17 +450,18 @@ class Saver:
         def write() -> SaveResult:
             for target in (path, *also):
                 make_directory_durable(target.parent)
-            return write_checkpoint(
-                path,
-                state,
-                info,
-                layout=self.collector.layout(),
-                also=also,
-                before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
-                reserve=self.reserve if dying else None,
-                held=held,
-                flat=flat,
-            )
+            with self.collector.devices.reading():
+                return write_checkpoint(
+                    path,
+                    state,
+                    info,
+                    layout=self.collector.layout(),
+                    also=also,
+                    before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+                    reserve=self.reserve if dying else None,
+                    held=held,
+                    flat=flat,
+                )
 
         try:
             result = write()

@@ -19,8 +19,8 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,6 +55,7 @@ _RECHECK_S = 1.0
 _FLUSH_S = 1.0
 _GATE_S = 0.05  # for the update gate where nothing should be in progress
 _DYING_S = 0.25
+_DEVICE_S = 2.0
 _NOTHING = "nothing is saved"
 _AFTER_DEATH_S = 2.0  # a rank that has saved and left needs no help, one that waits for a dead rank does
 
@@ -391,7 +392,7 @@ class Stopper:
         while not self.state.claim():
             if self.state.wait_while(StopPhase.SAVING) in SETTLED:
                 return
-        with self.update_gate.hold(_GATE_S) as problem:
+        with self._hold(alarm, _GATE_S) as problem:
             # Before the file is written: another rank that is about to salvage must not wait for this one's disk.
             self.exchange.announce("salvage", CANNOT if problem else self.saver.collector.position.step)
             self._write(alarm, problem)
@@ -428,8 +429,10 @@ class Stopper:
     def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
         self.exchange.announce("stop", CANNOT)  # ends the first round for ranks that still wait in it
         left = alarm.deadline.remaining_s()
-        # A failed step never ends: its update is torn for good, and waiting for it would only cost time.
-        with self.update_gate.hold(max(_GATE_S, left / 4) if can_wait else _GATE_S) as problem:
+        # A failed step never ends: its update is torn for good, and waiting for it would only cost time. Nor may one
+        # whose device waits for a dead rank.
+        ends = can_wait and not (alarm.kind == "peer" and self.saver.collector.devices.keeps_older)
+        with self._hold(alarm, max(_GATE_S, left / 4) if ends else _GATE_S) as problem:
             offer: int | str = CANNOT if problem else self.saver.collector.position.step
             if problem and can_wait and self.update_gate.state is not GateState.CLEAN:
                 offer = self.step_gate.step + 1  # an update is in progress: this rank will be there in a moment
@@ -445,6 +448,21 @@ class Stopper:
             self._be_patient(alarm)
         else:
             self.state.wait_while(StopPhase.SAVING)
+
+    @contextmanager
+    def _hold(self, alarm: Alarm, timeout_s: float, *, waits: bool = True) -> Iterator[str | None]:
+        """The update gate, as `UpdateGate.hold`, with a boundary that the devices hold. `waits`: also until they have
+        come to the program's newest one."""
+        began, latest = time.monotonic(), alarm.deadline.at - self._reserve_s(alarm)
+
+        def still_waits() -> bool:
+            now = time.monotonic()
+            # What needs a dead rank never ends; what does not, ends in a moment.
+            is_dead = alarm.kind == "peer" or any(map(self._died, self.peers_gone()))
+            return waits and now < (min(latest, began + _DEVICE_S) if is_dead else latest)
+
+        with self.update_gate.hold(timeout_s) as problem:
+            yield self.saver.settle_devices(problem, self.update_gate.state, still_waits)
 
     def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
         """Let the training thread run to its boundary, where it saves; look again shortly before the end."""
@@ -610,7 +628,7 @@ class Stopper:
             return
         logger.warning("%s is held up; saving the last boundary from beside it", held_up)
         try:
-            with self.update_gate.hold(_GATE_S) as problem:
+            with self._hold(alarm, _GATE_S, waits=False) as problem:
                 self._write(alarm, problem, alone=True)
         except BaseException:
             if self.state.is_mine:

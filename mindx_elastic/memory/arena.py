@@ -38,6 +38,7 @@ from typing import Any
 
 import xxhash
 
+from mindx_elastic.core.pinned import PinnedMemory
 from mindx_elastic.core.posix import is_private_folder, open_regular, read_small
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory.folders import OWNER_FILE, job_folder, make_user_folder, remove_rank
@@ -110,6 +111,7 @@ class ArenaFile:
         self.map: mmap.mmap | None = None
         self.size = 0
         self._present = 0  # bytes from the start whose pages are mapped
+        self._pin: PinnedMemory | None = None
 
     def resize(self, nbytes: int) -> mmap.mmap:
         """Make the file exactly `nbytes` long and map it. Raises ArenaError when there is no room."""
@@ -129,7 +131,19 @@ class ArenaFile:
         finally:
             os.close(fd)
 
+    def pin(self) -> None:
+        """Page-lock it for copies from a CUDA device, until it is mapped anew. Where CUDA refuses they take longer."""
+        if self._pin is None and self.map is not None:
+            anchor = ctypes.c_char.from_buffer(self.map)
+            self._pin = PinnedMemory(ctypes.addressof(anchor), self.size)
+
+    def _unpin(self) -> None:
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
+
     def _remap(self, fd: int, nbytes: int) -> mmap.mmap:
+        self._unpin()
         if self.map is not None:
             try:
                 self.map.resize(nbytes)  # keeps the pages that are mapped: a header may grow by a line now and then
@@ -164,6 +178,7 @@ class ArenaFile:
 
     def close(self) -> None:
         """Unmap. A view that still exists keeps the memory until it goes."""
+        self._unpin()
         if self.map is not None:
             with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
                 self.map.close()

@@ -158,7 +158,8 @@ class Snapshotter:
         """Memory that is touched for the first time can be ten times as slow as the copy itself: get it beforehand."""
         try:
             if not self._nbytes and not self._copying:
-                self._lay_out()
+                with self._collector.devices.reading():
+                    self._lay_out()
         except Exception as error:
             self._give_up(error)
             return
@@ -214,12 +215,16 @@ class Snapshotter:
                 self._arena,
                 nbytes,
                 go_on=lambda: not (self._closed or self._pending or self._reserving or self._hurry),
+                pinned=self._collector.devices.is_used,
             )
 
     def _reserve(self) -> None:
         try:
             self._reserved = reserve_slots(
-                self._arena, self._nbytes, go_on=lambda: not (self._closed or self._pending or self._hurry)
+                self._arena,
+                self._nbytes,
+                go_on=lambda: not (self._closed or self._pending or self._hurry),
+                pinned=self._collector.devices.is_used,
             )
         except Exception as error:
             self._give_up(error)
@@ -235,11 +240,11 @@ class Snapshotter:
         """Training thread, or the copier while the gate is lent. The slot, if the copy is good."""
         collector = self._collector
         try:
-            snapshot = self._lay_out()
-            sequence = self._sequence + 1
-            event = collector.boundary_event
             changed = self._gate.changed_since_boundary
-            index = copy_snapshot(self._arena, snapshot, sequence, boundary_event=event, at=reach, changed=changed)
+            sequence = self._sequence + 1
+            with collector.devices.reading():
+                snapshot = self._lay_out()
+                index = copy_snapshot(self._arena, snapshot, sequence, at=reach, changed=changed)
         except Exception as error:  # any error, also of the user's own `state_dict`: training goes on
             self._give_up(error)
             return None
@@ -292,7 +297,7 @@ class Snapshotter:
         self.drain()
         with self._gate.hold(0.0) as problem:
             position = self._collector.position
-            if problem or self.broken or position.step == 0:
+            if problem or self.broken or position.step == 0 or not self._collector.devices.is_here:
                 return False
             if self._instead is not None:
                 self._instead()
@@ -401,23 +406,24 @@ def copy_snapshot(
     snapshot: SnapshotLayout,
     sequence: int,
     *,
-    boundary_event: Any = None,
     at: Callable[[str], None],
     changed: Callable[[], object] = lambda: None,
 ) -> int | None:
     """Copy into the older slot, commit it, return its number. ``at(stage)`` is called at each stage (tests kill there).
 
     None, and nothing committed, when ``changed()`` says after the copy that the state was altered meanwhile. Raises
-    ArenaError when there is no room; the other slot is untouched then. CPU tensors are moved in this thread, device
-    tensors on a stream of their own that waits for `boundary_event` only.
+    ArenaError when there is no room; the other slot is untouched then. Tensors on a CUDA device are copied on this
+    thread's current stream.
     """
     index = arena.oldest()
     arena.set_record(index, SlotRecord(sequence=arena.record(index).sequence))
     at("wiped")
     memory = arena.slots[index].resize(snapshot.nbytes)
     arena.slots[index].bring_in()
+    if any(tensor.is_cuda for tensor in snapshot.tensors.values()):
+        arena.slots[index].pin()
     at("reserved")
-    _copy_tensors(memory, snapshot, boundary_event, at)
+    _copy_tensors(memory, snapshot, at)
     if changed():
         return None
     at("copied")
@@ -445,11 +451,11 @@ def receive_snapshot(
     return arena.slots[index].path
 
 
-def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, boundary_event: Any, at: Callable[[str], None]) -> None:
+def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str], None]) -> None:
     base = len(snapshot.header)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start, memmove = whole.data_ptr() + base, ctypes.memmove
-    streams: dict[torch.device, Any] = {}
+    devices: set[torch.device] = set()
     half = len(snapshot.entries) // 2
     for number, entry in enumerate(snapshot.entries):
         if number == half:
@@ -466,19 +472,15 @@ def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, boundary_event: A
         if source.device.type != "cuda":
             target.copy_(source)
             continue
-        stream = streams.get(source.device)
-        if stream is None:
-            stream = streams[source.device] = torch.cuda.Stream(source.device)
-            if boundary_event is not None:
-                stream.wait_event(boundary_event)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-    for stream in streams.values():
-        stream.synchronize()
+        devices.add(source.device)
+        target.copy_(source, non_blocking=True)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
 
 
-def reserve_slots(arena: RankArena, nbytes: int, *, go_on: Callable[[], bool]) -> bool:
-    """Get the memory for snapshots of `nbytes` ahead of their copies, which take a tenth of the time with it.
+def reserve_slots(arena: RankArena, nbytes: int, *, go_on: Callable[[], bool], pinned: bool = False) -> bool:
+    """Get the memory for snapshots of `nbytes` ahead of their copies, which take a tenth of the time with it. `pinned`:
+    they come from a CUDA device.
 
     False when ``go_on()`` became false first. A slot that holds a snapshot keeps it, whatever its size. Raises
     ArenaError when there is no room.
@@ -488,6 +490,8 @@ def reserve_slots(arena: RankArena, nbytes: int, *, go_on: Callable[[], bool]) -
         file.resize(nbytes if record.state is SlotState.EMPTY else record.nbytes)
         if not file.bring_in(go_on):
             return False
+        if pinned:
+            file.pin()
     return True
 
 

@@ -131,7 +131,7 @@ class BlockWriter:
         while position < size:
             if self._fill == BLOCK_BYTES:
                 self._submit()
-            count = min(size - position, BLOCK_BYTES - self._fill, _PIECE_BYTES)
+            count = min(size - position, BLOCK_BYTES - self._fill, _PIECE_BYTES if data.is_cpu else BLOCK_BYTES)
             self._copy(data, position, count)
             digest.update(self._views[self._current][self._fill : self._fill + count])
             self._fill += count

@@ -120,16 +120,11 @@ def test_a_copy_is_independent_and_equal() -> None:
         "empty": torch.empty(0),
         "scalar": torch.tensor(3),
     }
-    copy = to_host(state, boundary_event=None, copy=True)
+    copy = to_host(state)
     assert_same(copy, state)
     assert copy["w"].stride() == state["w"].stride()
     state["w"].zero_()
     assert copy["w"].sum() == 15
-
-
-def test_without_copy_host_tensors_are_taken_as_they_are() -> None:
-    tensor = torch.ones(2)
-    assert to_host([tensor], boundary_event=None, copy=False)[0] is tensor
 
 
 def test_tied_weights_stay_tied_in_a_copy() -> None:
@@ -137,7 +132,7 @@ def test_tied_weights_stay_tied_in_a_copy() -> None:
     embedding, head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
     head.weight = embedding.weight
     state = nn.ModuleDict({"embedding": embedding, "head": head}).state_dict()
-    copy = to_host(state, boundary_event=None, copy=True)
+    copy = to_host(state)
     assert copy["embedding.weight"] is copy["head.weight"]
     assert len(flatten(copy)[1]) == 1
 
@@ -145,10 +140,10 @@ def test_tied_weights_stay_tied_in_a_copy() -> None:
 def test_neighbours_in_one_storage_are_not_tied() -> None:
     block = torch.arange(12.0)
     state = {"a": block[:4], "b": block[4:8], "c": block[:4].view(2, 2), "d": torch.empty(0), "e": torch.empty(0, 2)}
-    assert_same(to_host(state, boundary_event=None, copy=True), state)
+    assert_same(to_host(state), state)
 
 
 def test_a_conjugate_view_is_not_its_base() -> None:
     base = torch.tensor([1 + 2j])
-    copy = to_host({"a": base, "b": base.conj()}, boundary_event=None, copy=True)
+    copy = to_host({"a": base, "b": base.conj()})
     assert copy["a"].item() == 1 + 2j and copy["b"].item() == 1 - 2j

@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,7 @@ class TensorsLook:
     def at(cls, tensors: Sequence[torch.Tensor]) -> TensorsLook:
         own = [_own_part(tensor) for tensor in tensors]
         every = max(1, len(own) // _SAMPLED_TENSORS)
-        sample = tuple(_sample(tensor) for tensor in own[::every])
-        return cls(tuple(t._version for t in tensors), tuple(map(_place, own)), sample)
+        return cls(tuple(t._version for t in tensors), tuple(map(_place, own)), _samples(own[::every]))
 
     def movement(self, now: TensorsLook) -> Movement:
         """Whether they have changed. A version counter that moved with the tensor (`to` another device) does not count:
@@ -78,12 +78,30 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 @torch.no_grad()
-def _sample(tensor: torch.Tensor) -> tuple[float | complex, ...]:
+def _samples(tensors: Sequence[torch.Tensor]) -> tuple[tuple[float | complex, ...], ...]:
+    """Some elements of each. Those of one device and type come in one copy, which is waited for once."""
+    pieces = [_piece(tensor) for tensor in tensors]
+    found: list[tuple[float | complex, ...]] = [()] * len(pieces)
+    on_devices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, piece in enumerate(pieces):
+        if piece is not None and piece.is_cpu:
+            found[number] = tuple(piece.tolist())
+        elif piece is not None:
+            on_devices.setdefault((piece.device, piece.dtype), []).append(number)
+    for numbers in on_devices.values():
+        parts: list[torch.Tensor] = [pieces[number] for number in numbers]  # type: ignore[misc]
+        values = iter(torch.cat(parts).tolist())
+        for number, part in zip(numbers, parts, strict=True):
+            found[number] = tuple(islice(values, len(part)))
+    return tuple(found)
+
+
+def _piece(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
-        return ()
+        return None
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[(0,) * tensor.ndim].reshape(-1)
     every = max(1, flat.numel() // _SAMPLED_ELEMENTS)
-    return tuple(flat[::every][: 2 * _SAMPLED_ELEMENTS].tolist())
+    return flat[::every][: 2 * _SAMPLED_ELEMENTS]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,312 @@
+"""What a guard costs a training on a CUDA device: an idle step, and a snapshot of the whole state in shared memory.
+
+    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 60] [--methods idle,snapshot]
+
+*Idle*: blocks of steps with and without a guard alternate in one process; a block ends with a wait for the device, so
+that its time is the device's, too. `added` is what a step takes longer, `host` what `step_end` takes in the training
+thread, `waits` how often a `step_end` of the second half of a block has waited for the device.
+
+*Snapshot*: a model and Adam that fill the size, in a process of its own each round. The floor is a copy of the same
+tensors into page-locked memory on one stream. `first` and `later` are what the training thread stands still for with
+``snapshot_every=1``; `longer` is what a step with an overlapped snapshot takes longer than the one before it, in
+steps of four floors at least. DCP's `async_save` runs with its pinned stager; its call is measured, its files are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import mindx_elastic as mx
+from bench_snapshot import SHM, Training, parse_sizes
+
+_GIB = 1 << 30
+_clock = time.perf_counter
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 6), torch.randn(16, 256, 512)
+
+
+def convolutions() -> tuple[nn.Module, torch.Tensor]:
+    """Twenty layers with BatchNorm: 60 buffers on the device."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(20):
+        layers += [nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), torch.randn(128, 3, 32, 32)
+
+
+CASES = {"transformer": transformer, "convolutions": convolutions}
+
+
+class Job:
+    """One training in fp16 with a gradient scaler, whose updates torch queues without a wait (fused AdamW)."""
+
+    def __init__(self, case: str) -> None:
+        torch.manual_seed(0)
+        model, batch = CASES[case]()
+        self.model, self.batch = model.cuda(), batch.cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10**6)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss: torch.Tensor = self.model(self.batch).float().square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        return loss
+
+    def guard(self, folder: Path, **options: Any) -> mx.Guard:
+        return mx.Guard(
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.scheduler,
+            scaler=self.scaler,
+            directory=folder,
+            resume="never",
+            final_save=False,
+            **options,
+        )
+
+
+def block(job: Job, steps: int, end_step: Callable[[torch.Tensor], object]) -> float:
+    """Seconds a step."""
+    for _ in range(8):
+        end_step(job.step())
+    torch.cuda.synchronize()
+    began = _clock()
+    for _ in range(steps):
+        end_step(job.step())
+    torch.cuda.synchronize()
+    return (_clock() - began) / steps
+
+
+def measure_idle(case: str, rounds: int, steps: int) -> None:
+    job = Job(case)
+    bare: list[float] = []
+    added: list[float] = []
+    host: list[float] = []
+    waits = 0
+    with tempfile.TemporaryDirectory() as folder:
+        bare.append(block(job, steps, lambda loss: None))
+        for _ in range(rounds):
+            with job.guard(Path(folder)) as guard:
+                seconds = block(job, steps, lambda loss: guard.step_end(loss=loss))
+                torch.cuda.synchronize()
+                for _ in range(steps):
+                    loss = job.step()
+                    began = _clock()
+                    guard.step_end(loss=loss)
+                    host.append(_clock() - began)
+                waits += count_waits(job, guard, steps // 2)
+            bare.append(block(job, steps, lambda loss: None))
+            added.append(seconds - (bare[-1] + bare[-2]) / 2)
+    usual = statistics.median(bare)
+    print(
+        f"idle, {case}: a bare step {1e3 * usual:.3f} ms; added {1e6 * statistics.median(added):.0f} us "
+        f"({statistics.median(added) / usual:.2%}; min {1e6 * min(added):.0f}, max {1e6 * max(added):.0f}); "
+        f"host {1e6 * statistics.median(host):.0f} us; waits {waits} in {rounds * (steps // 2)} steps",
+        flush=True,
+    )
+
+
+def count_waits(job: Job, guard: mx.Guard, steps: int) -> int:
+    found = 0
+    for _ in range(steps):
+        loss = job.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            guard.step_end(loss=loss)
+            torch.cuda.set_sync_debug_mode("default")
+        found += sum("synchroniz" in str(each.message) for each in caught)
+    return found
+
+
+# --- snapshots ---
+
+
+def on_device(nbytes: int) -> Training:
+    training = Training(nbytes)
+    training.model.cuda()
+    training.optimizer = torch.optim.Adam(training.model.parameters(), lr=1e-4)
+    training.batch = torch.randn(4096, training.batch.shape[1], device="cuda")
+    training.gradients()
+    training.update()
+    return training
+
+
+def floor_s(tensors: list[torch.Tensor], host: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    began, at = _clock(), 0
+    for tensor in tensors:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        host[at : at + flat.numel()].copy_(flat, non_blocking=True)
+        at += flat.numel()
+    torch.cuda.synchronize()
+    return _clock() - began
+
+
+def measure_snapshot(nbytes: int, method: str, folder: Path) -> dict[str, float]:
+    os.environ.update(MINDX_ARENA_DIR=str(folder), MINDX_LOG_LEVEL="ERROR")
+    training = on_device(nbytes)
+    tensors = [t for t in training.tensors() if t.is_cuda]
+    host = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8, pin_memory=True)
+    floor = min(floor_s(tensors, host) for _ in range(4))
+    del host
+    if method == "dcp":
+        return {"floor": floor, **measure_dcp(training, folder)}
+    if method == "torch.save":
+        torch.cuda.synchronize()
+        began = _clock()
+        torch.save(training.state(), folder / "state.pt")
+        return {"floor": floor, "first": _clock() - began}
+    with tempfile.TemporaryDirectory() as directory:
+        every = 1 if method == "synchronous" else 8
+        guard = mx.Guard(
+            model=training.model,
+            optimizer=training.optimizer,
+            directory=directory,
+            signals=(),
+            snapshot_every=every,
+            final_save=False,
+        )
+        with guard:
+            return {"floor": floor, **(stalls(guard, training) if every == 1 else overlaps(guard, training, floor))}
+
+
+def stalls(guard: mx.Guard, training: Training) -> dict[str, float]:
+    found = []
+    for _ in range(6):
+        training.gradients()
+        training.update()
+        torch.cuda.synchronize()
+        began = _clock()
+        guard.step_end()
+        found.append(_clock() - began)
+    return {"first": found[0], "later": statistics.median(found[2:])}
+
+
+def overlaps(guard: mx.Guard, training: Training, floor: float) -> dict[str, float]:
+    """Steps that keep the device busy for four floors."""
+    torch.cuda.synchronize()
+    began = _clock()
+    training.gradients()
+    torch.cuda.synchronize()
+    times = max(1, round(4 * floor / (_clock() - began)))
+    longer: list[float] = []
+    plain: list[float] = []
+    before = 0.0
+    for number in range(1, 41):
+        torch.cuda.synchronize()
+        began = _clock()
+        for _ in range(times):
+            training.gradients()
+        training.update()
+        guard.step_end()
+        torch.cuda.synchronize()
+        seconds = _clock() - began
+        # The copy of boundary 8 runs beside step 9.
+        if number > 16 and number % 8 == 1:
+            longer.append(seconds - before)
+            plain.append(before)
+        before = seconds
+    return {"longer": statistics.median(longer), "plain": statistics.median(plain)}
+
+
+def measure_dcp(training: Training, folder: Path) -> dict[str, float]:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    options = StagingOptions(
+        use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+    )
+    stager = DefaultStager(options)
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = _clock()
+        future: Any = dcp.async_save(training.state(), checkpoint_id=folder / "dcp", async_stager=stager)
+        found.append(_clock() - began)
+        future.result()
+        shutil.rmtree(folder / "dcp")
+    dist.destroy_process_group()
+    return {"first": found[0], "later": statistics.median(found[1:])}
+
+
+def run_child(nbytes: int, method: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--child", method, "--sizes", f"{nbytes >> 20}M"]
+    with tempfile.TemporaryDirectory(prefix="bench_cuda-", dir=SHM) as folder:
+        done = subprocess.run([*command, "--folder", folder], check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare_snapshots(nbytes: int, rounds: int) -> None:
+    methods = ["synchronous", "overlapped", "dcp"] + (["torch.save"] if nbytes <= 4 * _GIB else [])
+    found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    for number in range(rounds):
+        for method in methods if number % 2 == 0 else reversed(methods):
+            found[method].append(run_child(nbytes, method))
+    print(f"snapshot, {nbytes / _GIB:g} GiB; milliseconds, and as a part of the floor or of the step")
+    for method, results in found.items():
+        row = [f"floor {1e3 * statistics.median(one['floor'] for one in results):.1f}"]
+        for name in ("first", "later", "longer"):
+            if name in results[0]:
+                base = "plain" if name == "longer" else "floor"
+                value = statistics.median(one[name] for one in results)
+                ratio = statistics.median(one[name] / one[base] for one in results)
+                row.append(f"{name} {1e3 * value:.1f} ({ratio:.3f} of {base})")
+        print(f"  {method:12s} {'  '.join(row)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=parse_sizes, default="1G,4G,16G")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--methods", default="idle,snapshot")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measure_snapshot(args.sizes[0], args.child, args.folder)))
+        return
+    if not torch.cuda.is_available():
+        sys.exit("bench_cuda.py needs a CUDA device")
+    print(
+        f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, "
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}",
+        flush=True,
+    )
+    if "idle" in args.methods:
+        for case in CASES:
+            measure_idle(case, args.rounds, args.steps)
+    if "snapshot" in args.methods:
+        for nbytes in args.sizes:
+            compare_snapshots(nbytes, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Which boundary a device holds that is behind the program. Stand-ins for CUDA's events: work is done when told so."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.device_progress import DeviceProgress
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import UnsupportedStateError
+
+
+class Device:
+    """Does what is queued on it in order; `done` says how much of it is done."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0
+        self.waited_for: list[int] = []
+
+    def Event(self) -> Any:  # noqa: N802 - torch's name
+        event = SimpleNamespace(place=-1)
+
+        def record(stream: object) -> None:
+            self.queued += 1
+            event.place = self.queued
+
+        def synchronize() -> None:
+            self.waited_for.append(event.place)
+
+        event.record, event.synchronize = record, synchronize
+        event.query = lambda: self.done >= event.place
+        return event
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802
+        return SimpleNamespace(wait_event=lambda event: self.waited_for.append(event.place))
+
+    def current_stream(self, device: torch.device) -> str:
+        return "training"
+
+    @contextmanager
+    def stream(self, stream: object) -> Any:
+        yield
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on a device."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def progress(device: Device) -> DeviceProgress:
+    made = DeviceProgress(device)
+    made.follow([torch.zeros(1).as_subclass(OnDevice)])
+    made.keeps_older = True
+    return made
+
+
+def pass_steps(progress: DeviceProgress, *steps: int) -> None:
+    """Each an update and a boundary: places 2n and 2n + 1 of the device's queue, after the first boundary at 1."""
+    for step in steps:
+        if step:
+            progress.begin_update()
+        progress.at_boundary(step, f"kept {step}")
+
+
+def landed(progress: DeviceProgress, *, has_updated: bool = False) -> int | None:
+    found = progress.landed(lambda: False, has_updated=has_updated)
+    assert found is None or found.kept == f"kept {found.step}"
+    return None if found is None else found.step
+
+
+def test_a_device_that_has_done_all_holds_the_newest(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1, 2)
+    device.done = 5
+    assert progress.is_here and landed(progress) == 2
+
+
+def test_a_device_that_waits_before_an_update_holds_the_boundary_before(
+    device: Device, progress: DeviceProgress
+) -> None:
+    pass_steps(progress, 0, 1, 2)
+    for done, held in {5: 2, 3: 1, 1: 0}.items():
+        device.done = done
+        assert landed(progress) == held
+
+
+def test_in_the_middle_of_an_update_it_holds_none(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1, 2)
+    for done in (0, 2, 4):
+        device.done = done
+        assert landed(progress) is None
+
+
+def test_an_update_that_the_program_has_begun_and_the_device_has_not(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1)
+    progress.begin_update()
+    device.done = 3
+    assert landed(progress, has_updated=True) == 1
+    device.done = 4
+    assert landed(progress, has_updated=True) is None
+    # The update gate is clean: the mark was set, and the update waits for the reader that asks.
+    assert landed(progress, has_updated=False) == 1
+
+
+def test_it_waits_for_the_newest_for_as_long_as_it_is_told(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1)
+    device.done = 1
+    asked = 0
+
+    def waits() -> bool:
+        nonlocal asked
+        asked += 1
+        device.done += 1
+        return True
+
+    found = progress.landed(waits, has_updated=False)
+    assert found is not None and found.step == 1 and asked == 2
+
+
+def test_the_program_is_at_most_two_boundaries_ahead(device: Device, progress: DeviceProgress) -> None:
+    for step in range(6):
+        pass_steps(progress, step)
+        progress.wait_for_older()
+    assert device.waited_for == [1, 3, 5, 7]
+
+
+def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
+    progress = DeviceProgress(device)
+    progress.follow([torch.zeros(1).as_subclass(OnDevice)])
+    pass_steps(progress, 0, 1, 2, 3)
+    progress.wait_for_older()
+    assert device.waited_for == []
+    device.done = 2
+    assert progress.landed(lambda: False, has_updated=False) is None
+
+
+def test_without_a_device_there_is_nothing_to_wait_for(device: Device) -> None:
+    progress = DeviceProgress(device)
+    progress.follow([torch.zeros(1)])
+    pass_steps(progress, 0, 1)
+    assert not progress.is_used and progress.is_here and progress.newest is None
+    with progress.reading():
+        pass
+    assert device.queued == 0
+
+
+def test_a_reader_waits_for_the_boundary_and_not_for_what_is_behind_it(
+    device: Device, progress: DeviceProgress
+) -> None:
+    pass_steps(progress, 0, 1)
+    progress.begin_update()
+    with progress.reading():
+        pass
+    assert device.waited_for == [3]
+
+
+def test_other_parameters_make_older_boundaries_useless(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1)
+    progress.follow([torch.zeros(1).as_subclass(OnDevice)])
+    assert progress.newest is None
+
+
+# --- the small state of an older boundary ---
+
+
+class Job:
+    """A training on the CPU whose collector keeps older boundaries as if its weights were on a device."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        targets = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.schedule}
+        self.collector = Collector(targets)
+        self.device = Device()
+        self.collector.devices = DeviceProgress(self.device)
+        self.collector.devices.follow([torch.zeros(1).as_subclass(OnDevice)])
+        self.collector.keep_older_boundaries()
+
+    def step(self, number: int) -> None:
+        self.update()
+        self.schedule.step()
+        self.collector.copy(Position(number, 1, number, 10))
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 3)).square().sum().backward()
+        self.collector.devices.begin_update()
+        self.optimizer.step()
+
+
+def test_going_back_gives_what_was_in_host_memory_then() -> None:
+    job = Job()
+    job.step(1)
+    job.step(2)
+    then = job.collector.state()
+    counts = [float(one["step"]) for one in then["optimizer"]["state"].values()]
+    buffers = {name: value.clone() for name, value in then["model"].items() if "running" in name}
+    stream = then["rng"]["torch"].clone()
+    kept = job.collector.devices.newest
+    assert kept is not None
+    job.step(3)
+    job.update()
+    job.collector.go_back(kept)
+    state = job.collector.state()
+    assert [float(one["step"]) for one in state["optimizer"]["state"].values()] == counts == [2.0] * len(counts)
+    assert state["progress"]["step"] == job.collector.position.step == 2
+    assert state["optimizer"]["param_groups"][0]["lr"] == then["optimizer"]["param_groups"][0]["lr"]
+    assert state["lr_scheduler"] == then["lr_scheduler"] and state["lr_scheduler"]["last_epoch"] == 2
+    assert all(torch.equal(state["model"][name], value) for name, value in buffers.items())
+    assert torch.equal(state["rng"]["torch"], stream)
+
+
+def test_state_that_only_the_program_has_made_is_refused() -> None:
+    """A parameter that is updated for the first time gets its state then: its device has not filled it yet."""
+    job = Job()
+    for parameter in job.model[1].parameters():
+        parameter.requires_grad_(False)
+    job.step(1)
+    kept = job.collector.devices.newest
+    assert kept is not None
+    for parameter in job.model[1].parameters():
+        parameter.requires_grad_(True)
+    job.update()
+    job.collector.go_back(kept)
+    with pytest.raises(UnsupportedStateError, match="has made new state for some parameters"):
+        job.collector.state()
