@@ -84,6 +84,7 @@ class Job:
             directory=folder,
             resume="never",
             final_save=False,
+            unmanaged="warn",  # of loops that count by themselves
             **options,
         )
 
@@ -189,6 +190,7 @@ def measure_snapshot(nbytes: int, method: str, folder: Path) -> dict[str, float]
             signals=(),
             snapshot_every=every,
             final_save=False,
+            unmanaged="warn",
         )
         with guard:
             return {"floor": floor, **(stalls(guard, training) if every == 1 else overlaps(guard, training, floor))}

@@ -44,7 +44,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notice_watch import NoticeWatch
 from mindx_elastic.platforms.trainer_status import TrainerReporter
-from mindx_elastic.rejoin.nccl import ERROR_HANDLING
+from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
 
 __all__ = ["launch"]
 
@@ -204,6 +204,7 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
         os.environ["MINDX_ON_SHRINK"] = options.on_shrink
     if options.in_place and RejoinSettings.from_env().nccl:
         os.environ.setdefault(ERROR_HANDLING, "0")  # else torch, and its agent, end each process whose peer has died
+        os.environ.setdefault(DUMP, "0")
     os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"

@@ -334,6 +334,9 @@ def _parser() -> tuple[ArgumentParser, frozenset[str]]:
     parser.prog = _PROG
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    if "PET_MASTER_PORT" not in os.environ:
+        # Before torch 2.13 the default is a number, and could not be told from a port that the user has fixed.
+        parser.set_defaults(master_port=None)
     theirs = {name for action in parser._actions for name in action.option_strings}
     _add_options(parser, hidden=True)
     both = {name for action in parser._actions for name in action.option_strings}

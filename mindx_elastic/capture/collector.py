@@ -213,6 +213,10 @@ class Collector:
         # Kernels of this boundary's update may still run, and a reader in another thread waits for those only.
         self.devices.at_boundary(position.step, self.kept() if self.devices.keeps_older else None)
 
+    def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
+        """By place, see `ModuleComponent.buffers_of_this_rank`: the boundary ring does not have them."""
+        return [f"{n}.{b}" for n, m in self._modules.items() for b in m.buffers_of_this_rank(leads=leads)]
+
     def keep_older_boundaries(self) -> None:
         """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
         self.devices.keeps_older = self.devices.is_used
@@ -227,6 +231,7 @@ class Collector:
     def go_back(self, boundary: LandedBoundary) -> None:
         """Let an older boundary count, which the devices hold. The caller holds the update gate, and the training does
         not go on: what the program has done since is lost."""
+        self.devices.go_back(boundary)
         own, components = boundary.kept
         self.position, self._loop, self.rng, self._compiled_calls = own
         self._is_at_boundary = False

@@ -138,14 +138,18 @@ class DeviceProgress:
                 return boundary
         return None
 
+    def go_back(self, boundary: LandedBoundary) -> None:
+        """Forget the boundaries behind it: it is the newest one."""
+        while self._boundaries and self._boundaries[-1] is not boundary:
+            self._boundaries.pop()
+
     @contextmanager
-    def reading(self, boundary: LandedBoundary | None = None) -> Iterator[None]:
-        """Inside, what this thread reads from the devices waits for the newest boundary (or for `boundary`), and for
-        nothing that was queued behind it. The caller holds the update gate."""
-        if boundary is None and self._boundaries:
-            boundary = self._boundaries[-1]
+    def reading(self) -> Iterator[None]:
+        """Inside, what this thread reads from the devices waits for the newest boundary, and for nothing that was
+        queued behind it. The caller holds the update gate."""
+        newest = self.newest
         with ExitStack() as stack:
-            for device, event in zip(self._devices, boundary.events if boundary else (), strict=False):
+            for device, event in zip(self._devices, newest.events if newest else (), strict=False):
                 stream = self._streams[device]
                 stream.wait_event(event)
                 stack.enter_context(self._cuda.stream(stream))

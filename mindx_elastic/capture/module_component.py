@@ -68,6 +68,7 @@ class ModuleComponent:
         self._named = named
         self.flags = Flags(self.module, named, _wrappers_of(module))
         """`training` and `requires_grad`."""
+        self._is_broadcast = any(getattr(each, "broadcast_buffers", False) for each in _wrappers_of(module))
         self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
         self.structure = Structure(self.module, original_names(named, self._masks.places))
         self._described: object = None
@@ -225,6 +226,14 @@ class ModuleComponent:
         """The saved buffers themselves, by name."""
         found = zip(self._slot_names, self._slots, strict=True)
         return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
+
+    def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
+        """The saved buffers on a device that other ranks may have otherwise, by name: not those that DDP broadcasts
+        before the next forward from the rank that `leads`, nor those that the ranks make together."""
+        if self._is_broadcast and not leads:
+            return []
+        alike = tuple(f"{n}." for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm))
+        return [name for name, t in self.named_buffers() if not t.is_cpu and not (alike and name.startswith(alike))]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of the saved buffers, by name."""

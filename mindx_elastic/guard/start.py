@@ -283,6 +283,7 @@ def load(
     for note in collector.load(state, live=found.is_live):
         logger.warning("%s", note)
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
+    _tell_of_device_buffers(found, collector, ranks, unmanaged)
     if with_flags:
         _say_flags(collector.load_flags(state))
     head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
@@ -363,6 +364,18 @@ def _how_to_restore_rng(
         "Shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the forward",
     )
     return _new_numbers(info, ranks)
+
+
+def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, unmanaged: Unmanaged) -> None:
+    """A killed rank's small state comes from memory, but for what was on its device."""
+    if found.own is None or found.donor is None or found.plan.resharded:
+        return
+    if names := collector.buffers_of_this_rank(leads=ranks.rank == 0):
+        unmanaged.risk(
+            f"rank {ranks.rank} was killed, and its buffers on a device with it ({listed(names, 3)}): it goes on with "
+            f"rank {found.donor}'s, so from here the run is not bit for bit the uninterrupted one",
+            "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
+        )
 
 
 def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:

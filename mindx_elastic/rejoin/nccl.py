@@ -31,6 +31,7 @@ from mindx_elastic.core.events import logger
 
 __all__ = [
     "BACKEND",
+    "DUMP",
     "ERROR_HANDLING",
     "Devices",
     "broken_context",
@@ -43,6 +44,9 @@ __all__ = [
 BACKEND = "nccl"
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """With another value than 0 torch ends a process whose peer has died."""
+DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+"""With another value than 0 a rank whose peer has died writes to the store that all are to dump what they do, new ranks
+too, and a thread of torch's that does so keeps the process from ending (seen on an H200, torch 2.11)."""
 _NEEDED = ("abort", "eager_connect_single_device", "Options")
 _ABORT_S = 10.0
 _COPIED = ("is_high_priority_stream", "config", "_timeout")

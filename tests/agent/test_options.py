@@ -6,11 +6,13 @@ import contextlib
 import io
 import re
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
 
+from mindx_elastic.agent import options as options_module
 from mindx_elastic.agent.options import DEFAULT_MAX_RESTARTS, Launch, parse
 from mindx_elastic.errors import UsageError
 
@@ -424,3 +426,20 @@ def test_dashes_and_joined_switches_are_read_as_by_torchrun(line: list[str]) -> 
 @pytest.mark.parametrize("line", [["--nosuch", "train.py"], ["-z", "train.py"], ["--use-env", "train.py"], ["--"], []])
 def test_what_torchrun_does_not_know_is_refused(line: list[str]) -> None:
     assert torchruns(line) is None and ours(line) is None
+
+
+@pytest.mark.parametrize("default", [None, 29500])
+def test_a_port_that_nobody_has_given_is_free(monkeypatch: pytest.MonkeyPatch, default: int | None) -> None:
+    """torch's parsers before 2.13 have a number as default, which is not the user's."""
+    make = options_module.get_args_parser
+
+    def as_torch_does() -> ArgumentParser:
+        parser = make()
+        parser.set_defaults(master_port=default)
+        return parser
+
+    monkeypatch.setattr(options_module, "get_args_parser", as_torch_does)
+    monkeypatch.delenv("PET_MASTER_PORT", raising=False)
+    assert read().master is None
+    fixed = read("--master-port", "29500").master
+    assert fixed is not None and fixed[1] == 29500

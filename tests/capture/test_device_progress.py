@@ -166,6 +166,17 @@ def test_a_reader_waits_for_the_boundary_and_not_for_what_is_behind_it(
     assert device.waited_for == [3]
 
 
+def test_a_reader_of_an_older_boundary_waits_for_that(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1, 2)
+    device.done = 3
+    found = progress.landed(lambda: False, has_updated=False)
+    assert found is not None and found.step == 1
+    progress.go_back(found)
+    with progress.reading():
+        pass
+    assert device.waited_for == [3] and progress.is_here
+
+
 def test_other_parameters_make_older_boundaries_useless(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1)
     progress.follow([torch.zeros(1).as_subclass(OnDevice)])

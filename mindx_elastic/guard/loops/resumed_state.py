@@ -39,10 +39,10 @@ def put_back_small_state(collector: Collector) -> list[str]:
                 cursor = component.target.engine.cursor
                 if cursor.live or cursor.pending:
                     continue  # the loop has begun to iterate, or nothing has
-                if equal_trees(component.look(), component.state()):
+                if equal_trees(component.look(), component.seen):
                     # Where an epoch was over, the next iteration would begin another.
                     component.put_back(component.state())
-            if not equal_trees(component.look(), component.state()):
+            if not equal_trees(component.look(), component.seen):
                 changed.append(name)
                 component.put_back(component.state())
     return changed + buffers
@@ -60,7 +60,7 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
             continue
         elif component.is_heavy:
             continue  # not copied at the boundary
-        elif not equal_trees(component.look(), component.state()):
+        elif not equal_trees(component.look(), component.seen):
             is_known = component.is_stream or type(component.target).__module__.partition(".")[0] == "torch"
             (certain if is_known else others).append(name)
     return certain, others
