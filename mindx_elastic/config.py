@@ -245,7 +245,7 @@ class RejoinSettings:
     """``MINDX_REJOIN_NODES``: the first node, and where the agents of nodes hear others' ranks (``0 0=HOST:PORT
     1=HOST:PORT``), so that another node can take the place of a lost one; empty: it does not."""
     nccl: bool = False
-    """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too, which has never been run on a GPU."""
+    """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too; run with ranks on one GPU only."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:

@@ -16,7 +16,7 @@ import torch
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import to_host
-from mindx_elastic.capture.update_gate import GateState
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.moment import Moment
@@ -116,21 +116,21 @@ class Saver:
         root = self._resolved.get(directory, directory)
         return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
 
-    def settle_devices(self, problem: str | None, state: GateState, waits: Callable[[], bool]) -> str | None:
+    def settle_devices(self, problem: str | None, gate: UpdateGate, waits: Callable[[], bool]) -> str | None:
         """Before a save that a death may have brought: let the newest boundary count that the devices hold. The caller
-        holds the update gate, which is in `state` and says `problem` (None: none). Waits for the devices for as long as
-        ``waits()``. Returns why there is no such boundary; None: there is.
+        holds `gate`, which says `problem` (None: none). Waits for the devices for as long as ``waits()``. Returns why
+        there is no such boundary; None: there is.
         """
         devices = self.collector.devices
         newest = devices.newest
-        is_clean = state is GateState.CLEAN
+        is_clean = gate.state is GateState.CLEAN
         if newest is None or (problem is not None and (is_clean or not devices.keeps_older)):
             return problem
         try:
             found = devices.landed(waits, has_updated=not is_clean)
         except RuntimeError as error:  # every later call of CUDA fails, too
             return f"the device has failed ({str(error).partition(chr(10))[0]})"
-        if found is None:
+        if found is None or (found is not newest and gate.unguarded):  # an update by hand has no mark
             return problem or f"the device has not come to the end of step {newest.step}, and holds no older boundary"
         if found is not newest or not is_clean:
             self.collector.go_back(found)

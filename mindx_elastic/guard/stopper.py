@@ -462,7 +462,7 @@ class Stopper:
             return waits and now < (min(latest, began + _DEVICE_S) if is_dead else latest)
 
         with self.update_gate.hold(timeout_s) as problem:
-            yield self.saver.settle_devices(problem, self.update_gate.state, still_waits)
+            yield self.saver.settle_devices(problem, self.update_gate, still_waits)
 
     def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
         """Let the training thread run to its boundary, where it saves; look again shortly before the end."""

@@ -1,6 +1,7 @@
-"""Recovery in place over NCCL: what is different from gloo. Off by default: it has never been run on a GPU.
+"""Recovery in place over NCCL: what is different from gloo. It has to be asked for (``MINDX_REJOIN_NCCL=1``).
 
-Tested with stand-ins for torch's classes only, so it has to be asked for (``MINDX_REJOIN_NCCL=1``). What it does:
+Seen on a real GPU with two ranks that share it (``tests/system/test_gpu.py``), never over NVLink, InfiniBand or several
+GPUs. What it does:
 
 * *Out of the collectives.* A collective on a GPU does not fail when a rank dies: its kernel waits. Aborting the
   communicator ends the kernel, as if it had come to its end, with any result. All communicators are aborted at the same
@@ -56,8 +57,8 @@ def problem(devices: Iterable[str]) -> str:
     """Why groups whose backend is NCCL for these device types cannot get new connections; empty: they can."""
     if not RejoinSettings.from_env().nccl:
         return (
-            "process groups with the backend nccl get new connections only with MINDX_REJOIN_NCCL=1, which has never "
-            "been run on a GPU"
+            "process groups with the backend nccl get new connections only with MINDX_REJOIN_NCCL=1, which has been "
+            "run on a single GPU only"
         )
     backend = _backend_class()
     missing = [name for name in _NEEDED if not hasattr(backend, name)]

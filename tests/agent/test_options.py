@@ -431,10 +431,10 @@ def test_what_torchrun_does_not_know_is_refused(line: list[str]) -> None:
 @pytest.mark.parametrize("default", [None, 29500])
 def test_a_port_that_nobody_has_given_is_free(monkeypatch: pytest.MonkeyPatch, default: int | None) -> None:
     """torch's parsers before 2.13 have a number as default, which is not the user's."""
-    make = options_module.get_args_parser
+    make = getattr(options_module, "get_args_parser")  # noqa: B009
 
     def as_torch_does() -> ArgumentParser:
-        parser = make()
+        parser: ArgumentParser = make()
         parser.set_defaults(master_port=default)
         return parser
 

@@ -1,4 +1,4 @@
-"""Recovery in place over NCCL, with stand-ins for torch's classes: it has never been run on a GPU."""
+"""Recovery in place over NCCL, with stand-ins for torch's classes; on a real GPU: ``system/test_gpu.py``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
 
 def test_it_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
     monkeypatch.delenv("MINDX_REJOIN_NCCL", raising=False)
-    assert "MINDX_REJOIN_NCCL=1, which has never been run on a GPU" in nccl.problem(["cuda"])
+    assert "MINDX_REJOIN_NCCL=1, which has been run on a single GPU only" in nccl.problem(["cuda"])
 
 
 def test_the_switch_is_1_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
