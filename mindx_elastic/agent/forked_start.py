@@ -192,7 +192,7 @@ class ForkedStart:
 
     def _start_zygote(self) -> None:
         env = dict(os.environ)
-        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torch's agent does for workers
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # see `agent.launcher`
         self._zygote = Zygote(self._command, env)
         self._zygote.start()
 

@@ -205,6 +205,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     if options.in_place and RejoinSettings.from_env().nccl:
         os.environ.setdefault(ERROR_HANDLING, "0")  # else torch, and its agent, end each process whose peer has died
         os.environ.setdefault(DUMP, "0")
+    # Not 1, as torch's agent sets: torch then aborts a communicator whose peer has died, and the update behind it runs.
+    os.environ.setdefault(ERROR_HANDLING, "3")
     os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"

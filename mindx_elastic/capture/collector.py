@@ -20,18 +20,21 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
-from mindx_elastic.capture.device_progress import DeviceProgress, LandedBoundary
+from mindx_elastic.capture.copying import device_tensors
+from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
 _has_changed = methodcaller("has_changed")
+_MOST_KEPT = 64 << 20
 _HEADER_ROOM = 512
 """About the bytes that a tensor takes in a header, and the random generators."""
 _PROGRESS = tuple(field.name for field in fields(Position))
@@ -113,8 +116,8 @@ class Collector:
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.devices = DeviceProgress()
-        """How far the devices have come that hold parameters."""
-        self.devices.follow(self.parameters)
+        """How far the devices have come that hold state of the job."""
+        self.devices.follow(self._tensors())
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -173,7 +176,7 @@ class Collector:
         self.problems = [f"{name}: {problem}" for name, found in problems.items() for problem in found]
         self.structure_is_new = True
         self.layouts.forget()
-        self.devices.follow(self.parameters)
+        self.devices.follow(self._tensors())
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
@@ -217,23 +220,45 @@ class Collector:
         """By place, see `ModuleComponent.buffers_of_this_rank`: the boundary ring does not have them."""
         return [f"{n}.{b}" for n, m in self._modules.items() for b in m.buffers_of_this_rank(leads=leads)]
 
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Whose devices count."""
+        yield from self.parameters
+        for optimizer in self._optimizers.values():
+            yield from optimizer.parameters
+        for module in self._modules.values():
+            yield from module.module.buffers()
+        for adapted in self._adapted:
+            if isinstance(adapted.target, torch.Tensor):
+                yield adapted.target
+
     def keep_older_boundaries(self) -> None:
         """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
-        self.devices.keeps_older = self.devices.is_used
+        if not self.devices.is_used:
+            return
+        nbytes = sum(t.nbytes for _, component in self._plain for t in device_tensors(component.seen))
+        if nbytes > _MOST_KEPT:
+            logger.info(
+                "named objects have %d MiB on a device, too much to keep them for older boundaries: when a rank is "
+                "killed over NCCL, the others may have to go back to the last snapshot or file",
+                nbytes >> 20,
+            )
+            return
+        self.devices.keeps_older = True
         for optimizer in self._optimizers.values():
-            optimizer.keeps_host_state = self.devices.is_used
+            optimizer.keeps_host_state = True
 
     def kept(self) -> Any:
-        """The copies of the boundary just copied; no tensor or container in them is changed later."""
-        own = self.position, self._loop, self.rng, self._compiled_calls
+        """The copies of the boundary just copied. Nothing in them is changed later, but for tensors on a device: in the
+        order of its queue, so not before it has left the boundary."""
+        own = self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct
         return own, {name: component.kept() for name, component in self.components.items()}
 
-    def go_back(self, boundary: LandedBoundary) -> None:
+    def go_back(self, boundary: PassedBoundary) -> None:
         """Let an older boundary count, which the devices hold. The caller holds the update gate, and the training does
-        not go on: what the program has done since is lost."""
-        self.devices.go_back(boundary)
+        not go on: what the program has done since is lost. Raises UnsupportedStateError where it cannot be."""
+        self.devices.hold(boundary)
         own, components = boundary.kept
-        self.position, self._loop, self.rng, self._compiled_calls = own
+        self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct = own
         self._is_at_boundary = False
         for name, kept in components.items():
             self.components[name].go_back(kept)

@@ -8,7 +8,7 @@ everything queued behind it waits, while the program has passed the step's bound
 then still holds an older boundary, whole: weights and optimizer state change only in updates, and an update that waits
 behind a collective has not begun. So two kinds of events are kept of the last boundaries: at the boundary, and before
 the update that follows it. Together with the small state in host memory as it was then (`kept`) they give the newest
-boundary that the device holds (`landed`).
+boundary that the device holds (`newest_held`).
 
 The program may be two boundaries ahead, not more (`wait_for_older`): the boundary ring in shared memory holds four.
 Training does not become slower by that, because a device with two steps in its queue has always something to do.
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["DeviceProgress", "LandedBoundary"]
+__all__ = ["DeviceProgress", "PassedBoundary"]
 
 _KEPT = 4
 _AHEAD = 2
@@ -36,7 +36,7 @@ _LOOK_S = 0.005
 
 
 @dataclass
-class LandedBoundary:
+class PassedBoundary:
     """A boundary that the program has passed."""
 
     step: int
@@ -46,6 +46,8 @@ class LandedBoundary:
     """One for each device: it has come to the boundary."""
     updates: Sequence[Any] = field(default_factory=list)
     """One for each device: it has come to the first update behind the boundary. Empty: the program has not."""
+    is_changed: bool = False
+    """The program has changed parameters behind it by hand, before that update: there is no mark of it."""
 
     @property
     def is_reached(self) -> bool:
@@ -54,39 +56,50 @@ class LandedBoundary:
     @property
     def is_left(self) -> bool:
         """Whether a device may have begun to change the weights after it."""
-        return bool(self.updates) and any(event.query() for event in self.updates)
+        return self.is_changed or (bool(self.updates) and any(event.query() for event in self.updates))
 
 
 class DeviceProgress:
-    """One per collector. `at_boundary`, `begin_update` and `wait_for_older` belong to the training thread; the rest may
-    be called by any thread that holds the update gate."""
+    """One per collector. `follow`, `at_boundary`, `keep`, `begin_update` and `wait_for_older` belong to the training
+    thread; the rest may be called by any thread that holds the update gate."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """`cuda`: where events and streams come from."""
         self._cuda = cuda
         self._devices: list[torch.device] = []
-        self._streams: dict[torch.device, Any] = {}
-        self._boundaries: deque[LandedBoundary] = deque(maxlen=_KEPT)
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._boundaries: deque[PassedBoundary] = deque(maxlen=_KEPT)
+        self._held: PassedBoundary | None = None
+        self._last_s = time.monotonic()
+        self.step_s = 0.0
+        """Between the last two boundaries of the program."""
         self.keeps_older = False
         """Other ranks' deaths can stop the device: keep what is needed to go back to an older boundary."""
 
     @property
+    def device(self) -> torch.device | None:
+        """The first device that holds some of the job's state; None: there is none."""
+        return self._devices[0] if self._devices else None
+
+    @property
     def is_used(self) -> bool:
-        """Whether any of the job's parameters is on a CUDA device."""
+        """Whether some of the job's state is on a CUDA device."""
         return bool(self._devices)
 
-    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """From here on these are the parameters. Older boundaries had others and are forgotten."""
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From here on these are the job's tensors. Older boundaries had others and are forgotten."""
         self._devices = sorted({t.device for t in tensors if t.is_cuda}, key=str)
         self._boundaries.clear()
+        self._held = None
         for device in self._devices:  # now: a dying process should make none
             if device not in self._streams:
-                self._streams[device] = self._cuda.Stream(device)
+                # A dying save must not queue behind a copier that waits for a boundary that never comes.
+                self._streams[device] = self._cuda.Stream(device), self._cuda.Stream(device, priority=-1)
 
     def _mark(self) -> list[Any]:
         events = []
         for device in self._devices:
-            event = self._cuda.Event()
+            event = self._cuda.Event(blocking=True)
             event.record(self._cuda.current_stream(device))
             events.append(event)
         return events
@@ -96,61 +109,90 @@ class DeviceProgress:
         if self._devices:
             if not self.keeps_older:
                 self._boundaries.clear()
-            self._boundaries.append(LandedBoundary(step, kept, self._mark()))
+            self._boundaries.append(PassedBoundary(step, kept, self._mark()))
+            self._held = None
+            before, self._last_s = self._last_s, time.monotonic()
+            self.step_s = self._last_s - before
 
     def keep(self, kept: Any) -> None:
         """More has been added to the newest boundary."""
-        if self._boundaries:
-            self._boundaries[-1].kept = kept
+        if (newest := self.newest) is not None:
+            newest.kept = kept
 
-    def begin_update(self) -> None:
-        """An optimizer is about to queue its update. Before the update gate says so."""
-        if self.keeps_older and self._boundaries and not self._boundaries[-1].updates:
-            self._boundaries[-1].updates = self._mark()
+    def begin_update(self, is_changed: Callable[[], object] = lambda: False) -> None:
+        """An optimizer is about to queue its update. Before the update gate says so. `is_changed`: whether parameters
+        have changed since the boundary."""
+        newest = self.newest
+        if self.keeps_older and newest is not None and not newest.updates:
+            newest.is_changed = bool(is_changed())
+            newest.updates = self._mark()
 
     def wait_for_older(self) -> None:
         """Right behind a boundary: wait until the device is at most two boundaries behind the program."""
-        if self.keeps_older and len(self._boundaries) > _AHEAD:
-            for event in self._boundaries[-1 - _AHEAD].events:
+        passed = tuple(self._boundaries)
+        if self.keeps_older and len(passed) > _AHEAD:
+            for event in passed[-1 - _AHEAD].events:
                 event.synchronize()
 
     @property
-    def newest(self) -> LandedBoundary | None:
+    def newest(self) -> PassedBoundary | None:
         """The newest boundary of the program; None: it has passed none since the start, or uses no device."""
-        return self._boundaries[-1] if self._boundaries else None
+        passed = tuple(self._boundaries)
+        return passed[-1] if passed else None
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the devices have reached the newest boundary of the program. Raises RuntimeError as `landed`."""
-        return self.newest is None or self.newest.is_reached
+    def comes_here(self, timeout_s: float) -> bool:
+        """Whether the devices have reached the newest boundary of the program, or reach it in `timeout_s` seconds."""
+        newest, end = self.newest, time.monotonic() + timeout_s
+        try:
+            while newest is not None and not newest.is_reached:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(_LOOK_S)
+        except RuntimeError:  # the device has failed
+            return False
+        return True
 
-    def landed(self, waits: Callable[[], bool], *, has_updated: bool) -> LandedBoundary | None:
+    def newest_held(self, waits: Callable[[], bool], *, has_updated: bool) -> PassedBoundary | None:
         """The newest boundary whose state the devices hold; None: they hold none.
 
-        Waits for the newest one of the program for as long as ``waits()``. `has_updated`: the program has begun an
-        update behind that. Raises RuntimeError where a device has failed.
+        While ``waits()``, waits for the newest one of the program; or, if the program has begun an update behind that
+        (`has_updated`), for the devices to begin it, too: where they do not, they never will. Raises RuntimeError where
+        a device has failed.
         """
-        while not self.is_here and waits():
-            time.sleep(_LOOK_S)
-        for boundary in reversed(self._boundaries):
-            is_last = boundary is self.newest and not has_updated
-            if boundary.is_reached and (is_last or not boundary.is_left):
-                return boundary
+        newest = self.newest
+        if newest is None:
+            return None
+        with self._cuda.device(self._devices[0]):  # else this thread may bring another one to life
+            while not (newest.is_left if has_updated else newest.is_reached) and waits():
+                time.sleep(_LOOK_S)
+            for boundary in reversed(tuple(self._boundaries)):
+                is_last = boundary is newest and not has_updated
+                if boundary.is_reached and (is_last or not boundary.is_left):
+                    return boundary
         return None
 
-    def go_back(self, boundary: LandedBoundary) -> None:
-        """Forget the boundaries behind it: it is the newest one."""
-        while self._boundaries and self._boundaries[-1] is not boundary:
-            self._boundaries.pop()
+    def hold(self, boundary: PassedBoundary | None) -> None:
+        """Let `boundary` count from here on, until the program passes another one. None: the newest one."""
+        self._held = boundary
+
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether another boundary counts than the newest one of the program, or that one behind an update."""
+        return self._held is not None
+
+    @property
+    def still_holds(self) -> bool:
+        """Whether what was read since `hold` is of that boundary: the device has not gone on."""
+        return self._held is None or not self._held.is_left
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Inside, what this thread reads from the devices waits for the newest boundary, and for nothing that was
-        queued behind it. The caller holds the update gate."""
-        newest = self.newest
+    def reading(self, *, dying: bool = False) -> Iterator[None]:
+        """Inside, what this thread reads from the devices waits for the boundary that counts, and for nothing that was
+        queued behind it. The caller holds the update gate. `dying`: nor for other readers."""
+        boundary = self._held or self.newest
         with ExitStack() as stack:
-            for device, event in zip(self._devices, newest.events if newest else (), strict=False):
-                stream = self._streams[device]
+            for device, event in zip(self._devices, boundary.events if boundary else (), strict=False):
+                stream = self._streams[device][dying]
                 stream.wait_event(event)
                 stack.enter_context(self._cuda.stream(stream))
             yield

@@ -52,6 +52,9 @@ def _wrappers_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
 class ModuleComponent:
     """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
 
@@ -167,10 +170,15 @@ class ModuleComponent:
         self._loose.copy()
 
     def kept(self) -> Any:
-        return self._block, self._extra_copies, self.flags.seen, self._masks.kept(), self._loose.kept()
+        places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
+        copies = self._masks.kept(), self._loose.kept()
+        return places, self._slot_names, self._block, self._extra_copies, self.flags.seen, *copies
 
     def go_back(self, kept: Any) -> None:
-        self._block, self._extra_copies, seen, masks, loose = kept
+        places, self._slot_names, self._block, self._extra_copies, seen, masks, loose = kept
+        if places != [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]:
+            problem = "parameters have got other memory since the boundary, which the device has not filled yet"
+            raise UnsupportedStateError(self.name, problem)
         self.flags.go_back(seen)
         self._masks.go_back(masks)
         self._loose.go_back(loose)
@@ -229,11 +237,15 @@ class ModuleComponent:
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
         """The saved buffers on a device that other ranks may have otherwise, by name: not those that DDP broadcasts
-        before the next forward from the rank that `leads`, nor those that the ranks make together."""
+        before the next forward from the rank that `leads`, nor those that the ranks make together, nor counters."""
         if self._is_broadcast and not leads:
             return []
         alike = tuple(f"{n}." for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm))
-        return [name for name, t in self.named_buffers() if not t.is_cpu and not (alike and name.startswith(alike))]
+        return [
+            name
+            for name, t in self.named_buffers()
+            if t.is_cuda and t.is_floating_point() and not (alike and name.startswith(alike))
+        ]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of the saved buffers, by name."""

@@ -16,7 +16,7 @@ from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
+from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["OptimizerComponent", "unwrap_optimizer"]
 
@@ -33,13 +33,13 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class _HostState:
-    """What an optimizer's state has in host memory, at one boundary."""
+    """What an optimizer's state was at one boundary, as far as the program changes it at once."""
 
-    num_states: int
-    """Parameters that have a state."""
+    state: dict[Any, Any]
+    """All of it, in containers of its own: numbers as they were, tensors the live ones."""
     tensors: Sequence[torch.Tensor]
     block: BufferBlock
-    """Copies of `tensors`."""
+    """Copies of `tensors`, those in host memory."""
 
 
 class OptimizerComponent:
@@ -60,8 +60,8 @@ class OptimizerComponent:
         self._places: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self.keeps_host_state = False
-        """Copy at each boundary what its state has in host memory (Adam's `step`), where the weights are on a device
-        that may be behind the program: the program's next update changes it at once."""
+        """Copy at each boundary what its state has in host memory (Adam's `step`), and which tensors it has, where the
+        weights are on a device that may be behind the program: the program's next update changes that at once."""
         self._host_reader = BufferReader(())
         self._host: _HostState | None = None
         self._is_back = False
@@ -109,7 +109,8 @@ class OptimizerComponent:
         live = [t for t in self.tensors() if t.is_cpu]
         if len(self._host_reader.tensors) != len(live) or not self._host_reader.fits(live):
             self._host_reader = BufferReader(live)
-        return _HostState(len(self.local.state), live, self._host_reader.read())
+        state = {key: map_containers(value) for key, value in self.local.state.items()}
+        return _HostState(state, live, self._host_reader.read())
 
     def kept(self) -> Any:
         return self._groups, self._host
@@ -181,10 +182,13 @@ class OptimizerComponent:
         return self._groups
 
     def state(self) -> dict[str, Any]:
-        optimizer, retired = self._without_retired()
+        host = self._host if self._is_back else None
+        optimizer, retired = self._without_retired(None if host is None else host.state)
         state = _with_local_parts(optimizer.state_dict())
-        if self._is_back:
-            state = self._with_host_state(state)
+        if host is not None:
+            views = zip(host.tensors, host.block.views, strict=True)
+            copies = {id(live): copy for live, copy in views if copy is not None}
+            state = dict(map_tensors(state, lambda t: copies.get(id(t), t)))
         state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():
             state["sharded"] = sharded
@@ -198,25 +202,15 @@ class OptimizerComponent:
         ]
         return state
 
-    def _with_host_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` with what was in host memory at the boundary that `go_back` has gone back to."""
-        host = self._host
-        if host is None or host.num_states != len(self.local.state):
-            raise UnsupportedStateError(
-                self.name, "an update that the device has not begun has made new state for some parameters"
-            )
-        views = zip(host.tensors, host.block.views, strict=True)
-        copies = {id(live): copy for live, copy in views if copy is not None}
-        return dict(map_tensors(state, lambda t: copies.get(id(t), t)))
-
-    def _without_retired(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    def _without_retired(self, older: dict[Any, Any] | None) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """The optimizer as if it had no state for parameters that are in no group any more, and that state by place.
+        `older`: its state at an older boundary, which counts.
 
         `Optimizer.state_dict` fails with it. A parameter may come back to a group; one without a place cannot.
         """
         held = set(map(id, self.parameters))
-        state = self.local.state
-        if all(id(p) in held for p in state if isinstance(p, torch.Tensor)):
+        state = self.local.state if older is None else older
+        if older is None and all(id(p) in held for p in state if isinstance(p, torch.Tensor)):
             return self.local, {}
         shadow = object.__new__(type(self.local))
         kept = {p: value for p, value in state.items() if not isinstance(p, torch.Tensor) or id(p) in held}

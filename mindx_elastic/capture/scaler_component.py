@@ -48,4 +48,4 @@ class ScalerComponent(PlainComponent):
         }
 
     def state(self) -> dict[str, Any]:
-        return {key: v.item() if isinstance(v, torch.Tensor) else v for key, v in self._copy.items()}
+        return {key: v.cpu().item() if isinstance(v, torch.Tensor) else v for key, v in self._copy.items()}

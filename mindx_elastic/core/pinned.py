@@ -16,23 +16,26 @@ __all__ = ["PinnedMemory"]
 class PinnedMemory:
     """A range of this process's memory that is page-locked until `close`. Any thread."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        """Its pages should be there. Where CUDA refuses, the memory stays as it is: copies work, and take longer."""
-        self._address = address
+    def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
+        """Its pages should be there. `device`: the one that copies; a thread's own may be another. Where CUDA refuses,
+        the memory stays as it is: copies work, and take longer."""
+        self._address, self._device = address, device
         self.is_pinned = False
         """Whether CUDA has done it."""
         if not nbytes or not torch.cuda.is_initialized():
             return
-        self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
-        if not self.is_pinned:
-            _forget_error()
+        with torch.cuda.device(device):
+            self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
+            if not self.is_pinned:
+                _forget_error()
 
     def close(self) -> None:
         """Before the memory is unmapped or moved."""
         if self.is_pinned:
             self.is_pinned = False
-            if int(torch.cuda.cudart().cudaHostUnregister(self._address)) != 0:
-                _forget_error()
+            with torch.cuda.device(self._device):
+                if int(torch.cuda.cudart().cudaHostUnregister(self._address)) != 0:
+                    _forget_error()
 
 
 def _forget_error() -> None:

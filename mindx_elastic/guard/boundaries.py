@@ -49,7 +49,7 @@ class Boundaries:
         stack.callback(gate.unwatch)
         if world_size > 1:
             collector.keep_older_boundaries()
-            gate.on_update = collector.devices.begin_update
+            gate.on_update = lambda: collector.devices.begin_update(gate.changed_since_boundary)
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
         collector.on_new_parameters = gate.follow

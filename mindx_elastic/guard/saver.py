@@ -42,11 +42,15 @@ from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 
-__all__ = ["Saver"]
+__all__ = ["DeviceWentOnError", "Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
+
+
+class DeviceWentOnError(OSError):
+    """The device was slow, not stuck: what was read of an older boundary is worth nothing, and a newer one is there."""
 
 
 class Saver:
@@ -116,7 +120,7 @@ class Saver:
         root = self._resolved.get(directory, directory)
         return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
 
-    def settle_devices(self, problem: str | None, gate: UpdateGate, waits: Callable[[], bool]) -> str | None:
+    def choose_held_boundary(self, problem: str | None, gate: UpdateGate, waits: Callable[[], bool]) -> str | None:
         """Before a save that a death may have brought: let the newest boundary count that the devices hold. The caller
         holds `gate`, which says `problem` (None: none). Waits for the devices for as long as ``waits()``. Returns why
         there is no such boundary; None: there is.
@@ -127,13 +131,20 @@ class Saver:
         if newest is None or (problem is not None and (is_clean or not devices.keeps_older)):
             return problem
         try:
-            found = devices.landed(waits, has_updated=not is_clean)
+            found = devices.newest_held(waits, has_updated=not is_clean)
         except RuntimeError as error:  # every later call of CUDA fails, too
             return f"the device has failed ({str(error).partition(chr(10))[0]})"
+        if found is None and not devices.keeps_older:
+            return problem  # the save waits for the device
         if found is None or (found is not newest and gate.unguarded):  # an update by hand has no mark
             return problem or f"the device has not come to the end of step {newest.step}, and holds no older boundary"
-        if found is not newest or not is_clean:
-            self.collector.go_back(found)
+        if found is not newest or not is_clean or devices.has_gone_back:
+            try:
+                self.collector.go_back(found)
+            except UnsupportedStateError as error:
+                return str(error)
+            if found is newest and is_clean:
+                devices.hold(None)  # after an older one had counted: the device has come, and the gate keeps it here
         if found is not newest:
             logger.warning(
                 "the device has not come to the end of step %d, where the program is; it still holds step %d, which "
@@ -154,6 +165,12 @@ class Saver:
         be gone; a third of it may be spent on what policies do once the file is durable, and as much of the rest on
         copies of it. Raises SaveError.
         """
+        with self.collector.devices.reading(dying=True):
+            return self._save_dying(policies, reason, time_left_s, agreed=agreed)
+
+    def _save_dying(
+        self, policies: Sequence[ExitPolicy], reason: str, time_left_s: float, *, agreed: bool
+    ) -> SaveResult:
         began = time.monotonic()
         if self.reserve is not None:
             self.reserve.release()
@@ -161,7 +178,7 @@ class Saver:
         self.flags.answer()
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
-        state = self._state()
+        state = self._state(dying=True)
         finishing = dict(zip(paths, policies, strict=True))
         write = partial(
             self._write,
@@ -233,9 +250,9 @@ class Saver:
             self._report(error, info, remedy=f"this rank's own share is durable in {result.path}")
         return result
 
-    def _state(self, *, copy: bool = False) -> Any:
+    def _state(self, *, copy: bool = False, dying: bool = False) -> Any:
         """The state of the last boundary. Without a `copy`, in host memory, it must not change until it is written."""
-        with self.collector.devices.reading():
+        with self.collector.devices.reading(dying=dying):
             state = self.collector.state()
             return to_host(state) if copy else state
 
@@ -359,7 +376,7 @@ class Saver:
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
         try:
-            self.reserve = take_reserve(len(self.collector.parameters), pinned=self.collector.devices.is_used)
+            self.reserve = take_reserve(len(self.collector.parameters), device=self.collector.devices.device)
             if asynchronous:
                 self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
@@ -447,17 +464,23 @@ class Saver:
         held: Held | None = None,
         flat: Flat | None = None,
     ) -> SaveResult:
+        def before_publish(temp: Path) -> None:
+            if not self.collector.devices.still_holds:
+                raise DeviceWentOnError(f"the device has gone on from step {info.step} while it was read")
+            if self.first_save is not None:
+                self.first_save.before_publish(temp)
+
         def write() -> SaveResult:
             for target in (path, *also):
                 make_directory_durable(target.parent)
-            with self.collector.devices.reading():
+            with self.collector.devices.reading(dying=dying):
                 return write_checkpoint(
                     path,
                     state,
                     info,
                     layout=self.collector.layout(),
                     also=also,
-                    before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+                    before_publish=before_publish,
                     reserve=self.reserve if dying else None,
                     held=held,
                     flat=flat,

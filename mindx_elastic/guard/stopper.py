@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,8 +42,9 @@ from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, keep_consistent, policies_for
-from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.saver import DeviceWentOnError, Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
+from mindx_elastic.persist.writer import SaveResult
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
 __all__ = ["LAST_MOMENT_S", "Stopper", "end_process", "shorten_interpreter_exit"]
@@ -440,6 +442,7 @@ class Stopper:
                 self._salvage_decision = Decision(None, alarm.reason)  # a dead rank agrees to nothing
             decision = self._decide_salvage(offer, min(self.settings.agreement_s, max(0.1, left / 4)))
             behind = decision.step is not None and isinstance(offer, int) and decision.step > offer
+            behind = behind and not self.saver.collector.devices.has_gone_back  # that rank does not come further
             if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * LAST_MOMENT_S:
                 self._give_up_claim(alarm, decision)
                 return
@@ -459,10 +462,11 @@ class Stopper:
             now = time.monotonic()
             # What needs a dead rank never ends; what does not, ends in a moment.
             is_dead = alarm.kind == "peer" or any(map(self._died, self.peers_gone()))
-            return waits and now < (min(latest, began + _DEVICE_S) if is_dead else latest)
+            patience = max(_DEVICE_S, 2 * self.saver.collector.devices.step_s)
+            return waits and now < (min(latest, began + patience) if is_dead else latest)
 
         with self.update_gate.hold(timeout_s) as problem:
-            yield self.saver.settle_devices(problem, self.update_gate, still_waits)
+            yield self.saver.choose_held_boundary(problem, self.update_gate, still_waits)
 
     def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
         """Let the training thread run to its boundary, where it saves; look again shortly before the end."""
@@ -528,9 +532,8 @@ class Stopper:
 
     def _write_files(self, alarm: Alarm, policies: Sequence[ExitPolicy], step: int, *, agreed: bool) -> None:
         try:
-            result = self.saver.save_dying(
-                policies, alarm.reason, time_left_s=alarm.deadline.remaining_s(), agreed=agreed
-            )
+            result = self._save(alarm, policies, agreed=agreed)
+            step = result.info.step
         except Exception as error:
             # Whatever it is (also a bug, or a `state_dict` of the user's that raises): the claim must be given back,
             # or the other thread would wait for ever, and the job must leave in time.
@@ -548,6 +551,22 @@ class Stopper:
             "durable", step=step, reason=alarm.reason, duration_s=since, nbytes=result.nbytes, path=str(result.path)
         )
         self.state.move(StopPhase.SAVED)
+
+    def _save(self, alarm: Alarm, policies: Sequence[ExitPolicy], *, agreed: bool) -> SaveResult:
+        """Once more where the device has gone on while an older boundary was read: it holds a newer one then."""
+        for tries_left in (2, 1, 0):
+            try:
+                return self.saver.save_dying(
+                    policies, alarm.reason, time_left_s=alarm.deadline.remaining_s(), agreed=agreed
+                )
+            except SaveError as error:
+                if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
+                    raise
+                end, agreed = time.monotonic() + _DEVICE_S, False
+                waits = partial(_is_before, end)
+                if problem := self.saver.choose_held_boundary(None, self.update_gate, waits):
+                    raise UnsupportedStateError("the state", problem) from error
+        raise AssertionError("the last try has returned or raised")
 
     def _note_saved(self, path: Path, step: int) -> None:
         self.path, self.saved_step = path, step
@@ -636,6 +655,10 @@ class Stopper:
             raise
         finally:
             self.step_gate.open_until(0)
+
+
+def _is_before(end: float) -> bool:
+    return time.monotonic() < end
 
 
 def end_process(exit_code: int, relay: LogRelay) -> NoReturn:

@@ -36,6 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from mindx_elastic.core.pinned import PinnedMemory
@@ -131,11 +132,11 @@ class ArenaFile:
         finally:
             os.close(fd)
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         """Page-lock it for copies from a CUDA device, until it is mapped anew. Where CUDA refuses they take longer."""
         if self._pin is None and self.map is not None:
             anchor = ctypes.c_char.from_buffer(self.map)
-            self._pin = PinnedMemory(ctypes.addressof(anchor), self.size)
+            self._pin = PinnedMemory(ctypes.addressof(anchor), self.size, device)
 
     def _unpin(self) -> None:
         pin, self._pin = self._pin, None

@@ -64,6 +64,7 @@ __all__ = [
 ANY_INTERVAL = "1"
 """The proposal of a rank that takes no snapshots: the others' are larger."""
 
+_DEVICE_S = 5.0
 _AGREEMENT_S, _ASK_AGAIN_S = 20.0, 0.002  # ranks pass a step at about the same time
 
 
@@ -215,7 +216,7 @@ class Snapshotter:
                 self._arena,
                 nbytes,
                 go_on=lambda: not (self._closed or self._pending or self._reserving or self._hurry),
-                pinned=self._collector.devices.is_used,
+                device=self._collector.devices.device,
             )
 
     def _reserve(self) -> None:
@@ -224,7 +225,7 @@ class Snapshotter:
                 self._arena,
                 self._nbytes,
                 go_on=lambda: not (self._closed or self._pending or self._hurry),
-                pinned=self._collector.devices.is_used,
+                device=self._collector.devices.device,
             )
         except Exception as error:
             self._give_up(error)
@@ -240,7 +241,7 @@ class Snapshotter:
         """Training thread, or the copier while the gate is lent. The slot, if the copy is good."""
         collector = self._collector
         try:
-            changed = self._gate.changed_since_boundary
+            changed = self._why_changed
             sequence = self._sequence + 1
             with collector.devices.reading():
                 snapshot = self._lay_out()
@@ -253,6 +254,12 @@ class Snapshotter:
         else:
             self._sequence, self._taken = sequence, snapshot.info.step
         return index
+
+    def _why_changed(self) -> str | None:
+        """Why what was copied is no boundary; None: it is."""
+        if self._collector.devices.has_gone_back:
+            return "the device is behind the program, and an older boundary counts"
+        return self._gate.changed_since_boundary()
 
     def _seal(self, index: int) -> None:
         try:
@@ -297,7 +304,7 @@ class Snapshotter:
         self.drain()
         with self._gate.hold(0.0) as problem:
             position = self._collector.position
-            if problem or self.broken or position.step == 0 or not self._collector.devices.is_here:
+            if problem or self.broken or position.step == 0 or not self._collector.devices.comes_here(_DEVICE_S):
                 return False
             if self._instead is not None:
                 self._instead()
@@ -420,8 +427,8 @@ def copy_snapshot(
     at("wiped")
     memory = arena.slots[index].resize(snapshot.nbytes)
     arena.slots[index].bring_in()
-    if any(tensor.is_cuda for tensor in snapshot.tensors.values()):
-        arena.slots[index].pin()
+    if (device := next((t.device for t in snapshot.tensors.values() if t.is_cuda), None)) is not None:
+        arena.slots[index].pin(device)
     at("reserved")
     _copy_tensors(memory, snapshot, at)
     if changed():
@@ -478,9 +485,11 @@ def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str
         torch.cuda.current_stream(device).synchronize()
 
 
-def reserve_slots(arena: RankArena, nbytes: int, *, go_on: Callable[[], bool], pinned: bool = False) -> bool:
-    """Get the memory for snapshots of `nbytes` ahead of their copies, which take a tenth of the time with it. `pinned`:
-    they come from a CUDA device.
+def reserve_slots(
+    arena: RankArena, nbytes: int, *, go_on: Callable[[], bool], device: torch.device | None = None
+) -> bool:
+    """Get the memory for snapshots of `nbytes` ahead of their copies, which take a tenth of the time with it. `device`:
+    the CUDA device that they come from.
 
     False when ``go_on()`` became false first. A slot that holds a snapshot keeps it, whatever its size. Raises
     ArenaError when there is no room.
@@ -490,8 +499,8 @@ def reserve_slots(arena: RankArena, nbytes: int, *, go_on: Callable[[], bool], p
         file.resize(nbytes if record.state is SlotState.EMPTY else record.nbytes)
         if not file.bring_in(go_on):
             return False
-        if pinned:
-            file.pin()
+        if device is not None:
+            file.pin(device)
     return True
 
 

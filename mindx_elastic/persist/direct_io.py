@@ -74,7 +74,8 @@ class BlockWriter:
         self._offset = offset
         held = None if reserve is None else reserve.take()
         self._reserve = None if held is None else reserve
-        memory = _aligned_memory(NUM_BLOCKS * BLOCK_BYTES, pinned) if held is None else held
+        # With a reserve that another save has, this process dies: to get page-locked memory may wait for the device.
+        memory = _aligned_memory(NUM_BLOCKS * BLOCK_BYTES, pinned and reserve is None) if held is None else held
         self._blocks = memory.view(NUM_BLOCKS, BLOCK_BYTES)
         self._views = [memoryview(block.numpy()) for block in self._blocks]
         self._addresses = [block.data_ptr() for block in self._blocks]

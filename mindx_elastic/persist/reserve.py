@@ -30,14 +30,14 @@ _TOUCH_S = 5.0  # it takes milliseconds; in a forked child, where the thread is 
 _kept: list[Reserve] = []
 
 
-def take_reserve(num_parameters: int, *, pinned: bool = False) -> Reserve:
+def take_reserve(num_parameters: int, *, device: torch.device | None = None) -> Reserve:
     """The reserve that was kept for this moment, or a new one. Main thread; raises what `Reserve` raises."""
     while _kept:
         found = _kept.pop()
-        if found.num_parameters >= num_parameters and found.is_pinned == pinned and found.is_whole:
+        if found.num_parameters >= num_parameters and found.device == device and found.is_whole:
             return found
         found.close()
-    return Reserve(num_parameters, pinned=pinned)
+    return Reserve(num_parameters, device=device)
 
 
 def keep_reserve(reserve: Reserve) -> None:
@@ -48,11 +48,11 @@ def keep_reserve(reserve: Reserve) -> None:
 class Reserve:
     """One per guard, for one save at a time. Any thread."""
 
-    def __init__(self, num_parameters: int, *, pinned: bool = False) -> None:
-        """`pinned`: page-locked memory, for tensors on a CUDA device. To get some may wait for the device, which need
-        not come to an end when the process dies. Raises OSError or RuntimeError when there is no room already at the
-        start."""
-        self.num_parameters, self.is_pinned = num_parameters, pinned
+    def __init__(self, num_parameters: int, *, device: torch.device | None = None) -> None:
+        """`device`: a CUDA device that the state is on; the ring is page-locked then. To get such memory may wait for
+        the device, which need not come to an end when the process dies. Raises OSError or RuntimeError when there is no
+        room already at the start."""
+        self.num_parameters, self.device = num_parameters, device
         self._ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
         self._room: mmap.mmap | None = mmap.mmap(-1, _LEAST_BYTES + _BYTES_PER_PARAMETER * num_parameters)
         for memory in (self._ring, self._room):
@@ -65,8 +65,8 @@ class Reserve:
         # Beside the start: the kernel takes 15 ms to allocate and clear the pages.
         self._touched = self.writer.submit(partial(_touch, self._ring, self._room))
         self._pin: PinnedMemory | None = None
-        if pinned and self._touched.done.wait(_TOUCH_S):
-            self._pin = PinnedMemory(self._blocks.data_ptr(), len(self._ring))
+        if device is not None and self._touched.done.wait(_TOUCH_S):
+            self._pin = PinnedMemory(self._blocks.data_ptr(), len(self._ring), device)
 
     @property
     def is_whole(self) -> bool:

@@ -23,7 +23,7 @@ class Device:
         self.queued = self.done = 0
         self.waited_for: list[int] = []
 
-    def Event(self) -> Any:  # noqa: N802 - torch's name
+    def Event(self, *, blocking: bool = False) -> Any:  # noqa: N802 - torch's name
         event = SimpleNamespace(place=-1)
 
         def record(stream: object) -> None:
@@ -37,7 +37,7 @@ class Device:
         event.query = lambda: self.done >= event.place
         return event
 
-    def Stream(self, device: torch.device) -> Any:  # noqa: N802
+    def Stream(self, device: torch.device, priority: int = 0) -> Any:  # noqa: N802
         return SimpleNamespace(wait_event=lambda event: self.waited_for.append(event.place))
 
     def current_stream(self, device: torch.device) -> str:
@@ -46,6 +46,8 @@ class Device:
     @contextmanager
     def stream(self, stream: object) -> Any:
         yield
+
+    device = stream
 
 
 class OnDevice(torch.Tensor):
@@ -76,7 +78,7 @@ def pass_steps(progress: DeviceProgress, *steps: int) -> None:
 
 
 def landed(progress: DeviceProgress, *, has_updated: bool = False) -> int | None:
-    found = progress.landed(lambda: False, has_updated=has_updated)
+    found = progress.newest_held(lambda: False, has_updated=has_updated)
     assert found is None or found.kept == f"kept {found.step}"
     return None if found is None else found.step
 
@@ -84,7 +86,7 @@ def landed(progress: DeviceProgress, *, has_updated: bool = False) -> int | None
 def test_a_device_that_has_done_all_holds_the_newest(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1, 2)
     device.done = 5
-    assert progress.is_here and landed(progress) == 2
+    assert progress.comes_here(0.0) and landed(progress) == 2
 
 
 def test_a_device_that_waits_before_an_update_holds_the_boundary_before(
@@ -107,7 +109,9 @@ def test_an_update_that_the_program_has_begun_and_the_device_has_not(device: Dev
     pass_steps(progress, 0, 1)
     progress.begin_update()
     device.done = 3
-    assert landed(progress, has_updated=True) == 1
+    asked: list[bool] = []
+    found = progress.newest_held(lambda: len(asked) < 3 and not asked.append(True), has_updated=True)  # type: ignore[func-returns-value]
+    assert found is not None and found.step == 1 and len(asked) == 3, "it waits for the device to begin the update"
     device.done = 4
     assert landed(progress, has_updated=True) is None
     # The update gate is clean: the mark was set, and the update waits for the reader that asks.
@@ -125,7 +129,7 @@ def test_it_waits_for_the_newest_for_as_long_as_it_is_told(device: Device, progr
         device.done += 1
         return True
 
-    found = progress.landed(waits, has_updated=False)
+    found = progress.newest_held(waits, has_updated=False)
     assert found is not None and found.step == 1 and asked == 2
 
 
@@ -143,14 +147,14 @@ def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
     progress.wait_for_older()
     assert device.waited_for == []
     device.done = 2
-    assert progress.landed(lambda: False, has_updated=False) is None
+    assert progress.newest_held(lambda: False, has_updated=False) is None
 
 
 def test_without_a_device_there_is_nothing_to_wait_for(device: Device) -> None:
     progress = DeviceProgress(device)
     progress.follow([torch.zeros(1)])
     pass_steps(progress, 0, 1)
-    assert not progress.is_used and progress.is_here and progress.newest is None
+    assert not progress.is_used and progress.comes_here(0.0) and progress.newest is None
     with progress.reading():
         pass
     assert device.queued == 0
@@ -169,12 +173,17 @@ def test_a_reader_waits_for_the_boundary_and_not_for_what_is_behind_it(
 def test_a_reader_of_an_older_boundary_waits_for_that(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1, 2)
     device.done = 3
-    found = progress.landed(lambda: False, has_updated=False)
+    found = progress.newest_held(lambda: False, has_updated=False)
     assert found is not None and found.step == 1
-    progress.go_back(found)
+    progress.hold(found)
     with progress.reading():
         pass
-    assert device.waited_for == [3] and progress.is_here
+    assert device.waited_for == [3] and progress.has_gone_back
+    assert progress.still_holds and landed(progress) == 1, "a second look gives the same"
+    device.done = 4
+    assert not progress.still_holds and landed(progress) is None
+    pass_steps(progress, 3)
+    assert not progress.has_gone_back and progress.still_holds
 
 
 def test_other_parameters_make_older_boundaries_useless(device: Device, progress: DeviceProgress) -> None:
@@ -235,7 +244,7 @@ def test_going_back_gives_what_was_in_host_memory_then() -> None:
     assert torch.equal(state["rng"]["torch"], stream)
 
 
-def test_state_that_only_the_program_has_made_is_refused() -> None:
+def test_state_that_only_the_program_has_made_is_left_out() -> None:
     """A parameter that is updated for the first time gets its state then: its device has not filled it yet."""
     job = Job()
     for parameter in job.model[1].parameters():
@@ -246,6 +255,52 @@ def test_state_that_only_the_program_has_made_is_refused() -> None:
     for parameter in job.model[1].parameters():
         parameter.requires_grad_(True)
     job.update()
+    assert len(job.optimizer.state) == 4
     job.collector.go_back(kept)
-    with pytest.raises(UnsupportedStateError, match="has made new state for some parameters"):
-        job.collector.state()
+    assert list(job.collector.state()["optimizer"]["state"]) == [0, 1]
+
+
+def test_numbers_and_tensors_of_the_optimizer_are_those_of_then() -> None:
+    """Also where an optimizer counts in Python numbers, or puts new tensors in the place of older ones."""
+    job = Job()
+    job.step(1)
+    kept = job.collector.devices.newest
+    assert kept is not None
+    own = job.optimizer.state[next(job.model.parameters())]
+    own["count"], before = 7, own["exp_avg"]
+    job.collector.copy(Position(2, 1, 2, 10))
+    kept = job.collector.devices.newest
+    assert kept is not None
+    own["count"], own["exp_avg"] = 8, torch.zeros_like(before)
+    job.collector.go_back(kept)
+    found = job.collector.state()["optimizer"]["state"][0]
+    assert found["count"] == 7 and torch.equal(found["exp_avg"], before)
+
+
+def test_parameters_with_other_memory_are_refused() -> None:
+    job = Job()
+    job.step(1)
+    kept = job.collector.devices.newest
+    assert kept is not None
+    weight = next(job.model.parameters())
+    weight.data = weight.data.clone()
+    with pytest.raises(UnsupportedStateError, match="have got other memory since the boundary"):
+        job.collector.go_back(kept)
+
+
+def test_a_change_by_hand_before_the_update_leaves_the_boundary(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1)
+    progress.begin_update(lambda: "2 parameters were changed")
+    progress.at_boundary(2, "kept 2")
+    device.done = 3
+    assert landed(progress) is None
+    device.done = 5
+    assert landed(progress) == 2
+
+
+def test_much_on_the_device_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.collector.devices.keeps_older = False
+    monkeypatch.setattr("mindx_elastic.capture.collector.device_tensors", lambda value: [torch.zeros(1 << 25)])
+    job.collector.keep_older_boundaries()
+    assert not job.collector.devices.keeps_older

@@ -169,12 +169,13 @@ def test_memory_is_page_locked_once_and_given_back() -> None:
     torch.zeros(1, device="cuda")
     memory = mmap.mmap(-1, 1 << 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    one = PinnedMemory(address, 1 << 20)
-    other = PinnedMemory(address, 1 << 20)
+    device = torch.device("cuda", 0)
+    one = PinnedMemory(address, 1 << 20, device)
+    other = PinnedMemory(address, 1 << 20, device)
     assert one.is_pinned and not other.is_pinned
     torch.ones(3, device="cuda").add_(1)  # the refusal is not reported to the program
     torch.cuda.synchronize()
     one.close()
-    again = PinnedMemory(address, 1 << 20)
+    again = PinnedMemory(address, 1 << 20, device)
     assert again.is_pinned
     again.close()
