@@ -267,7 +267,7 @@ class _Driller(Baseline):
             or _refused(result, chain, events)
             or self._failed(result, chain)
             or self._differs(result, lives, chain, events)
-            or self._lost(result)
+            or self._lost(result, fired)
             or self._left(result, chain, lives)
         )
         return wrong or result
@@ -357,16 +357,17 @@ class _Driller(Baseline):
         lines = chain.runs[-1].last_lines
         return replace(result, outcome="differs", explained=explained, rank=found.rank, step=found.step, lines=lines)
 
-    def _lost(self, result: Result) -> Result | None:
-        allowed = self._may_lose(result.fault)
+    def _lost(self, result: Result, fired: Mapping[str, Any] | None) -> Result | None:
+        allowed = self._may_lose(result.fault, updated=fired is not None and bool(fired.get("updated")))
         if allowed is None or result.lost is None or result.lost <= allowed:
             return None
         what = f"{result.lost} steps were done again; of this fault {allowed} may be"
         return replace(result, outcome="lost", explained=Explained(what=what, cause="", remedy=""))
 
-    def _may_lose(self, fault: Fault) -> int | None:
-        """None: that depends on when the script itself has saved, and on how many ranks hold the same."""
-        if fault.about.stops or (fault.kind == "exception" and fault.at != "update"):
+    def _may_lose(self, fault: Fault, *, updated: bool) -> int | None:
+        """None: that depends on when the script itself has saved, and on how many ranks hold the same. `updated`: one
+        of the script's optimizers had already stepped since the boundary."""
+        if fault.about.stops or (fault.kind == "exception" and fault.at != "update" and not updated):
             return 0
         every = _option(self._command.agent or (), "--snapshot-every")
         if fault.kind in ("kill", "kill-all") and every.isdecimal() and int(every):

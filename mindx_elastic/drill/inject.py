@@ -64,6 +64,8 @@ class Injector:
         self._is_mine = rank == self._fault.rank and not (self._folder / _FIRED).exists()
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._calls = 0
+        self._has_updated = False
+        self._handle = register_optimizer_step_post_hook(self._note_update) if self._is_mine else None
         if self._is_mine and self._fault.kind == "full-memory":
             _refuse_memory(self)
 
@@ -89,7 +91,7 @@ class Injector:
 
     def at_boundary(self, step: int) -> bool:
         """Returns whether a stop is on its way, which the boundary may wait for."""
-        self._passed = step
+        self._passed, self._has_updated = step, False
         if not self.is_due("boundary"):
             return False
         return self.fire()
@@ -108,6 +110,9 @@ class Injector:
         self._hook.remove()
         self.fire_once("backward")
 
+    def _note_update(self, *_: object) -> None:
+        self._has_updated = True
+
     def _in_copy(self, stage: str) -> None:
         # The step may be passed, or not: a copy goes on beside the next one.
         is_now = self._fault.guard == self._series and self._passed + 1 >= self._fault.step
@@ -119,6 +124,8 @@ class Injector:
     def fire(self) -> bool:
         """Returns whether a stop is on its way."""
         self._is_mine = False
+        if self._handle is not None:
+            self._handle.remove()
         with suppress(FileExistsError):
             os.close(os.open(self._folder / _FIRED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             return self._act()
@@ -128,7 +135,8 @@ class Injector:
         kind = self._fault.kind
         if kind == "kill-worker":
             return self._kill_worker()
-        self.note("fired", passed=self._passed)
+        # A script with several optimizers may be in the backward of a step that one of them has begun to update.
+        self.note("fired", passed=self._passed, updated=self._has_updated)
         if kind in ("kill", "full-memory"):
             _kill(os.getpid())
         elif kind == "kill-all":
