@@ -41,11 +41,13 @@ class Setting:
     """Options of the agent; None: the script is started by itself."""
     weight: int
     steps: int
+    in_a_row: int = 1
     faults: tuple[str, ...] = ()
     """Made besides the drawn ones, once a seed."""
 
 
 SETTINGS = {
+    "words-2": Setting((WORDS, "out", "--size", "240", "--num-workers", "1"), 2, IN_PLACE, 4, 48, 8),
     "words": Setting((WORDS, "out"), 1, None, 9, 24),
     "words-workers": Setting((WORDS, "out", "--num-workers", "1"), 1, None, 6, 24),
     "networks": Setting((NETWORKS, "out"), 1, None, 9, 24),
@@ -79,6 +81,7 @@ def run_setting(name: str, number: int, seed: int, log: Path, pause: Path | None
             number=number,
             seed=seed,
             steps=setting.steps,
+            in_a_row=setting.in_a_row,
             show=note,
             into=drill,
         )

@@ -160,7 +160,7 @@ class Runs:
         steps: int = 0,
         last: tuple[int, int] | None = None,
         alarm: Alarm | None = None,
-        fault: Mapping[str, Any] | None = None,
+        faults: Sequence[Mapping[str, Any]] = (),
         hashes: int = 0,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
@@ -178,7 +178,7 @@ class Runs:
             steps=steps,
             last=last,
             alarm=alarm,
-            fault=fault,
+            faults=faults,
         )
         variables = {**os.environ, **(env or {})}
         variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), "PYTHONDONTWRITEBYTECODE": "1"}
