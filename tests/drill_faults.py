@@ -28,7 +28,8 @@ from mindx_elastic.prove.runs import Command, Runs
 HERE = Path(__file__).parent
 WORDS, NETWORKS = str(HERE / "jobs" / "drilled_words.py"), str(HERE / "jobs" / "drilled_networks.py")
 EXAMPLE = str(HERE.parent / "examples" / "resnet_cifar10" / "train.py")
-TRAIN = (EXAMPLE, "--batch-size", "4", "--epochs", "1", "--train-url", "out")
+W = (WORDS, "out", "--size", "240")
+TRAIN = (EXAMPLE, "--batch-size", "4", "--epochs", "2", "--train-url", "out")
 IN_PLACE = ("--recover", "in-place", "--snapshot-every", "1", "--hang-timeout", "20")
 AGAIN = ("--max-restarts", "99", "--snapshot-every", "1", "--hang-timeout", "20")
 
@@ -47,12 +48,21 @@ class Setting:
 
 
 SETTINGS = {
-    "words-2": Setting((WORDS, "out", "--size", "240", "--num-workers", "1"), 2, IN_PLACE, 4, 48, 8),
-    "words": Setting((WORDS, "out"), 1, None, 9, 24),
-    "words-workers": Setting((WORDS, "out", "--num-workers", "1"), 1, None, 6, 24),
-    "networks": Setting((NETWORKS, "out"), 1, None, 9, 24),
-    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 4, 24),
-    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 6, 24),
+    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 6, 48, 10, ("stop:step=20",)),
+    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 6, 48, 10, ("stop:rank=1,step=20",)),
+    "words-3": Setting(W, 3, IN_PLACE, 6, 48, 10, ("stop:rank=2,step=20",)),
+    "words-4": Setting(W, 4, IN_PLACE, 6, 48, 10, ("stop:rank=3,step=20",)),
+    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 6, 48, 10, ("stop:step=20",)),
+    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 6, 48, 10),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 6, 48, 10),
+    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 3, 32, 7),
+    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 3, 32, 7),
+    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 2, 32, 7),
+    "words": Setting(W, 1, None, 9, 48, 10),
+    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 6, 48, 10),
+    "networks": Setting((NETWORKS, "out"), 1, None, 9, 48, 10),
+    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 4, 48, 10),
+    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 6, 48, 10),
 }
 
 

@@ -108,10 +108,19 @@ def make_drill(
 
 
 def choose_faults(
-    places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, workers: bool, copies: bool, number: int, seed: int
+    places: Sequence[tuple[int, int]],
+    *,
+    stops: Sequence[tuple[int, int]] = (),
+    ranks: int,
+    agent: bool,
+    workers: bool,
+    copies: bool,
+    number: int,
+    seed: int,
 ) -> list[Fault]:
     """`number` faults by `seed`, of all kinds that a job like this can have. `places`: guard and step of each boundary
-    but the last. `copies`: snapshots are taken from the first step on."""
+    but the last. `stops`: those of them from which a stop can still be saved; empty: nothing is known of that.
+    `copies`: snapshots are taken from the first step on."""
     chance = random.Random(seed)
     kinds = [
         kind
@@ -121,8 +130,7 @@ def choose_faults(
     found = []
     for _ in range(number):
         kind = chance.choice(kinds)
-        # With several ranks a stop may be agreed on for the next step, and the runs end behind the last one unsaved.
-        guard, step = chance.choice(places[:-1] if kind.ends_in_save and ranks > 1 and len(places) > 1 else places)
+        guard, step = chance.choice(stops if kind.ends_in_save and stops else places)
         possible = [at for at in kind.places if at != "copy" or copies]
         fault = Fault(kind=kind.name, rank=chance.randrange(ranks), step=step, guard=guard, at=chance.choice(possible))
         if kind.name == "kill-in-save":
@@ -181,11 +189,17 @@ class _Driller(Baseline):
                 waiting.appendleft(others)
 
     def _by_chance(self, first: Outcome) -> list[Fault]:
-        places = [step.place for step in self.steps_of(first)][:-1]
+        steps = self.steps_of(first)
+        places = [step.place for step in steps][:-1]
         if self._number and not places:
             raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
+        # With several ranks a stop may be agreed on for the next step; in the middle of an accumulation it waits for
+        # the end. Behind the last step the runs end unsaved.
+        late = self.proof.num_ranks > 1
+        stops = [step.place for at, step in enumerate(steps) if any(each.cut for each in steps[at + late : -1])]
         return choose_faults(
             places,
+            stops=stops,
             ranks=self.proof.num_ranks,
             agent=self._command.agent is not None,
             workers=any(life.workers for life in first.lives),
@@ -432,8 +446,19 @@ class _Driller(Baseline):
         allowed = self._may_lose(result.fault, updated=fired is not None and bool(fired.get("updated")))
         if allowed is None or result.lost is None or result.lost <= allowed:
             return None
+        allowed += self._since_cut(result)
+        if result.lost <= allowed:
+            return None
         what = f"{result.lost} steps were done again; of this fault {allowed} may be"
         return replace(result, outcome="lost", explained=Explained(what=what, cause="", remedy=""))
+
+    def _since_cut(self, result: Result) -> int:
+        """Steps since the newest boundary at which a checkpoint can be taken: in the middle of an accumulation there
+        is none."""
+        known = self.reference.by_rank[result.fault.rank]
+        reached = result.reached or 0
+        cuts = (step.number for step in known.values() if step.series == result.fault.guard and step.cut)
+        return reached - max((number for number in cuts if number <= reached), default=0)
 
     def _may_lose(self, fault: Fault, *, updated: bool) -> int | None:
         """None: that depends on when the script itself has saved, and on how many ranks hold the same. `updated`: one

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -59,7 +59,8 @@ def main() -> None:
         directory=args.directory,
         prefix="networks",
     )
-    with guard:
+
+    def train() -> None:
         epochs = -(-args.steps // len(loader))
         for epoch in guard.epochs(epochs):
             if sampler is not None:
@@ -76,6 +77,8 @@ def main() -> None:
                     F.softplus(-critic(made)).mean().backward()
                     of_maker.step()
                 guard.step_end(loss=loss)
+
+    guard.run(train)
     os.write(1, f"DONE {sum(float(p.detach().sum()) for p in maker.parameters())!r}\n".encode())
     if dist.is_initialized():
         dist.destroy_process_group()

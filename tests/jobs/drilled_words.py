@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mindx_elastic as mx
@@ -85,7 +85,8 @@ def main() -> None:
         directory=args.directory,
         prefix="words",
     )
-    with guard:
+
+    def train() -> None:
         for _epoch in guard.epochs(args.epochs):
             for number, (x, y) in guard.enumerate(loader, start=1):
                 loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) / 2
@@ -98,6 +99,8 @@ def main() -> None:
                     averaged.update_parameters(network)
                 guard.step_end(loss=loss)
             optimizer.zero_grad()
+
+    guard.run(train)
     digest = hashlib.sha256()
     for _, value in sorted(averaged.state_dict().items()):
         digest.update(value.detach().contiguous().numpy().tobytes())
