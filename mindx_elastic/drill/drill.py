@@ -34,7 +34,8 @@ __all__ = ["GOOD", "Drill", "Result", "choose_faults", "make_drill"]
 GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
 named, and the start refused to begin anew without a word."""
-_NOTHING_LEFT = "NoUsableCheckpointError"
+_NOTHING_LEFT = "holds checkpoint files and none can be resumed from"
+"""Of `NoUsableCheckpointError`. A script may print its text alone."""
 _MOST_STARTS = 4
 _MOST_CALLS = 400
 
@@ -508,7 +509,8 @@ def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) 
     line = _has_nothing_left(chain.runs[-1])
     if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
         return None
-    explained = Explained(what=line.partition(_NOTHING_LEFT)[2].strip(": "), cause="", remedy="")
+    what = line.partition("NoUsableCheckpointError: ")[2] or line
+    explained = Explained(what=what, cause="", remedy="")
     return replace(result, outcome="refused as said", explained=explained, resumed=None, lost=None)
 
 

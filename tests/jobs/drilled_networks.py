@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -69,12 +69,12 @@ def main() -> None:
                 made = maker(torch.randn(len(real), 4, generator=noise))
                 of_critic.zero_grad()
                 seen = real + 0.1 * torch.randn_like(real) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
-                loss = F.softplus(-critic(seen)).mean() + F.softplus(critic(made.detach())).mean()
+                loss = functional.softplus(-critic(seen)).mean() + functional.softplus(critic(made.detach())).mean()
                 loss.backward()
                 of_critic.step()
                 if guard.step % 2 == 0:
                     of_maker.zero_grad()
-                    F.softplus(-critic(made)).mean().backward()
+                    functional.softplus(-critic(made)).mean().backward()
                     of_maker.step()
                 guard.step_end(loss=loss)
 

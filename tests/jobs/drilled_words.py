@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import mindx_elastic as mx
@@ -89,7 +89,7 @@ def main() -> None:
     def train() -> None:
         for _epoch in guard.epochs(args.epochs):
             for number, (x, y) in guard.enumerate(loader, start=1):
-                loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) / 2
+                loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / 2
                 loss.backward()
                 if number % 2 == 0:
                     nn.utils.clip_grad_norm_(network.parameters(), 1.0)
