@@ -1,4 +1,4 @@
-"""A short step, twenty thousand times, with a periodic save at every few of them: ``soaked.py DIRECTORY --go FOLDER --marks STEP...``.
+"""A short step, many times, with a periodic save at every few of them: ``soaked.py DIR --go FOLDER --marks STEP...``.
 
 Prints ``READY rank pid``, and ``MARK rank step`` at each mark before it waits for a file of that name in the folder (so
 that whoever measures looks at a job that stands still); in the end ``DONE rank step``.
