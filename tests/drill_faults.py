@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds without a step or output: it hangs")
     args = parser.parse_args()
     os.chdir(HERE.parent)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with what it has in memory removed
     whole = sum(SETTINGS[name].weight for name in args.only)
     bad = 0
     for name in args.only:
