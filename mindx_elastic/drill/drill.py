@@ -339,7 +339,7 @@ class _Driller(Baseline):
             return missed
         lives = share.lives
         result = replace(result, codes=share.codes, compared=count_steps(lives), leftovers=share.left)
-        result = self._with_loss(result, lives, fired["clock"])
+        result = self._with_loss(result, share.until, fired["clock"])
         late = share.end + offset
         own = [dict(event) for event in events if share.begin + offset - 0.001 <= event["time"] <= late]
         if fault.kind != "clock-jump":

@@ -41,6 +41,8 @@ class Share:
     left: Sequence[str] = ()
     lives: Sequence[Life] = field(default=(), repr=False)
     """The processes, with their steps of this time only."""
+    until: Sequence[Life] = field(default=(), repr=False)
+    """All processes that had begun by its end, with all steps until then."""
 
     @property
     def is_last(self) -> bool:
@@ -90,6 +92,7 @@ def divide(
             codes=[start.code for start in starts[first:until]],
             left=[each for start in starts[first:until] for each in start.left],
             lives=[cut for life in lives if (cut := _cut(life, seen_from, end)) is not None],
+            until=[cut for life in lives if (cut := _cut(life, float("-inf"), end)) is not None],
         )
     return shares
 
