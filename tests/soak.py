@@ -44,7 +44,7 @@ def read_folders(memory: Path, *folders: Path) -> dict[str, int]:
     shared = [path.stat() for path in memory.rglob("*") if path.is_file()]
     found = {"shm_files": len(shared), "shm_kib": sum(each.st_blocks for each in shared) // 2}
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    found["files"] = len(files)
+    found["files"] = sum(path.name not in LOGS for path in files)
     for path in files:
         if path.suffix in (".jsonl", ".1", ".log") or path.name in LOGS:
             name = f"{path.parent.name}/{path.name}"

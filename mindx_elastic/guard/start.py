@@ -217,6 +217,7 @@ def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> Non
     if saver.ranks.rank == 0 and found.plan.unmanaged:
         notes = "; ".join(found.plan.unmanaged)
         logger.warning("not bit for bit the uninterrupted run, according to its files: %s", notes)
+    begins_anew = found.donor is not None and found.own is None  # its random numbers, whatever the files say
     saver.events.emit(
         "resume",
         step=info.step,
@@ -225,7 +226,7 @@ def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> Non
         outcome="resumed" if entry is None else "in place",
         path=str(found.path),
         rejected=list(found.rejected),
-        exact=found.plan.exact,
+        exact=found.plan.exact and not begins_anew,
         unmanaged=list(found.plan.unmanaged),
         resharded=found.plan.resharded,
     )

@@ -25,7 +25,7 @@ from pathlib import Path
 from mindx_elastic.agent.zygote import OWN_VARIABLES, take_ready_made
 from mindx_elastic.agent.zygote_process import Imports, answer
 from mindx_elastic.core.forking import BASE_MODULES, die_with_parent, freeze, import_all, seed_at_random
-from mindx_elastic.core.script import puts_folder_first
+from mindx_elastic.core.script import execute, puts_folder_first
 from mindx_elastic.prove.script import run
 
 __all__ = ["COMMAND", "LAUNCHES", "MOST_BYTES", "serve"]
@@ -83,7 +83,7 @@ def _fork_workers_from(imports: Imports, env: dict[str, str]) -> bool:
     if os.getppid() != agent:
         os._exit(1)
     del sys.path[: puts_folder_first()]  # of this interpreter's -c; the worker gets its script's
-    exec(*answer(agent, theirs, imports))  # noqa: S102 - the user's own script
+    execute(*answer(agent, theirs, imports))
     return True
 
 
