@@ -306,7 +306,8 @@ class _Driller(Baseline):
                 others.append(again)
                 continue
             results.append(result)
-            if result.outcome not in ("exact", "not fired"):
+            waits = share is None and not any(shares[number:])  # for this one: the others could not happen
+            if waits or result.outcome not in ("exact", "not fired"):
                 return results, [*others, *faults[number + 1 :]]
         return results, others
 
