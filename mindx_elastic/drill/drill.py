@@ -105,7 +105,11 @@ def make_drill(
         command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, in_a_row=in_a_row, show=show
     )
     into.proof, driller.result = driller.proof, into
-    driller.drill()
+    try:
+        driller.drill()
+    except BaseException:
+        leftovers.end_all()
+        raise
 
 
 def choose_faults(
