@@ -32,7 +32,7 @@ from typing import Any
 from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY, ROOM, ROOM_BYTES
 from mindx_elastic.core.posix import open_pidfd, read_stat
 
-__all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "ZygoteError"]
+__all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "ZygoteError", "take_ready_made"]
 
 OWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -108,6 +108,30 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
 
+class _ReadyMade:
+    """As `subprocess.Popen`, of a child that has been forked from an interpreter that had imported everything."""
+
+    def __init__(self, pid: int, channel: socket.socket, env: Mapping[str, str]) -> None:
+        """`env`: the environment at the imports."""
+        self._worker = ForkedWorker(pid, ())
+        self.pid, self.channel, self.env = pid, channel, env
+
+    def kill(self) -> None:
+        self._worker.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._worker.wait(timeout)
+
+
+_ready_made: list[_ReadyMade] = []
+
+
+def take_ready_made(pid: int, channel: socket.socket, env: Mapping[str, str]) -> None:
+    """Let the first zygote of this process be its child `pid`, which runs `zygote_process.answer` at the other end of
+    `channel`: a drill, which starts hundreds of agents, imports torch once. `env`: the environment at the imports."""
+    _ready_made[:] = [_ReadyMade(pid, channel, env)]
+
+
 class Zygote:
     """One process that forks. Main thread only: workers and zygote get their death signals when the *thread* ends that
     has started the zygote."""
@@ -123,7 +147,7 @@ class Zygote:
         self._command, self._env, self._death_signal = list(command), dict(env), death_signal
         for name in OWN_VARIABLES:
             self._env.pop(name, None)
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: subprocess.Popen[bytes] | _ReadyMade | None = None
         self._channel: socket.socket | None = None
         self._said = -1
         self._problem = "" if self._script else _why_not(command)
@@ -166,6 +190,10 @@ class Zygote:
     def start(self) -> None:
         """Start the process; its imports go on while this one does something else."""
         if self._problem or self._popen is not None:
+            return
+        if _ready_made:
+            self._popen = _ready_made.pop()
+            self._channel, self._env = self._popen.channel, dict(self._popen.env)
             return
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._said = os.memfd_create("mindx-zygote")

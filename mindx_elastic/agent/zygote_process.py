@@ -41,7 +41,7 @@ from mindx_elastic.core.forking import seed_at_random as seed_anew
 from mindx_elastic.core.script import prepare, puts_folder_first, script_folder
 from mindx_elastic.errors import UsageError
 
-__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "ROOM", "ROOM_BYTES", "serve"]
+__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "ROOM", "ROOM_BYTES", "Imports", "answer", "serve"]
 
 COMMAND = (
     "import sys; began = {*sys.modules}; del sys.path[:not getattr(sys.flags, 'safe_path', sys.flags.isolated)]; "
@@ -67,9 +67,14 @@ def serve(began: Collection[str]) -> tuple[types.CodeType, dict[str, Any]]:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)
-    imports = _Imports(settings["own"], began)
+    imports = Imports(settings["own"], began)
     imports.base()
     freeze()
+    return answer(agent, channel, imports)
+
+
+def answer(agent: int, channel: socket.socket, imports: Imports) -> tuple[types.CodeType, dict[str, Any]]:
+    """As `serve`, where everything has been imported."""
     channel.send(imports.report())
     while True:
         if imports.waiting and not select.select([channel], [], [], 0)[0]:
@@ -131,7 +136,7 @@ class _Environment(type(os.environ)):  # type: ignore[misc]
 _read: set[str] = set()
 
 
-class _Imports:
+class Imports:
     """What the zygote has imported, and what came of it."""
 
     def __init__(self, own: Sequence[str], began: Collection[str]) -> None:
@@ -146,6 +151,10 @@ class _Imports:
         self._fds = _fds()
         self._count = 1
         os.environ.__class__ = _Environment
+
+    def end_notes(self) -> None:
+        """What is imported from now on is no import of the workers'."""
+        os.environ.__class__ = _Environment.__base__
 
     def base(self) -> None:
         """What all trainings import."""
@@ -250,7 +259,7 @@ def _target(fd: int) -> str:
 # --- the worker ---
 
 
-def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[types.CodeType, dict[str, Any]]:
+def _begin(agent: int, descriptors: Sequence[int], imports: Imports) -> tuple[types.CodeType, dict[str, Any]]:
     """Make this process the worker that is asked for."""
     stream = socket.socket(fileno=descriptors[0])
     os.setsid()

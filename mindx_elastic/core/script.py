@@ -20,12 +20,16 @@ from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["prepare", "puts_folder_first", "run", "script_folder"]
+__all__ = ["execute", "prepare", "puts_folder_first", "run", "script_folder"]
 
 
 def run(command: Sequence[str]) -> None:
     """Run the script `command` names, with its arguments. Main thread, once a process."""
-    code, namespace = prepare(command)
+    execute(*prepare(command))
+
+
+def execute(code: types.CodeType, namespace: dict[str, Any]) -> None:
+    """Run what `prepare` has made."""
     exec(code, namespace)  # noqa: S102 - the user's own script, named on the command line
 
 

@@ -3,6 +3,9 @@
 First the script runs twice without a fault, as for a proof. Then each fault is a job of its own, from its first step to
 the last one: a run with the fault, and the same command again as long as the job has not come to its end, as a person
 or an orchestrator would give it. Every step of all its processes is compared with the uninterrupted run.
+
+A job may have several faults, one after another (`rows`). Each one answers for what happens until the next. What comes
+behind the first that is not exact shows nothing, so those faults get another job.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +22,7 @@ from typing import Any
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
 from mindx_elastic.drill.outside import Leftovers, adopt_orphans, flip_bit, note_fired, read_notes
 from mindx_elastic.drill.phases import Phases, find_phases, read_events
+from mindx_elastic.drill.rows import Share, Start, divide, make_rows
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
@@ -29,7 +34,8 @@ __all__ = ["GOOD", "Drill", "Result", "choose_faults", "make_drill"]
 GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
 named, and the start refused to begin anew without a word."""
-_NOTHING_LEFT = "NoUsableCheckpointError"
+_NOTHING_LEFT = "holds checkpoint files and none can be resumed from"
+"""Of `NoUsableCheckpointError`. A script may print its text alone."""
 _MOST_STARTS = 4
 _MOST_CALLS = 400
 
@@ -88,22 +94,38 @@ def make_drill(
     number: int = 0,
     seed: int = 0,
     steps: int = 0,
+    in_a_row: int = 1,
     show: Show = lambda done, planned, what: None,
     into: Drill,
 ) -> None:
-    """Make all runs: the `faults`, and `number` others by `seed`. Raises UsageError for a fault that the script cannot
-    have: a rank or a step that does not exist. `into`: gets each result at once, so that an interrupted drill has
-    them."""
-    driller = _Driller(command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, show=show)
+    """Make all runs: the `faults`, and `number` others by `seed`, up to `in_a_row` in one job. Raises UsageError for a
+    fault that the script cannot have: a rank or a step that does not exist. `into`: gets each result at once, so that
+    an interrupted drill has them."""
+    driller = _Driller(
+        command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, in_a_row=in_a_row, show=show
+    )
     into.proof, driller.result = driller.proof, into
-    driller.drill()
+    try:
+        driller.drill()
+    except BaseException:
+        leftovers.end_all()
+        raise
 
 
 def choose_faults(
-    places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, workers: bool, copies: bool, number: int, seed: int
+    places: Sequence[tuple[int, int]],
+    *,
+    stops: Sequence[tuple[int, int]] = (),
+    ranks: int,
+    agent: bool,
+    workers: bool,
+    copies: bool,
+    number: int,
+    seed: int,
 ) -> list[Fault]:
     """`number` faults by `seed`, of all kinds that a job like this can have. `places`: guard and step of each boundary
-    but the last. `copies`: snapshots are taken from the first step on."""
+    but the last. `stops`: those of them from which a stop can still be saved; empty: nothing is known of that.
+    `copies`: snapshots are taken from the first step on."""
     chance = random.Random(seed)
     kinds = [
         kind
@@ -113,8 +135,7 @@ def choose_faults(
     found = []
     for _ in range(number):
         kind = chance.choice(kinds)
-        # With several ranks a stop may be agreed on for the next step, and the runs end behind the last one unsaved.
-        guard, step = chance.choice(places[:-1] if kind.ends_in_save and ranks > 1 and len(places) > 1 else places)
+        guard, step = chance.choice(stops if kind.ends_in_save and stops else places)
         possible = [at for at in kind.places if at != "copy" or copies]
         fault = Fault(kind=kind.name, rank=chance.randrange(ranks), step=step, guard=guard, at=chance.choice(possible))
         if kind.name == "kill-in-save":
@@ -136,12 +157,15 @@ class _Driller(Baseline):
         number: int,
         seed: int,
         steps: int,
+        in_a_row: int,
         show: Show,
     ) -> None:
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
         self._command, self._leftovers = command, leftovers
         self._faults, self._number, self._seed = list(faults), number, seed
-        self._made = 0
+        self._in_a_row, self._made = in_a_row, 0
+        self._by_seed: set[Fault] = set()
+        """Drawn faults, whose system call was only a guess."""
         self.result = Drill()
 
     def drill(self) -> None:
@@ -154,19 +178,33 @@ class _Driller(Baseline):
             self._check(fault, first)
         if not self.is_deterministic(first):
             return
-        self._faults += self._by_chance(first)
+        drawn = self._by_chance(first)
+        waiting: deque[list[Fault]] = deque()
         for fault in self._faults:
             if fault.call == ALL_CALLS and "call" in fault.about.takes:
                 self._each_call(fault)
-            else:
-                self.result.results.append(self._one(fault))
+        named = [fault for fault in self._faults if fault.call != ALL_CALLS or "call" not in fault.about.takes]
+        waiting += make_rows(named, self._in_a_row)
+        waiting += make_rows(drawn, self._in_a_row)
+        self._by_seed = set(drawn)
+        while waiting:
+            results, others = self._job(waiting.popleft())
+            self.result.results += results
+            if others:
+                waiting.appendleft(others)
 
     def _by_chance(self, first: Outcome) -> list[Fault]:
-        places = [step.place for step in self.steps_of(first)][:-1]
+        steps = self.steps_of(first)
+        places = [step.place for step in steps][:-1]
         if self._number and not places:
             raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
+        # With several ranks a stop may be agreed on for the next step; in the middle of an accumulation it waits for
+        # the end. Behind the last step the runs end unsaved.
+        late = self.proof.num_ranks > 1
+        stops = [step.place for at, step in enumerate(steps) if any(each.cut for each in steps[at + late : -1])]
         return choose_faults(
             places,
+            stops=stops,
             ranks=self.proof.num_ranks,
             agent=self._command.agent is not None,
             workers=any(life.workers for life in first.lives),
@@ -197,41 +235,53 @@ class _Driller(Baseline):
     def _each_call(self, fault: Fault) -> None:
         """One run for each system call, until a save has no call of that number."""
         for call in range(1, _MOST_CALLS + 1):
-            result = self._one(replace(fault, call=call))
+            (result,), _ = self._job([replace(fault, call=call)])
             if call > 1 and result.outcome == "not fired":
                 return
             self._planned += 2
             self.result.results.append(result)
 
-    def _one(self, fault: Fault) -> Result:
+    def _job(self, faults: Sequence[Fault]) -> tuple[list[Result], list[Fault]]:
+        """One job with these faults. Returns what became of them, and those that must be made again in another one."""
+        faults = [replace(fault, folder=str(self._make_folder())) for fault in faults]
+        config = Path(faults[0].folder) / "config"
+        config.mkdir()
+        self._leftovers.processes.clear()
+        chain, starts = self.runs.chain(), list[Start]()
+        offset = time.time() - time.monotonic()
+        reports = any(fault.kind == "fault-report" for fault in faults)
+        env = {"MINDX_FAULT_DIR": str(config)} if reports else None
+        contents = [asdict(fault) for fault in faults]
+        fruitless = 0
+        while fruitless < _MOST_STARTS - 1:
+            new = [number for number, fault in enumerate(faults) if _fired(fault) is None]
+            what = f"{faults[new[0]]}, until it fires" if new and not fruitless else f"{faults[-1]}, again"
+            outcome = self.run(chain, what, faults=contents, last=self.last, hashes=len(starts), env=env)
+            new = [number for number in new if _fired(faults[number]) is not None]
+            starts.append(Start(code=outcome.code, fired=new, left=[*self._leftovers.processes]))
+            self._leftovers.processes.clear()
+            newest = faults[new[-1]] if new else None
+            if newest is not None and newest.kind == "bit-flip":
+                said = flip_bit(chain.directories, newest.rank, newest.seed)
+                if said:
+                    note_fired(Path(newest.folder), call=said)
+            if outcome.hung_s or self._is_over(chain) or (_flipped(faults) and _has_nothing_left(outcome)):
+                break
+            fruitless = 0 if new else fruitless + 1
+            if newest is not None and newest.kind == "lose-node":
+                self._clear_memory()
+            for report in config.iterdir():  # the platform has replaced the device
+                report.unlink()
+        judged = self._judge_all(faults, chain, starts, offset)
+        self.runs.drop(chain)
+        self._clear_memory()
+        return judged
+
+    def _make_folder(self) -> Path:
         self._made += 1
         folder = self.runs.folder / f"fault_{self._made:04d}"
         folder.mkdir(mode=0o700)
-        (folder / "config").mkdir()
-        fault = replace(fault, folder=str(folder))
-        self._leftovers.processes.clear()
-        chain = self.runs.chain()
-        offset = time.time() - time.monotonic()
-        env = {"MINDX_FAULT_DIR": str(folder / "config")} if fault.kind == "fault-report" else None
-        for start in range(_MOST_STARTS):
-            what = f"{fault}, {'again' if start else 'until it fires'}"
-            outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=start, env=env)
-            if (
-                start == 0
-                and fault.kind == "bit-flip"
-                and (said := flip_bit(chain.directories, fault.rank, fault.seed))
-            ):
-                note_fired(folder, call=said)
-            if outcome.hung_s or self._is_over(chain) or (fault.kind == "bit-flip" and _has_nothing_left(outcome)):
-                break
-            if fault.kind == "lose-node" and not start:
-                self._clear_memory()
-            for report in (folder / "config").iterdir():  # the platform has replaced the device
-                report.unlink()
-        result = self._judge(fault, chain, offset)
-        self.runs.drop(chain)
-        self._clear_memory()
-        return result
+        return folder
 
     def _is_over(self, chain: Chain) -> bool:
         """The job has come to its end: no other start would do anything."""
@@ -244,31 +294,68 @@ class _Driller(Baseline):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _judge(self, fault: Fault, chain: Chain, offset: float) -> Result:
-        notes = read_notes(Path(fault.folder))
+    def _judge_all(
+        self, faults: Sequence[Fault], chain: Chain, starts: Sequence[Start], offset: float
+    ) -> tuple[list[Result], list[Fault]]:
         lives = [life for run in chain.runs for life in run.lives]
-        fired = next((note for note in notes if note["what"] == "fired"), None)
-        hits = [note for note in notes if note["what"] == "hit"]
+        shares = divide([_fired(fault) for fault in faults], starts, lives)
         events = read_events([chain.directories, *(run.folder for run in chain.runs)])
-        result = Result(
-            fault=fault,
-            outcome="exact",
-            codes=[run.code for run in chain.runs],
-            compared=count_steps(lives),
-            calls=len(hits),
-            leftovers=[*self._leftovers.processes],
-        )
-        if fired is not None:
-            result = self._with_loss(result, lives, fired["clock"])
-            if fault.kind != "clock-jump":
-                result = replace(result, phases=find_phases(events, lives, fired=fired["clock"], offset=offset))
+        results: list[Result] = []
+        others: list[Fault] = []
+        for number, (fault, share) in enumerate(zip(faults, shares, strict=True)):
+            if share is None and results and not _is_done(starts, chain, shares[number:]):
+                return results, [*others, *faults[number:]]
+            result = self._judge(fault, share, chain, starts, events, offset)
+            if again := self._with_another_call(result):
+                others.append(again)
+                continue
+            results.append(result)
+            waits = share is None and not any(shares[number:])  # for this one: the others could not happen
+            if waits or result.outcome not in ("exact", "not fired"):
+                return results, [*others, *faults[number + 1 :]]
+        return results, others
+
+    def _with_another_call(self, result: Result) -> Fault | None:
+        """A drawn death in a save that has made fewer system calls: the same one, at a call that there is."""
+        fault = result.fault
+        if fault.kind != "kill-in-save" or result.outcome != "not fired" or not result.calls:
+            return None
+        if replace(fault, folder="") not in self._by_seed or fault.call <= result.calls:
+            return None
+        self._by_seed.discard(replace(fault, folder=""))
+        return replace(fault, call=1 + fault.seed % result.calls, folder="")
+
+    def _judge(
+        self,
+        fault: Fault,
+        share: Share | None,
+        chain: Chain,
+        starts: Sequence[Start],
+        events: Sequence[Mapping[str, Any]],
+        offset: float,
+    ) -> Result:
+        notes = read_notes(Path(fault.folder))
+        fired, hits = _fired(fault), [note for note in notes if note["what"] == "hit"]
+        result = Result(fault=fault, outcome="exact", calls=len(hits))
+        if share is None or fired is None:
+            result = replace(result, codes=[start.code for start in starts], compared=0)
+            missed = self._missed(result, None, hits, notes)
+            assert missed is not None
+            return missed
+        lives = share.lives
+        result = replace(result, codes=share.codes, compared=count_steps(lives), leftovers=share.left)
+        result = self._with_loss(result, share.until, fired["clock"])
+        late = share.end + offset
+        own = [dict(event) for event in events if share.begin + offset - 0.001 <= event["time"] <= late]
+        if fault.kind != "clock-jump":
+            result = replace(result, phases=find_phases(own, lives, fired=fired["clock"], offset=offset))
         wrong = (
             self._missed(result, fired, hits, notes)
-            or _refused(result, chain, events)
-            or self._failed(result, chain)
-            or self._differs(result, lives, chain, events)
-            or self._lost(result)
-            or self._left(result, chain, lives)
+            or (_refused(result, chain, own) if share.is_last else None)
+            or self._failed(result, chain, share)
+            or self._differs(result, lives, chain, own)
+            or self._lost(result, fired)
+            or self._left(result, chain, share)
         )
         return wrong or result
 
@@ -299,18 +386,22 @@ class _Driller(Baseline):
 
     # --- what can be wrong; None: it is not ---
 
-    def _failed(self, result: Result, chain: Chain) -> Result | None:
-        last = chain.runs[-1]
-        verdict = failure(last, "the run after the fault" if len(chain.runs) > 1 else "the run")
-        verdict = verdict or self.length(_together(chain))
-        if verdict is not None:
-            return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
-        odd = [code for code in result.codes[:-1] if code not in result.fault.about.codes]
+    def _failed(self, result: Result, chain: Chain, share: Share) -> Result | None:
+        odd = list(share.codes)
+        if share.is_last:
+            last = chain.runs[-1]
+            verdict = failure(last, "the run after the fault" if len(share.codes) > 1 else "the run")
+            verdict = verdict or self.length(_together(chain))
+            if verdict is not None:
+                return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
+            odd = odd[:-1]
+        odd = [code for code in odd if code not in result.fault.about.codes]
         if odd:
             known = ", ".join(map(str, result.fault.about.codes))
             what = f"the job ended with exit code {odd[0]}, which no orchestrator is told to expect here ({known})"
             explained = Explained(what=what, cause="", remedy="")
-            return replace(result, outcome="failed", explained=explained, lines=chain.runs[0].last_lines)
+            lines = next(run.last_lines for run in chain.runs if run.code == odd[0])
+            return replace(result, outcome="failed", explained=explained, lines=lines)
         return None
 
     def _missed(
@@ -357,33 +448,60 @@ class _Driller(Baseline):
         lines = chain.runs[-1].last_lines
         return replace(result, outcome="differs", explained=explained, rank=found.rank, step=found.step, lines=lines)
 
-    def _lost(self, result: Result) -> Result | None:
-        allowed = self._may_lose(result.fault)
+    def _lost(self, result: Result, fired: Mapping[str, Any] | None) -> Result | None:
+        allowed = self._may_lose(result.fault, updated=fired is not None and bool(fired.get("updated")))
         if allowed is None or result.lost is None or result.lost <= allowed:
+            return None
+        allowed += self._since_cut(result)
+        if result.lost <= allowed:
             return None
         what = f"{result.lost} steps were done again; of this fault {allowed} may be"
         return replace(result, outcome="lost", explained=Explained(what=what, cause="", remedy=""))
 
-    def _may_lose(self, fault: Fault) -> int | None:
-        """None: that depends on when the script itself has saved, and on how many ranks hold the same."""
-        if fault.about.stops or (fault.kind == "exception" and fault.at != "update"):
+    def _since_cut(self, result: Result) -> int:
+        """Steps since the newest boundary at which a checkpoint can be taken: in the middle of an accumulation there
+        is none."""
+        known = self.reference.by_rank[result.fault.rank]
+        reached = result.reached or 0
+        cuts = (step.number for step in known.values() if step.series == result.fault.guard and step.cut)
+        return reached - max((number for number in cuts if number <= reached), default=0)
+
+    def _may_lose(self, fault: Fault, *, updated: bool) -> int | None:
+        """None: that depends on when the script itself has saved, and on how many ranks hold the same. `updated`: one
+        of the script's optimizers had already stepped since the boundary."""
+        if fault.about.stops or (fault.kind == "exception" and fault.at != "update" and not updated):
             return 0
         every = _option(self._command.agent or (), "--snapshot-every")
         if fault.kind in ("kill", "kill-all") and every.isdecimal() and int(every):
             return int(every)
         return None
 
-    def _left(self, result: Result, chain: Chain, lives: Sequence[Life]) -> Result | None:
-        memory = self.runs.memory
-        found = [
-            *result.leftovers,
-            *self._leftovers.files(chain.directories, memory, (life.pid for life in lives)),
-        ]
+    def _left(self, result: Result, chain: Chain, share: Share) -> Result | None:
+        found = [*result.leftovers]
+        if share.is_last:
+            lives = [life for run in chain.runs for life in run.lives]
+            found += self._leftovers.files(chain.directories, self.runs.memory, (life.pid for life in lives))
         if not found:
             return None
         what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
         explained = Explained(what=what, cause="", remedy="mindx-elastic clean removes what dead jobs left in memory")
         return replace(result, outcome="left behind", explained=explained, leftovers=found)
+
+
+def _fired(fault: Fault) -> Mapping[str, Any] | None:
+    """The note of it; None: it has not happened."""
+    return next((note for note in read_notes(Path(fault.folder)) if note["what"] == "fired"), None)
+
+
+def _flipped(faults: Sequence[Fault]) -> bool:
+    """The newest fault that has happened is a bit that has flipped."""
+    newest = [fault for fault in faults if _fired(fault) is not None][-1:]
+    return bool(newest) and newest[0].kind == "bit-flip"
+
+
+def _is_done(starts: Sequence[Start], chain: Chain, shares: Sequence[Share | None]) -> bool:
+    """Whether the job went on behind a fault that has not happened: to its end, or to a later fault."""
+    return starts[-1].code == 0 or any(share is not None for share in shares)
 
 
 def _together(chain: Chain) -> Outcome:
@@ -396,7 +514,8 @@ def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) 
     line = _has_nothing_left(chain.runs[-1])
     if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
         return None
-    explained = Explained(what=line.partition(_NOTHING_LEFT)[2].strip(": "), cause="", remedy="")
+    what = line.partition("NoUsableCheckpointError: ")[2] or line
+    explained = Explained(what=what, cause="", remedy="")
     return replace(result, outcome="refused as said", explained=explained, resumed=None, lost=None)
 
 

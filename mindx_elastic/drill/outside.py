@@ -100,6 +100,12 @@ class Leftovers:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
 
+    def end_all(self) -> None:
+        """The drill is interrupted: end what runs below it. A rank that a fault has stopped would stay for ever."""
+        for each in self._descendants():
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+
     def files(self, directories: Path, memory: Path | None, pids: Iterable[int]) -> list[str]:
         """Files that a job which has come to its end must not leave."""
         found = [str(path.relative_to(directories)) for path in sorted(directories.rglob(f"*{TEMP_SUFFIX}"))]

@@ -185,7 +185,7 @@ class Opening:
     def _saving_together(self) -> list[Part]:
         """Whether and with which other ranks this one saves at a stop."""
         saver = self.saver
-        can = saver.replicated and self.around.mirror is None and self.witness is None and not self.around.keeps_nothing
+        can = saver.replicated and self.around.mirror is None and not self.around.keeps_nothing
         part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can)
         saver.together = Together(self._exchange, self._ranks, self.collector, self._trust, part)
         return [part]

@@ -172,6 +172,7 @@ def start_job(
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
     collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
+    known = unmanaged.notes
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
@@ -186,7 +187,7 @@ def start_job(
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
-        tell(found, saver, began, entry)
+        tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
         saver.began_from(found.checkpoint.info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
     if entry is not None and found is not None and not saver.replicated:
@@ -203,8 +204,9 @@ def start_job(
     return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
 
 
-def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> None:
-    """Write to the log and the event log from where the run continues."""
+def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes: Sequence[str]) -> None:
+    """Write to the log and the event log from where the run continues. `notes`: what loading has shown against an exact
+    resume, on this rank."""
     info = found.checkpoint.info
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     if entry is None:
@@ -217,6 +219,7 @@ def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> Non
     if saver.ranks.rank == 0 and found.plan.unmanaged:
         notes = "; ".join(found.plan.unmanaged)
         logger.warning("not bit for bit the uninterrupted run, according to its files: %s", notes)
+    doubts = list(dict.fromkeys([*found.plan.unmanaged, *notes]))
     saver.events.emit(
         "resume",
         step=info.step,
@@ -225,8 +228,8 @@ def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> Non
         outcome="resumed" if entry is None else "in place",
         path=str(found.path),
         rejected=list(found.rejected),
-        exact=found.plan.exact,
-        unmanaged=list(found.plan.unmanaged),
+        exact=found.plan.exact and not doubts,
+        unmanaged=doubts,
         resharded=found.plan.resharded,
     )
 

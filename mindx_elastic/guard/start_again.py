@@ -71,6 +71,7 @@ def start_again(
     collector.compiled.only_names = collector.is_sharded
     layouts = LayoutRecord.from_json(found.checkpoint.layout).job if entry.live is None else entry.layouts
     collector.layouts.set_job_layouts(layouts)
+    known = unmanaged.notes
     kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
 
     faults, peers, lengths = FaultsPart(), PeersPart(ranks), LoaderLengthsPart(targets)
@@ -86,7 +87,7 @@ def start_again(
     if faults.known.report:
         saver.coordinates["fault_report"] = faults.known.report
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
-    tell(found, saver, began, entry)
+    tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
     saver.began_from(info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
     return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)

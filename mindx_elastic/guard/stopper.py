@@ -108,6 +108,8 @@ class Stopper:
         self._already_durable, self._page, self._member = already_durable, page, member
         self._last_resort, self._relay = last_resort, relay
         self._stop_decision: Decision | None = None
+        self._ran_on_from: int | None = None
+        """The agreed step, where it is inside an accumulation window and this rank has gone on to its end."""
         self._salvage_decision: Decision | None = None
         self._dead = -1  # the rank that a recovery in place is for
         self._failing = False  # an exception has left the block
@@ -271,6 +273,7 @@ class Stopper:
             if not self.step_gate.wait(max(0.1, alarm.deadline.remaining_s())):
                 return
             if not is_cut:
+                self._ran_on_from = self.agreed_step
                 return  # the next boundary asks again
             self._save_at_boundary(alarm)
         raise self.exit()
@@ -494,7 +497,9 @@ class Stopper:
         step = self.saver.collector.position.step
         # Only where every rank is known to be alive, at this step, with the time to wait for each other.
         acts_together = not alone and alarm.kind not in ("exception", "peer")
-        agreed = acts_together and not problem and self.agreed_step == step
+        # From an agreed step inside an accumulation window all run on to its end, and compare before they act.
+        is_agreed = self.agreed_step is not None and self.agreed_step in (step, self._ran_on_from)
+        agreed = acts_together and not problem and is_agreed
         if acts_together and not agreed and self.saver.together is not None:
             self.saver.together.decline()
         if alarm.kind == REFUSAL or self.saver.is_refused:

@@ -114,12 +114,13 @@ class _ForkedProcess(Process):
 class Zygote:
     """A process that forks, see `zygote`; its import goes on while this process does something else."""
 
-    def __init__(self, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, env: Mapping[str, str], log: Path, *, launches: bool = False) -> None:
+        """`launches`: what it forks are launchers, each with a process of its own to fork workers from."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, zygote.MOST_BYTES)
         with open(log, "ab") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", zygote.COMMAND, str(theirs.fileno())],
+                [sys.executable, "-c", zygote.COMMAND, str(theirs.fileno()), *[zygote.LAUNCHES] * launches],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -87,6 +87,11 @@ class Chain:
     runs: list[Outcome] = field(default_factory=list)
 
 
+_OF_WORKERS = {"PYTHONHASHSEED": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+_SET_BY_AGENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Variables that imports read, as the agent's workers have them. Where one differs, a worker is a fresh interpreter."""
+
+
 class Runs:
     """Context manager. Main thread."""
 
@@ -160,7 +165,7 @@ class Runs:
         steps: int = 0,
         last: tuple[int, int] | None = None,
         alarm: Alarm | None = None,
-        fault: Mapping[str, Any] | None = None,
+        faults: Sequence[Mapping[str, Any]] = (),
         hashes: int = 0,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
@@ -178,7 +183,7 @@ class Runs:
             steps=steps,
             last=last,
             alarm=alarm,
-            fault=fault,
+            faults=faults,
         )
         variables = {**os.environ, **(env or {})}
         variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -235,10 +240,13 @@ class Runs:
     def _open_zygotes(self, stack: ExitStack) -> None:
         self._checked: dict[Zygote, str] = {}
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-        for number in range(1 if os.environ.get("PYTHONHASHSEED", "random") != "random" else 2):
+        launches = self.command.agent is not None
+        if launches:
+            env = {**_OF_WORKERS, **env, **_SET_BY_AGENT}
+        for number in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
             # Else Ctrl-C may leave a process that nobody knows: it would go on importing torch when all else has ended.
             with handlers_held():
-                zygote = Zygote(env, self.folder / f"zygote_{number}.log")
+                zygote = Zygote(env, self.folder / f"zygote_{number}.log", launches=launches)
                 stack.callback(zygote.close)
                 self._zygotes.append(zygote)
 

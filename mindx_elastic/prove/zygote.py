@@ -8,6 +8,9 @@
 proof uses two of these processes.
 
 Requests and answers are JSON on a socket, one a packet. One run at a time.
+
+For a launcher (`mindx-elastic run`) two processes are forked: the launcher, and below it the process from which it
+forks its workers (`agent.zygote_process`). So neither imports torch once more.
 """
 
 from __future__ import annotations
@@ -19,11 +22,17 @@ import socket
 import sys
 from pathlib import Path
 
+from mindx_elastic.agent.zygote import OWN_VARIABLES, take_ready_made
+from mindx_elastic.agent.zygote_process import Imports, answer
 from mindx_elastic.core.forking import BASE_MODULES, die_with_parent, freeze, import_all, seed_at_random
+from mindx_elastic.core.script import execute, puts_folder_first
 from mindx_elastic.prove.script import run
 
-__all__ = ["COMMAND", "MOST_BYTES", "serve"]
+__all__ = ["COMMAND", "LAUNCHES", "MOST_BYTES", "serve"]
 
+LAUNCHES = "launches"
+"""Its second argument, where it forks launchers."""
+_LAUNCHER = ("mindx_elastic.agent.launcher", "mindx_elastic.cli.main")
 COMMAND = "from mindx_elastic.prove.zygote import serve; serve()"
 MOST_BYTES = 1 << 20
 """Of a request: the environment, mostly."""
@@ -33,7 +42,14 @@ def serve() -> None:
     """Fork a process for each request. Returns in those, once their script has ended; never in the server."""
     die_with_parent(signal.SIGKILL)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    problem = import_all(BASE_MODULES)
+    env, imports = dict(os.environ), None
+    if sys.argv[2:] == [LAUNCHES]:
+        imports = Imports(OWN_VARIABLES, {*sys.modules})
+        imports.base()
+        imports.end_notes()
+        problem = import_all(_LAUNCHER)
+    else:
+        problem = import_all(BASE_MODULES)
     files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if "." not in name}
     del files["__main__"]
     channel.send(json.dumps({"problem": problem, "modules": files}).encode())
@@ -43,12 +59,32 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _begin(parent=parent, **json.loads(message))
+            request = json.loads(message)
+            if imports is None or not _fork_workers_from(imports, env):
+                _begin(parent=parent, **request)
             return
         channel.send(json.dumps({"pid": pid}).encode())
         _, status = os.waitpid(pid, 0)
         channel.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
     os._exit(0)
+
+
+def _fork_workers_from(imports: Imports, env: dict[str, str]) -> bool:
+    """Make a child that forks this process's workers. Whether this is one of those workers, which has done its work."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent = os.getpid()
+    if pid := os.fork():
+        theirs.close()
+        take_ready_made(pid, ours, env)
+        return False
+    ours.close()
+    os.setsid()
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+    del sys.path[: puts_folder_first()]  # of this interpreter's -c; the worker gets its script's
+    execute(*answer(agent, theirs, imports))
+    return True
 
 
 def _begin(

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from mindx_elastic.inventory.findings import list_files, reader_trust, scan
 from mindx_elastic.inventory.inventory import Inventory, Step
 from mindx_elastic.persist.format import Header, read_header
+from mindx_elastic.persist.places import neighbours_in
 from tests.harness import Job, events, run_job, start_job
 from tests.system.conftest import Reference
 
@@ -105,6 +106,17 @@ def test_the_loss_of_a_file_is_exact(
     assert step.is_complete and not step.candidate.lacks_rank_state
     resumed = assert_resumes_equal(directory, reference(RANKS), job)
     assert resumed.matches(rf"rank {lost} has no file of step {AT}: .* CPU buffers from .*rank_"), resumed.report()
+
+
+def test_a_stop_inside_an_accumulation_carries_the_small_states_too(tmp_path: Path) -> None:
+    """It is agreed on for a step from which all go on to the end of the window."""
+    directory = tmp_path / "ckpt"
+    job = stop(directory, "--accumulate", 3, ranks=2)
+    agreed = {event["step"] for event in events(directory, "agreement")}
+    assert len(agreed) == 1 and agreed.pop() % 3, job.report()
+    found = headers(directory)
+    assert {header.info.rank: sorted(neighbours_in(header)) for header in found.values()} == {0: [1], 1: [0]}
+    assert {header.info.step for header in found.values()} == {9}
 
 
 @pytest.mark.drill

@@ -1,0 +1,143 @@
+"""The long drill: many random faults on the example and on two loops, alone and under the agent; one line a fault.
+
+    python -m tests.drill_faults --faults 1000 --seed 1 --log faults.txt [--pause-file PATH]
+    python -m tests.drill_faults --only words-2 --faults 50 --seed 7 --log faults.txt
+
+Each setting is a loop, its number of ranks and options of the agent. The faults are shared among the settings by their
+weights, and drawn as `mindx-elastic drill --random` draws them. Whatever is not exact is printed with its reason; the
+line in the log says which setting and seed made it, so that the same faults can be had again. While the pause file
+exists no run is begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.drill.drill import GOOD, Drill, Result, make_drill
+from mindx_elastic.drill.faults import parse_fault
+from mindx_elastic.drill.outside import Leftovers
+from mindx_elastic.prove.runs import Command, Runs
+
+HERE = Path(__file__).parent
+WORDS, NETWORKS = str(HERE / "jobs" / "drilled_words.py"), str(HERE / "jobs" / "drilled_networks.py")
+EXAMPLE = str(HERE.parent / "examples" / "resnet_cifar10" / "train.py")
+W = (WORDS, "out", "--size", "240")
+TRAIN = (EXAMPLE, "--batch-size", "4", "--epochs", "2", "--train-url", "out")
+IN_PLACE = ("--recover", "in-place", "--snapshot-every", "1", "--hang-timeout", "20")
+AGAIN = ("--max-restarts", "99", "--snapshot-every", "1", "--hang-timeout", "20")
+
+
+@dataclass(frozen=True)
+class Setting:
+    script: tuple[str, ...]
+    ranks: int
+    agent: tuple[str, ...] | None
+    """Options of the agent; None: the script is started by itself."""
+    weight: int
+    steps: int
+    in_a_row: int = 1
+    faults: tuple[str, ...] = ()
+    """Made besides the drawn ones, once a seed."""
+
+
+SETTINGS = {
+    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 6, 48, 10, ("stop:step=20",)),
+    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 6, 48, 10, ("stop:rank=1,step=20",)),
+    "words-3": Setting(W, 3, IN_PLACE, 6, 48, 10, ("stop:rank=2,step=20",)),
+    "words-4": Setting(W, 4, IN_PLACE, 6, 48, 10, ("stop:rank=3,step=20",)),
+    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 6, 48, 10, ("stop:step=20",)),
+    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 6, 48, 10),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 6, 48, 10),
+    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 3, 32, 7),
+    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 3, 32, 7),
+    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 2, 32, 7),
+    "words": Setting(W, 1, None, 9, 48, 10),
+    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 6, 48, 10),
+    "networks": Setting((NETWORKS, "out"), 1, None, 9, 48, 10),
+    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 4, 48, 10),
+    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 6, 48, 10),
+}
+
+
+def run_setting(name: str, number: int, seed: int, log: Path, pause: Path | None, timeout_s: float) -> Drill:
+    setting, drill, leftovers = SETTINGS[name], Drill(), Leftovers()
+    written = 0
+    began = time.monotonic()
+
+    def note(done: int, planned: int, what: str) -> None:
+        nonlocal written
+        written = write_lines(log, name, seed, drill.results, written)
+        while pause is not None and pause.exists():
+            time.sleep(1.0)
+
+    agent = None if setting.agent is None else ("--nproc-per-node", str(setting.ranks), *setting.agent)
+    runs = Runs(
+        Command(script=setting.script, agent=agent), timeout_s=timeout_s, as_given=True, on_end=leftovers.after_run
+    )
+    with runs:
+        leftovers.known |= runs.own_processes
+        make_drill(
+            Command(script=setting.script, agent=agent),
+            runs,
+            leftovers,
+            faults=[parse_fault(text) for text in setting.faults],
+            number=number,
+            seed=seed,
+            steps=setting.steps,
+            in_a_row=setting.in_a_row,
+            show=note,
+            into=drill,
+        )
+    write_lines(log, name, seed, drill.results, written)
+    for row in drill.proof.rows:
+        if row.verdict.outcome != "equal":
+            print(f"{name}: {row.name}: {row.verdict}", flush=True)
+    counts = Counter(result.outcome for result in drill.results)
+    print(f"{name}, seed {seed}: {dict(counts)}, in {time.monotonic() - began:.0f} s", flush=True)
+    return drill
+
+
+def write_lines(log: Path, name: str, seed: int, results: Sequence[Result], written: int) -> int:
+    with log.open("a", encoding="utf-8") as file:
+        for result in results[written:]:
+            codes = ",".join(map(str, result.codes))
+            lost = "-" if result.lost is None else str(result.lost)
+            file.write(f"{name} {seed} {result.fault} {codes} {lost} {result.outcome.replace(' ', '-')}\n")
+            if result.outcome != "exact" and result.explained is not None:
+                print(f"{name}, seed {seed}: {result.fault}: {result.outcome}: {result.explained.what[:600]}")
+                if result.outcome not in GOOD:
+                    print("\n".join(f"  | {line[:400]}" for line in [result.explained.cause, *result.lines]))
+                sys.stdout.flush()
+    return len(results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--pause-file", type=Path)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds without a step or output: it hangs")
+    args = parser.parse_args()
+    os.chdir(HERE.parent)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with what it has in memory removed
+    whole = sum(SETTINGS[name].weight for name in args.only)
+    bad = 0
+    for name in args.only:
+        number = -(-args.faults * SETTINGS[name].weight // whole)
+        drill = run_setting(name, number, args.seed, args.log.absolute(), args.pause_file, args.timeout)
+        bad += drill.exit_code != 0
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
