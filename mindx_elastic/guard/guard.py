@@ -247,6 +247,7 @@ class Guard(LayeredGuard):
             ddp=opening.ddp,
             more=self._more,
             kept=self._kept,
+            own=self._own,
             uneven=start.uneven,
             guard=self,
             epoch=lambda: self._loops.epoch,
