@@ -248,6 +248,7 @@ class Guard(LayeredGuard):
             more=self._more,
             kept=self._kept,
             own=self._own,
+            hosts=self._hosts,
             uneven=start.uneven,
             guard=self,
             epoch=lambda: self._loops.epoch,

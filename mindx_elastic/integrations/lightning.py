@@ -131,6 +131,7 @@ class ElasticCallback(Callback):
             **options,
         )
         guard.start_with(None, ())
+        guard.expect_short_epochs()  # limit_train_batches
         if num_batches(loader):  # else Lightning fetches one ahead, to know the last one
             guard.expect_no_look_ahead()
         guard.look_into({"module": module}, kept=[trainer], own=_without_state(trainer))

@@ -53,14 +53,18 @@ class ModuleAttributes:
         modules: Mapping[str, nn.Module],
         is_kept: Callable[[torch.Tensor], bool],
         files: Callable[[], Collection[str]],
-        others: Mapping[str, object] | None = None,
+        *,
+        own: Mapping[str, object] | None = None,
+        hosts: Mapping[str, object] | None = None,
     ) -> tuple[str, str] | None:
         """What is known against them, and what to write. `modules`: the named ones. `files`: gives the program's.
-        `others`: objects beside them (callbacks) that a layer asks for their state."""
+        `own`: objects beside them (callbacks) that a layer asks for their state; `hosts`: others that are the layer's.
+        """
         now: dict[_Key, Any] = {}
         found: dict[_Key, object] = {}
         certain: set[_Key] = set()
-        for path, module in (*_parts(modules), *(others or {}).items()):
+        own, hosts = own or {}, hosts or {}
+        for path, module in (*_parts(modules), *own.items(), *hosts.items()):
             for name, value in _plain(module, is_kept):
                 key = path, name
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
@@ -83,7 +87,7 @@ class ModuleAttributes:
         self._done.update(found)
         sources = _Classes(files())
         told = {k: m for k, m in found.items() if k in certain or sources.carries(m, k[1])}
-        return _words(told, now, others or {}) if told else None
+        return _words(told, now, own, hosts) if told else None
 
 
 def _parts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -103,14 +107,18 @@ def _plain(module: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[
             yield name, value
 
 
-def _words(told: Mapping[_Key, object], now: Mapping[_Key, Any], others: Mapping[str, object]) -> tuple[str, str]:
+def _words(
+    told: Mapping[_Key, object], now: Mapping[_Key, Any], asked: Collection[str], hosts: Collection[str]
+) -> tuple[str, str]:
     names = [f'"{path}.{name}"' for path, name in told]
     are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
-    of = "" if any(path in others for path, _ in told) else " of a named module"
+    of = "" if any(path in asked or path in hosts for path, _ in told) else " of a named module"
     what = f"{listed(names, 6)} {are}{of}, in no state_dict, and the training carries the values from one step into "
     what += "another"
-    if classes := sorted({path for path, _ in told if path in others}):
+    if classes := sorted({path for path, _ in told if path in asked}):
         return what, f"Write state_dict() and load_state_dict() in {listed(classes, 4)}, with these in it"
+    if any(path in hosts for path, _ in told):
+        return what, "Keep these in an object with state_dict() and load_state_dict(), and name that in stateful"
     own = [(path, name) for (path, name), module in told.items() if not _is_torchs(module)]
     derived = "from guard.epoch or guard.step alone"
     if not own:

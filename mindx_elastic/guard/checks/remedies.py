@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,13 @@ class Remedies:
                 return f"state_dict() and load_state_dict() in {owner}, with this in it"
         content = ", ".join(f'"{self.key(name)}": {name}' for name in names)
         return f"Guard(stateful={{{content}}}, ...)"
+
+    def of_own(self, remedy: str) -> str:
+        """`remedy`, which may have a line for `stateful` with a part of an object that is asked for its state."""
+        for owner in self._own:
+            if re.search(rf"stateful=\{{[^}}]*: {re.escape(owner)}\.", remedy):
+                return f"Write state_dict() and load_state_dict() in {owner}, with this in it"
+        return remedy
 
     def how_to_keep(self, found: Found) -> str:
         """What to do about an object that goes into `stateful`."""
