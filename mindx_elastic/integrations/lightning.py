@@ -34,6 +34,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
@@ -297,6 +298,7 @@ class _Loops:
             "counters": counters,
             "results": {key: _pack(each) for key, each in trainer.fit_loop.epoch_loop._results.items()},
             "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
+            "torchmetrics": {path: _state_of_metric(each) for path, each in _metrics_of(trainer)},
             "first_batch": connector._first_loop_iter,
             "should_stop": trainer.should_stop,
             "accumulation": trainer.accumulate_grad_batches,  # as `GradientAccumulationScheduler` has set it
@@ -330,6 +332,10 @@ class _Loops:
             trainer.accumulate_grad_batches = self._accumulation
         for key, packed in state["results"].items():
             epoch_loop._results[key] = _unpack(packed, trainer)
+        kept = state.get("torchmetrics", {})
+        for path, metric in _metrics_of(trainer):
+            if path in kept:
+                _load_metric(metric, kept[path])
         trainer._logger_connector._first_loop_iter = state["first_batch"]  # else the next batch empties the sums
         for name, values in state["metrics"].items():
             getattr(trainer._logger_connector, name).update(values)
@@ -357,9 +363,8 @@ def _pack(metric: Any) -> dict[str, Any]:
     }
     if meta.sync.group is not None:
         raise UsageError(f"self.log({meta.name!r}, sync_dist_group=...): a process group is not kept; leave it out")
-    source = metric if metric.is_tensor else metric.value
-    packed["state"] = {name: getattr(source, name) for name in source._defaults}
-    packed["updates"] = [source._update_count, metric._update_count]
+    packed["state"] = {name: getattr(metric, name) for name in metric._defaults} if metric.is_tensor else {}
+    packed["updates"] = metric._update_count
     return packed
 
 
@@ -368,20 +373,36 @@ def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:
     should, rank_zero_only = packed["sync"]
     meta.sync = result._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
     metric = result._ResultMetric(meta, packed["is_tensor"])
-    source: Any = metric
     if not packed["is_tensor"]:
-        source = metric.value = trainer.lightning_module.get_submodule(packed["meta"]["metric_attribute"])
-    metric._defaults.update(packed.get("begins_as", {}))
+        metric.value = trainer.lightning_module.get_submodule(packed["meta"]["metric_attribute"])
+    metric._defaults.update(packed["begins_as"])
     for name, value in packed["state"].items():
-        setattr(source, name, value)
-    source._update_count, metric._update_count = packed["updates"]
-    source._computed = metric._computed = None
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = packed["updates"], None
     metric.has_reset = packed["has_reset"]
     return metric.to(trainer.strategy.root_device)
 
 
 def _changes_accumulation(trainer: Trainer) -> bool:
     return any(isinstance(each, callbacks.GradientAccumulationScheduler) for each in trainer.callbacks)
+
+
+def _metrics_of(trainer: Trainer) -> list[tuple[str, Any]]:
+    """The module's torchmetrics, also those that the program updates by itself: no state_dict has what they have
+    gathered."""
+    found = trainer.lightning_module.named_modules()
+    return [(path, each) for path, each in found if isinstance(each, Metric)]
+
+
+def _state_of_metric(metric: Any) -> dict[str, Any]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {"states": states, "updates": metric._update_count}
+
+
+def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
+    for name, value in state["states"].items():
+        setattr(metric, name, list(value) if isinstance(value, (list, tuple)) else value)
+    metric._update_count, metric._computed = state["updates"], None
 
 
 class _Callbacks:
@@ -433,7 +454,13 @@ def _is_lightnings(what: Any) -> bool:
     return str(what.__module__).startswith((*_LIGHTNINGS_OWN, "mindx_elastic."))
 
 
-# --- what cannot be kept, and the data ---
+# --- what cannot be kept ---
+
+_UNKEPT = {
+    "ModelPruning": "its masks are in no state_dict. Prune before the fit, or in a loop of your own",
+    "LearningRateFinder": "it trains inside of the fit. Use Tuner(trainer).lr_find(...) once, and write it down",
+    "BatchSizeFinder": "it trains inside of the fit. Use Tuner(trainer).scale_batch_size(...) once, and write it down",
+}
 
 
 def _check_version(trainer: Trainer) -> None:
@@ -475,7 +502,9 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
             f"Trainer(strategy={type(strategy).__name__}): this callback keeps one device and DDP; use "
             "mindx_elastic.Guard in a loop of your own for other ways to divide a model"
         )
-    if trainer.world_size > 1 and not trainer.strategy.cluster_environment.creates_processes_externally:
+    environment = trainer.strategy.cluster_environment
+    spawns = getattr(trainer.strategy, "_start_method", "popen") != "popen"  # `strategy="ddp_spawn"`
+    if trainer.world_size > 1 and (spawns or not environment.creates_processes_externally):
         raise UsageError(
             f"the trainer starts its {trainer.world_size} processes by itself, and ends them by itself at a signal; "
             "start them with `mindx-elastic run --nproc-per-node N` (or torchrun)"
@@ -489,6 +518,9 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
         raise UsageError("Trainer(reload_dataloaders_every_n_epochs=...): no position is known in loaders made anew")
     if trainer.overfit_batches:
         raise UsageError("Trainer(overfit_batches=...) exchanges the loader; limit_train_batches does not")
+    for kind, why in _UNKEPT.items():
+        if any(isinstance(each, getattr(callbacks, kind, ())) for each in trainer.callbacks):
+            raise UsageError(f"the callback {kind} cannot be kept: {why}")
     for owner in (module, *trainer.callbacks):
         if not _is_lightnings(type(owner).on_save_checkpoint):
             raise UsageError(
