@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import RunningStage
@@ -502,9 +503,9 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
             f"Trainer(strategy={type(strategy).__name__}): this callback keeps one device and DDP; use "
             "mindx_elastic.Guard in a loop of your own for other ways to divide a model"
         )
-    environment = trainer.strategy.cluster_environment
-    spawns = getattr(trainer.strategy, "_start_method", "popen") != "popen"  # `strategy="ddp_spawn"`
-    if trainer.world_size > 1 and (spawns or not environment.creates_processes_externally):
+    # Lightning's own environment says of itself that others start the processes, once it has started them.
+    starts_them = isinstance(trainer.strategy.cluster_environment, LightningEnvironment)
+    if trainer.world_size > 1 and starts_them:
         raise UsageError(
             f"the trainer starts its {trainer.world_size} processes by itself, and ends them by itself at a signal; "
             "start them with `mindx-elastic run --nproc-per-node N` (or torchrun)"
