@@ -84,6 +84,7 @@ class ElasticCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _check_version(trainer)
+            _check_callbacks(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module is wrapped by DDP, and no iterator was made yet."""
@@ -495,6 +496,13 @@ def _check_version(trainer: Trainer) -> None:
     check_library("lightning", _TRIED, needed)
 
 
+def _check_callbacks(trainer: Trainer) -> None:
+    """Before any of them trains by itself. Raises UsageError."""
+    for kind, why in _UNKEPT.items():
+        if any(isinstance(each, getattr(callbacks, kind, ())) for each in trainer.callbacks):
+            raise UsageError(f"the callback {kind} cannot be kept: {why}")
+
+
 def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raise UsageError for settings under which a resumed fit would differ."""
     strategy = trainer.strategy
@@ -504,8 +512,7 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
             "mindx_elastic.Guard in a loop of your own for other ways to divide a model"
         )
     # Lightning's own environment says of itself that others start the processes, once it has started them.
-    starts_them = isinstance(trainer.strategy.cluster_environment, LightningEnvironment)
-    if trainer.world_size > 1 and starts_them:
+    if trainer.world_size > 1 and isinstance(strategy.cluster_environment, LightningEnvironment):
         raise UsageError(
             f"the trainer starts its {trainer.world_size} processes by itself, and ends them by itself at a signal; "
             "start them with `mindx-elastic run --nproc-per-node N` (or torchrun)"
@@ -519,9 +526,6 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
         raise UsageError("Trainer(reload_dataloaders_every_n_epochs=...): no position is known in loaders made anew")
     if trainer.overfit_batches:
         raise UsageError("Trainer(overfit_batches=...) exchanges the loader; limit_train_batches does not")
-    for kind, why in _UNKEPT.items():
-        if any(isinstance(each, getattr(callbacks, kind, ())) for each in trainer.callbacks):
-            raise UsageError(f"the callback {kind} cannot be kept: {why}")
     for owner in (module, *trainer.callbacks):
         if not _is_lightnings(type(owner).on_save_checkpoint):
             raise UsageError(

@@ -17,6 +17,9 @@ import lightning.pytorch as pl
 
 from mindx_elastic.integrations.lightning import ElasticCallback
 
+# Lightning calls things of torch's that will go away.
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning", "default::UserWarning")
+
 
 class Module(pl.LightningModule):
     def __init__(self) -> None:
@@ -103,7 +106,6 @@ def fit(
         ({"module": SavesItself}, "SavesItself.on_save_checkpoint"),
         ({"callbacks": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.2)]}, "ModelPruning"),
         ({"callbacks": [pl.callbacks.LearningRateFinder()]}, "LearningRateFinder"),
-        ({"callbacks": [pl.callbacks.BatchSizeFinder()]}, "BatchSizeFinder"),
         ({"stateful": {"loops": {}}}, "that name is the callback's own"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -63,7 +63,7 @@ class Drawn(Sampler[int]):
     """An order of the program's own, out of Python's stream."""
 
     def __len__(self) -> int:
-        return args.samples
+        return int(args.samples)
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.choices(range(args.samples), k=args.samples))
