@@ -65,15 +65,13 @@ class KeptAverage(Average):
 class Counts(pl.Callback):
     """Changes the training by a number that begins anew in each process."""
 
-    seen = 0
-
     def __init__(self) -> None:
         self.seen = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.seen += 1
-        if self.seen == 12:
-            trainer.optimizers[0].param_groups[0]["lr"] = 0.01
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (1 + self.seen)
 
 
 def data() -> DataLoader[Any]:
