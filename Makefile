@@ -118,7 +118,7 @@ drill: $(DONE)/dev
 
 # Not in [dev]: decision 113. Once they are there, `make test` and `make drill` run their shares of these tests, too.
 $(DONE)/trainers: pyproject.toml $(DONE)/dev
-	$(INSTALL) -e '.[accelerate,lightning,transformers]'
+	$(INSTALL) -e '.[accelerate,lightning,transformers]' tensorboard
 	@touch $@
 
 trainers: $(DONE)/trainers

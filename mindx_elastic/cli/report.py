@@ -78,4 +78,6 @@ def report_command(
         typer.echo(json.dumps(document, indent=2))
         return
     torn = f"; {story.torn} torn or foreign lines were left out" if story.torn else ""
-    typer.echo(printable(f"{output}: {human_size(len(data))}, {len(story.run.records)} attempts{torn}"))
+    count = len(story.run.records)
+    attempts = "1 attempt" if count == 1 else f"{count} attempts"
+    typer.echo(printable(f"{output}: {human_size(len(data))}, {attempts}{torn}"))

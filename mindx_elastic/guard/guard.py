@@ -247,6 +247,8 @@ class Guard(LayeredGuard):
             ddp=opening.ddp,
             more=self._more,
             kept=self._kept,
+            own=self._own,
+            hosts=self._hosts,
             uneven=start.uneven,
             guard=self,
             epoch=lambda: self._loops.epoch,

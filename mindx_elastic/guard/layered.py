@@ -27,6 +27,8 @@ class LayeredGuard(SizedGuard):
     def __init__(self) -> None:
         self._more: Mapping[str, object] = {}
         self._kept: Sequence[object] = ()
+        self._own: Mapping[str, object] = {}
+        self._hosts: Mapping[str, object] = {}
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
         self._place: Place | None = None  # in recoveries in place
@@ -41,10 +43,24 @@ class LayeredGuard(SizedGuard):
         """The layer's loop uses each batch before it fetches the next one."""
         self._loaders.expect_no_look_ahead()
 
-    def look_into(self, variables: Mapping[str, Any], *, kept: Sequence[Any] = (), tail: str | None = None) -> None:
-        """Objects of the program by the names that it knows; those whose state the layer keeps; what its code at an
-        epoch's end needs the epoch's steps for."""
-        self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
+    def expect_short_epochs(self) -> None:
+        """The layer's loop may leave an epoch before the loader's end, and leaves it there after a resume, too."""
+        self._loaders.expect_short_epochs()
+
+    def look_into(
+        self,
+        variables: Mapping[str, Any],
+        *,
+        kept: Sequence[Any] = (),
+        own: Mapping[str, Any] | None = None,
+        hosts: Mapping[str, Any] | None = None,
+        tail: str | None = None,
+    ) -> None:
+        """Objects of the program by the names that it knows; those whose state the layer keeps; those that hang on
+        these and have a state that nobody keeps (callbacks of the program's own); the program's subclasses of a host,
+        of which it keeps what is the host's; what its code at an epoch's end needs the epoch's steps for."""
+        self._own, self._hosts = dict(own or {}), dict(hosts or {})
+        self._more, self._kept, self._loops.tail.layer_reads = {**variables, **self._own}, tuple(kept), tail
 
     def take_place(self, place: Place | None) -> None:
         """See `guard.running`."""

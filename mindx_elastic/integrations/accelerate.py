@@ -34,6 +34,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.first_seed import keep_first_seed
 from mindx_elastic.integrations.probing import check_library
+from mindx_elastic.integrations.read_ahead import with_last
 
 __all__ = ["follow", "guard"]
 
@@ -189,17 +190,11 @@ def _followed_kind(kind: type) -> type:
 
 def _with_last(ours: Any) -> Iterator[tuple[Any, bool]]:
     """Its batches, and whether each is the last one of its epoch."""
-    if num_batches(ours):
-        for batch in ours:
-            yield batch, ours.is_last
+    if not num_batches(ours):
+        yield from with_last(ours)  # as accelerate does
         return
-    batches = iter(ours)  # only the end tells: one is fetched ahead, as accelerate does
-    nothing: Any = object()
-    batch = next(batches, nothing)
-    while batch is not nothing:
-        following = next(batches, nothing)
-        yield batch, following is nothing
-        batch = following
+    for batch in ours:
+        yield batch, ours.is_last
 
 
 def _resumable(shard: Any, seed: int) -> Any:

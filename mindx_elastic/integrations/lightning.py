@@ -16,7 +16,8 @@ validation and the end of an epoch behind the last batch. Here its loop is put w
 
 Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_FitLoop._data_source``,
 ``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`; ``Trainer._signal_connector``,
-``_logger_connector``, ``_accelerator_connector``.
+``_logger_connector``, ``_data_connector`` with ``_requires_distributed_sampler`` and ``_prepare_dataloader``;
+`WeightAveraging._average_model`, ``_latest_update_epoch``.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
-from mindx_elastic.data import from_loader
+from mindx_elastic.data import ReplayLoader, from_loader
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.first_seed import keep_first_seed
@@ -79,7 +84,7 @@ class ElasticCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _check_version(trainer)
-            trainer._accelerator_connector.use_distributed_sampler = False  # our loader divides the data
+            _check_callbacks(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module is wrapped by DDP, and no iterator was made yet."""
@@ -108,25 +113,31 @@ class ElasticCallback(Callback):
     # --- the guard ---
 
     def _open(self, trainer: Trainer) -> None:
-        loops = _Loops(trainer)
-        stateful = {"loops": loops, "callbacks": _Callbacks(trainer, self)}
+        loops, loader = _Loops(trainer), self._take_loader(trainer)
+        options = dict(self._options)
+        stateful = {"loops": loops, "callbacks": _Callbacks(trainer, self), **_averages(trainer)}
         module, datamodule = trainer.lightning_module, trainer.datamodule
         if datamodule is not None and is_overridden("state_dict", datamodule, parent=LightningDataModule):
             stateful["datamodule"] = datamodule
+        given = dict(options.pop("stateful", None) or {})
+        if taken := sorted({*stateful, "datamodule"} & set(given)):
+            raise UsageError(f"stateful={{{taken[0]!r}: ...}}: that name is the callback's own; choose another")
         guard = Guard(
             model=trainer.strategy.model,
             optimizer=list(trainer.optimizers) or None,
             lr_scheduler=[each.scheduler for each in trainer.lr_scheduler_configs] or None,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            loader=_take_loader(trainer),
-            stateful=stateful,
+            loader=loader,
+            stateful={**stateful, **given},
             directory=self._directory,
             prefix=self._prefix,
-            **self._options,
+            **options,
         )
         guard.start_with(None, ())
-        guard.expect_no_look_ahead()
-        guard.look_into({"module": module}, kept=[trainer, *trainer.callbacks])
+        guard.expect_short_epochs()  # limit_train_batches
+        if num_batches(loader):  # else Lightning fetches one ahead, to know the last one
+            guard.expect_no_look_ahead()
+        guard.look_into({"module": module}, kept=[trainer], own=_without_state(trainer))
         guard.open()
         self.guard, self._loops = guard, loops
         self._wrap(trainer, loops, guard)
@@ -137,6 +148,7 @@ class ElasticCallback(Callback):
         self._replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
         end_step, validate = epoch_loop.on_advance_end, epoch_loop.val_loop.run
         begin_epoch, end_fit = epoch_loop.on_run_start, fit_loop.on_run_end
+        reach_epoch = fit_loop.on_advance_start
 
         def on_advance_end(fetcher: Any) -> None:
             if epoch_loop._should_check_val_fx(fetcher):
@@ -155,6 +167,12 @@ class ElasticCallback(Callback):
                 return validate()
             with guard.outside_step():
                 return validate()
+
+        def on_advance_start() -> None:
+            is_within = fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end
+            reach_epoch()
+            if is_within and loops.is_on_the_way:
+                _begin_epoch_again(trainer)
 
         def on_run_start(fetcher: Any) -> None:
             begin_epoch(fetcher)
@@ -177,7 +195,30 @@ class ElasticCallback(Callback):
         self._replace(epoch_loop, "on_advance_end", on_advance_end)
         self._replace(epoch_loop, "on_run_start", on_run_start)
         self._replace(epoch_loop.val_loop, "run", run_validation)
+        self._replace(fit_loop, "on_advance_start", on_advance_start)
         self._replace(fit_loop, "on_run_end", on_run_end)
+
+    def _take_loader(self, trainer: Trainer) -> Any:
+        """The resumable loader, in the place of the fit's own."""
+        source = trainer.fit_loop._data_source
+        given = source.dataloader()
+        if not isinstance(given, DataLoader):
+            raise UsageError(f"the training data is a {type(given).__name__}; this callback keeps one DataLoader")
+        connector = trainer._data_connector
+        divides = connector._requires_distributed_sampler
+        loader: Any = from_loader(given, seed=_seed(trainer))
+        if isinstance(loader, ReplayLoader):
+            # Lightning divides what its sampler gives. It stays a DataLoader, and the guard adopts it: of anything else
+            # Lightning would make an iterator, to try it, and an epoch would be over.
+            loader = connector._prepare_dataloader(given, shuffle=True, mode=RunningStage.TRAINING)
+        elif loader is not given:
+            keep_first_seed(loader)
+        self._replace(connector, "_requires_distributed_sampler", lambda each: each is not loader and divides(each))
+        if source.is_module():
+            source.instance, source.name = loader, "train_dataloader"
+        else:
+            source.instance = loader
+        return loader
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
@@ -218,6 +259,23 @@ def _calls_closure_first(kind: type) -> bool:
     return kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
 
+def _begin_epoch_again(trainer: Trainer) -> None:
+    """Call `on_train_epoch_start` of the program's own classes in an epoch that is resumed in its middle.
+
+    Lightning leaves it out there, and what it sets from the epoch (how hard the samples are, a weight of the loss, an
+    empty list) would be missing. What it changes in what is kept is put back at the first batch, as is done with the
+    head of a loop. Lightning's own callbacks are not asked: their states have it.
+    """
+    module = trainer.lightning_module
+    before, module._current_fx_name = module._current_fx_name, "on_train_epoch_start"
+    for each in trainer.callbacks:
+        if not _is_lightnings(type(each).on_train_epoch_start):
+            each.on_train_epoch_start(trainer, module)
+    if not _is_lightnings(type(module).on_train_epoch_start):
+        module.on_train_epoch_start()
+    module._current_fx_name = before
+
+
 # --- what is kept beside the module ---
 
 
@@ -227,6 +285,7 @@ class _Loops:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaded: Mapping[str, Any] | None = None
+        self._accumulation: int | None = None
         self.is_cut = False
         """What follows the batch (validation, schedulers that go by it) has not been done."""
 
@@ -241,8 +300,10 @@ class _Loops:
             "counters": counters,
             "results": {key: _pack(each) for key, each in trainer.fit_loop.epoch_loop._results.items()},
             "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
+            "torchmetrics": {path: _state_of_metric(each) for path, each in _metrics_of(trainer)},
             "first_batch": connector._first_loop_iter,
             "should_stop": trainer.should_stop,
+            "accumulation": trainer.accumulate_grad_batches,  # as `GradientAccumulationScheduler` has set it
             "is_cut": self.is_cut,
         }
 
@@ -250,7 +311,13 @@ class _Loops:
         self._loaded = state
         self._trainer.fit_loop.load_state_dict(state["counters"])
         self._trainer.should_stop = state["should_stop"]
+        self._accumulation = state.get("accumulation")
         self.is_cut = state["is_cut"]
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Lightning's loops go to the place of the resumed step."""
+        return self._loaded is not None
 
     def go_on(self) -> None:
         """The loops move."""
@@ -263,8 +330,14 @@ class _Loops:
         if state is None:
             return False
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        if self._accumulation is not None and _changes_accumulation(trainer):
+            trainer.accumulate_grad_batches = self._accumulation
         for key, packed in state["results"].items():
             epoch_loop._results[key] = _unpack(packed, trainer)
+        kept = state.get("torchmetrics", {})
+        for path, metric in _metrics_of(trainer):
+            if path in kept:
+                _load_metric(metric, kept[path])
         trainer._logger_connector._first_loop_iter = state["first_batch"]  # else the next batch empties the sums
         for name, values in state["metrics"].items():
             getattr(trainer._logger_connector, name).update(values)
@@ -275,6 +348,7 @@ class _Loops:
         return self.is_cut
 
 
+_EPOCHS = "latest_update_epochs"
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
@@ -287,12 +361,12 @@ def _pack(metric: Any) -> dict[str, Any]:
         "sync": [meta.sync.should, meta.sync.rank_zero_only],
         "is_tensor": metric.is_tensor,
         "has_reset": metric.has_reset,
+        "begins_as": dict(metric._defaults) if metric.is_tensor else {},  # in the precision of the step that logged it
     }
     if meta.sync.group is not None:
         raise UsageError(f"self.log({meta.name!r}, sync_dist_group=...): a process group is not kept; leave it out")
-    source = metric if metric.is_tensor else metric.value
-    packed["state"] = {name: getattr(source, name) for name in source._defaults}
-    packed["updates"] = [source._update_count, metric._update_count]
+    packed["state"] = {name: getattr(metric, name) for name in metric._defaults} if metric.is_tensor else {}
+    packed["updates"] = metric._update_count
     return packed
 
 
@@ -301,15 +375,36 @@ def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:
     should, rank_zero_only = packed["sync"]
     meta.sync = result._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
     metric = result._ResultMetric(meta, packed["is_tensor"])
-    source: Any = metric
     if not packed["is_tensor"]:
-        source = metric.value = trainer.lightning_module.get_submodule(packed["meta"]["metric_attribute"])
+        metric.value = trainer.lightning_module.get_submodule(packed["meta"]["metric_attribute"])
+    metric._defaults.update(packed["begins_as"])
     for name, value in packed["state"].items():
-        setattr(source, name, value)
-    source._update_count, metric._update_count = packed["updates"]
-    source._computed = metric._computed = None
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = packed["updates"], None
     metric.has_reset = packed["has_reset"]
     return metric.to(trainer.strategy.root_device)
+
+
+def _changes_accumulation(trainer: Trainer) -> bool:
+    return any(isinstance(each, callbacks.GradientAccumulationScheduler) for each in trainer.callbacks)
+
+
+def _metrics_of(trainer: Trainer) -> list[tuple[str, Any]]:
+    """The module's torchmetrics, also those that the program updates by itself: no state_dict has what they have
+    gathered."""
+    found = trainer.lightning_module.named_modules()
+    return [(path, each) for path, each in found if isinstance(each, Metric)]
+
+
+def _state_of_metric(metric: Any) -> dict[str, Any]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {"states": states, "updates": metric._update_count}
+
+
+def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
+    for name, value in state["states"].items():
+        setattr(metric, name, list(value) if isinstance(value, (list, tuple)) else value)
+    metric._update_count, metric._computed = state["updates"], None
 
 
 class _Callbacks:
@@ -320,15 +415,54 @@ class _Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         states = {each.state_key: each.state_dict() for each in self._callbacks}
-        return {key: state for key, state in states.items() if state}
+        epochs = {each.state_key: each._latest_update_epoch for each in self._callbacks if _averages_weights(each)}
+        return {**{key: state for key, state in states.items() if state}, _EPOCHS: epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        epochs = state.get(_EPOCHS, {})
         for each in self._callbacks:
             if each.state_key in state:
                 each.load_state_dict(state[each.state_key])
+            if each.state_key in epochs:
+                each._latest_update_epoch = epochs[each.state_key]
 
 
-# --- what cannot be kept, and the data ---
+def _averages_weights(callback: Any) -> bool:
+    """Whether it is one of `WeightAveraging`, whose state_dict lacks the averages: Lightning saves them in
+    `on_save_checkpoint`, in the place of the model's weights."""
+    return isinstance(callback, getattr(callbacks, "WeightAveraging", ()))
+
+
+def _averages(trainer: Trainer) -> dict[str, Any]:
+    """The averaged models of Lightning's callbacks."""
+    found = [each for each in trainer.callbacks if _averages_weights(each)]
+    return {f"average_{number}": each._average_model for number, each in enumerate(found)}
+
+
+def _without_state(trainer: Trainer) -> dict[str, Any]:
+    """The callbacks of the program, and its data module, of whose state nobody asks."""
+    found: dict[str, Any] = {}
+    for each in trainer.callbacks:
+        if not _is_lightnings(type(each)) and not is_overridden("state_dict", each, parent=Callback):
+            found.setdefault(type(each).__name__, each)
+    data = trainer.datamodule
+    if data is not None and not is_overridden("state_dict", data, parent=LightningDataModule):
+        found.setdefault(type(data).__name__, data)
+    return found
+
+
+def _is_lightnings(what: Any) -> bool:
+    """Whether a class or function is Lightning's or this package's, and not the program's."""
+    return str(what.__module__).startswith((*_LIGHTNINGS_OWN, "mindx_elastic."))
+
+
+# --- what cannot be kept ---
+
+_UNKEPT = {
+    "ModelPruning": "its masks are in no state_dict. Prune before the fit, or in a loop of your own",
+    "LearningRateFinder": "it trains inside of the fit. Use Tuner(trainer).lr_find(...) once, and write it down",
+    "BatchSizeFinder": "it trains inside of the fit. Use Tuner(trainer).scale_batch_size(...) once, and write it down",
+}
 
 
 def _check_version(trainer: Trainer) -> None:
@@ -342,7 +476,8 @@ def _check_version(trainer: Trainer) -> None:
         "result._Metadata": (result, "_Metadata"),
         "result._Sync": (result, "_Sync"),
         "Trainer._signal_connector": (trainer, "_signal_connector"),
-        "Trainer._accelerator_connector": (trainer, "_accelerator_connector"),
+        "_data_connector._requires_distributed_sampler": (trainer._data_connector, "_requires_distributed_sampler"),
+        "_data_connector._prepare_dataloader": (trainer._data_connector, "_prepare_dataloader"),
         "Precision._wrap_closure": (trainer.precision_plugin, "_wrap_closure"),
     }
     needed |= {name: (trainer._logger_connector, name) for name in (*_METRICS, "_first_loop_iter")}
@@ -350,12 +485,22 @@ def _check_version(trainer: Trainer) -> None:
         f"{type(owner).__name__}.{name}": (owner, name)
         for owner, name in (
             (fit_loop, "on_run_end"),
+            (fit_loop, "on_advance_start"),
+            (fit_loop, "restarted_mid_epoch"),
+            (fit_loop, "restarted_on_epoch_end"),
             (fit_loop.epoch_loop, "on_advance_end"),
             (fit_loop.epoch_loop, "on_run_start"),
             (fit_loop.epoch_loop.val_loop, "run"),
         )
     }
     check_library("lightning", _TRIED, needed)
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """Before any of them trains by itself. Raises UsageError."""
+    for kind, why in _UNKEPT.items():
+        if any(isinstance(each, getattr(callbacks, kind, ())) for each in trainer.callbacks):
+            raise UsageError(f"the callback {kind} cannot be kept: {why}")
 
 
 def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
@@ -366,7 +511,8 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
             f"Trainer(strategy={type(strategy).__name__}): this callback keeps one device and DDP; use "
             "mindx_elastic.Guard in a loop of your own for other ways to divide a model"
         )
-    if trainer.world_size > 1 and not trainer.strategy.cluster_environment.creates_processes_externally:
+    # Lightning's own environment says of itself that others start the processes, once it has started them.
+    if trainer.world_size > 1 and isinstance(strategy.cluster_environment, LightningEnvironment):
         raise UsageError(
             f"the trainer starts its {trainer.world_size} processes by itself, and ends them by itself at a signal; "
             "start them with `mindx-elastic run --nproc-per-node N` (or torchrun)"
@@ -381,29 +527,11 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
     if trainer.overfit_batches:
         raise UsageError("Trainer(overfit_batches=...) exchanges the loader; limit_train_batches does not")
     for owner in (module, *trainer.callbacks):
-        parent: Any = LightningModule if owner is module else Callback
-        own = not type(owner).__module__.startswith(_LIGHTNINGS_OWN)
-        if own and is_overridden("on_save_checkpoint", owner, parent=parent):
+        if not _is_lightnings(type(owner).on_save_checkpoint):
             raise UsageError(
                 f"{type(owner).__name__}.on_save_checkpoint: the state that it adds to Lightning's checkpoints would "
                 "not be kept; keep it in buffers of the module, or in a callback's state_dict and load_state_dict"
             )
-
-
-def _take_loader(trainer: Trainer) -> Any:
-    """The resumable loader, in the place of the fit's own."""
-    source = trainer.fit_loop._data_source
-    given = source.dataloader()
-    if not isinstance(given, DataLoader):
-        raise UsageError(f"the training data is a {type(given).__name__}; this callback keeps one DataLoader")
-    loader = from_loader(given, seed=_seed(trainer))
-    if loader is not given:
-        keep_first_seed(loader)
-    if source.is_module():
-        source.instance, source.name = loader, "train_dataloader"
-    else:
-        source.instance = loader
-    return loader
 
 
 def _seed(trainer: Trainer) -> int:

@@ -44,7 +44,7 @@ from mindx_elastic.integrations.probing import check_library
 
 __all__ = ["ElasticTrainer", "ElasticTraining"]
 
-_TRIED = ("5.23",)
+_TRIED = ("5.23", "5.24")
 _KEPT = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _OURS = "mindx_elastic"
 """In place of a checkpoint's path, where the trainer is told that it goes on in the middle of an epoch."""
@@ -294,7 +294,9 @@ class _Training:
         guard.start_with(None, ())
         guard.expect_no_look_ahead()
         callbacks = owner.callback_handler.callbacks
-        guard.look_into({"model": owner.model}, kept=[owner, *callbacks])
+        own = {type(each).__name__: each for each in callbacks if _is_own(type(each)) and not _has_state(each)}
+        hosts = {type(owner).__name__: owner} if _is_own(type(owner)) else {}
+        guard.look_into({"model": owner.model}, kept=[owner], own=own, hosts=hosts)
         guard.open()
         self.guard = guard
         callbacks.insert(0, self._hook)
@@ -468,10 +470,19 @@ def _stateful(owner: Any) -> Iterator[tuple[str, Any]]:
     """The callbacks that have a state, and names for them."""
     seen: Counter[str] = Counter()
     for callback in owner.callback_handler.callbacks:
-        if isinstance(callback, ExportableState) or hasattr(callback, "load_state_dict"):
+        if _has_state(callback):
             kind = type(callback).__name__
             yield f"{kind}_{seen[kind]}", callback
             seen[kind] += 1
+
+
+def _has_state(callback: Any) -> bool:
+    return isinstance(callback, ExportableState) or hasattr(callback, "load_state_dict")
+
+
+def _is_own(kind: type) -> bool:
+    """Whether the program has written it."""
+    return kind.__module__.partition(".")[0] not in ("transformers", "mindx_elastic")
 
 
 def _state_of(callback: Any) -> Any:

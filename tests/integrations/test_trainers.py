@@ -17,6 +17,7 @@ ACCELERATE = [
     pytest.param(2, ["--stop-at", "4", "--stop-rank", "1"], ["--evaluate"], id="2 ranks"),
     pytest.param(1, ["--stop-at", "10"], ["--evaluate"], id="end of an epoch", marks=pytest.mark.drill),
     pytest.param(1, ["--stop-at", "6"], ["--workers", "2"], id="workers", marks=pytest.mark.drill),
+    pytest.param(1, ["--stop-at", "13"], ["--stream"], id="a stream", marks=pytest.mark.drill),
     pytest.param(2, ["--stop-at", "7"], ["--split", "--workers", "1"], id="split batches", marks=pytest.mark.drill),
     pytest.param(
         3, ["--stop-at", "3", "--stop-rank", "2"], ["--samples", "100"], id="3 ranks", marks=pytest.mark.drill
@@ -50,6 +51,27 @@ LIGHTNING = [
         1, ["--stop-at", "14"], ["--accumulate", "3", "--workers", "2"], id="accumulation", marks=pytest.mark.drill
     ),
     pytest.param(
+        1,
+        [["--stop-at", "7"], ["--stop-at", "15"], ["--stop-at", "25", "--stop-in-validation"]],
+        ["--features", "--order", "own", "--validate", "0.5"],
+        id="averages, schedules, hooks, metrics",
+        marks=pytest.mark.drill,
+    ),
+    pytest.param(
+        1,
+        [["--stop-at", "7"], ["--stop-at", "10"], ["--stop-at", "23"]],
+        ["--order", "stream"],
+        id="a stream",
+        marks=pytest.mark.drill,
+    ),
+    pytest.param(
+        2,
+        [["--stop-at", "3", "--stop-rank", "1"], ["--stop-at", "9"]],
+        ["--order", "own", "--features"],
+        id="2 ranks, an own order",
+        marks=pytest.mark.drill,
+    ),
+    pytest.param(
         2,
         ["--stop-at", "5", "--stop-in-validation"],
         ["--validate", "1.0", *_BEST],
@@ -61,7 +83,7 @@ LIGHTNING = [
 
 @pytest.mark.parametrize(("ranks", "stop", "options"), LIGHTNING)
 def test_a_fit_of_lightning_goes_on_where_it_was_stopped(
-    tmp_path: Path, ranks: int, stop: list[str], options: list[str]
+    tmp_path: Path, ranks: int, stop: list[str] | list[list[str]], options: list[str]
 ) -> None:
     check("lightning", tmp_path, ranks, stop, options)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mindx_elastic.integrations import accelerate as elastic
 
@@ -29,6 +29,7 @@ parser.add_argument("--own", type=int, default=0, metavar="N", help="save_state 
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--split", action="store_true")
+parser.add_argument("--stream", action="store_true", help="samples that come without a length")
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--samples", type=int, default=76)
@@ -51,6 +52,12 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[index] + 0.1 * torch.randn(20) + 0.01 * random.random(), self.y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Noisy(args.samples)
+        return (samples[index] for index in range(args.samples))
 
 
 class Counter:
@@ -80,17 +87,18 @@ def stop() -> None:
 torch.manual_seed(0)
 torch.set_num_threads(1)
 config: Any = None
-if args.split:
+if args.split or args.stream:
     from accelerate.utils import DataLoaderConfiguration
 
-    config = DataLoaderConfiguration(split_batches=True)
+    config = DataLoaderConfiguration(split_batches=args.split, dispatch_batches=False)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate, dataloader_config=config)
 model: Any = torch.nn.Sequential(
     torch.nn.Linear(20, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 2)
 )
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-loader: Any = DataLoader(Noisy(args.samples), batch_size=8, shuffle=True, num_workers=args.workers)
+data: Any = Stream() if args.stream else Noisy(args.samples)
+loader: Any = DataLoader(data, batch_size=8, shuffle=None if args.stream else True, num_workers=args.workers)
 held_out: Any = DataLoader(Noisy(16), batch_size=8)
 counter = Counter()
 accelerator.register_for_checkpointing(counter)

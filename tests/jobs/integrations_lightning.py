@@ -12,13 +12,14 @@ import os
 import random
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from mindx_elastic.integrations.lightning import ElasticCallback
 
@@ -39,6 +40,8 @@ parser.add_argument("--unseeded", action="store_true")
 parser.add_argument("--stop-rank", type=int, default=0)
 parser.add_argument("--kill", action="store_true", help="SIGKILL in its place, in the first attempt")
 parser.add_argument("--loggers", action="store_true", help="CSV and TensorBoard; LOG lines at the end")
+parser.add_argument("--features", action="store_true", help="averages, an accumulation schedule, hooks, a loose metric")
+parser.add_argument("--order", choices=["stock", "own", "stream"], default="stock", help="who orders the samples")
 args = parser.parse_args()
 world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
@@ -54,6 +57,41 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[index] + 0.1 * torch.randn(20) + 0.01 * random.random(), self.y[index]
+
+
+class Drawn(Sampler[int]):
+    """An order of the program's own, out of Python's stream."""
+
+    def __len__(self) -> int:
+        return int(args.samples)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.choices(range(args.samples), k=args.samples))
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Noisy(args.samples)
+        return (samples[index] for index in range(args.samples))
+
+
+def loader_of() -> DataLoader[Any]:
+    if args.order == "stream":
+        return DataLoader(Stream(), batch_size=8)
+    order: dict[str, Any] = {"sampler": Drawn()} if args.order == "own" else {"shuffle": True}
+    return DataLoader(Noisy(args.samples), batch_size=8, num_workers=args.workers, **order)
+
+
+class EveryOther(pl.callbacks.EMAWeightAveraging):
+    """As Lightning's pages show it: a subclass that says when."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.8)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == 0
 
 
 def say(line: str) -> None:
@@ -93,6 +131,8 @@ class Net(pl.LightningModule):
             torch.nn.Linear(32, 2),
         )  # fmt: skip
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(2)
+        self.loose = torchmetrics.AUROC("binary")  # updated by hand, and never logged
+        self.weight = 0.0
 
     @property
     def number(self) -> int:
@@ -103,6 +143,9 @@ class Net(pl.LightningModule):
         loss = torch.nn.functional.cross_entropy(out, batch[1])
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.accuracy(out, batch[1])
+        if args.features:
+            self.loose.update(out.softmax(1)[:, 1], batch[1])
+            loss = loss * (1 + self.weight)
         self.log("train_accuracy", self.accuracy, on_step=True, on_epoch=True)
         say(f"STEP {self.number} {rank} {os.getpid()} {loss.item():.9f} {self.global_step} {len(batch[0])}")
         if args.raise_at == self.number:
@@ -135,7 +178,13 @@ class Net(pl.LightningModule):
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_train_epoch_start(self) -> None:
+        self.weight = 0.1 * self.current_epoch
+
     def on_train_epoch_end(self) -> None:
+        if args.features:
+            say(f"VALUE loose {self.current_epoch} 0 {self.loose.compute()}")
+            self.loose.reset()
         values: Any = self.trainer.callback_metrics
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         say(
@@ -156,6 +205,8 @@ if args.best:
         pl.callbacks.ModelCheckpoint(f"{args.directory}-best", monitor="val_loss", save_top_k=2, mode="min")
     )
     callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=50))
+if args.features:
+    callbacks += [EveryOther(), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3})]
 loggers: Any = False
 if args.loggers:
     kinds = (
@@ -170,7 +221,7 @@ trainer = pl.Trainer(
     val_check_interval=args.validate or 1.0, num_sanity_val_steps=2 if args.validate else 0,
     default_root_dir=args.directory,
 )  # fmt: skip
-train = DataLoader(Noisy(args.samples), batch_size=8, shuffle=True, num_workers=args.workers)
+train = loader_of()
 again = saved if args.own and saved.exists() else None
 if args.own:
     say(f"OWN {again}")

@@ -120,15 +120,19 @@ class Checks:
         ddp: DdpModules = (),
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
+        own: Mapping[str, object] | None = None,
+        hosts: Mapping[str, object] | None = None,
         uneven: str = "",
         guard: object = None,
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
-        may have, `kept`: those whose state is kept all the same. `uneven`: see `Start.uneven`. `epoch`: gives the
-        epoch of the last boundary."""
+        may have, `kept`: those whose state is kept all the same, but for that of `own`, and for the numbers that
+        the program's classes keep on `hosts`. `uneven`: see `Start.uneven`.
+        `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
-        self._loaders, self._ddp, self._also_kept = tuple(loaders), ddp, tuple(kept)
+        self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
+        self._hosts = dict(hosts or {})
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
@@ -139,7 +143,7 @@ class Checks:
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._has_told_of_size = False
         self.refreshed, self._averagers = RefreshedModules(), Averagers(unmanaged)
-        self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
+        self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
         self._variables = CarriedVariables(unmanaged, [guard, *self._loaders, *targets.values()])
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
@@ -227,7 +231,7 @@ class Checks:
     # --- looking ---
 
     def _kept(self) -> Kept:
-        return Kept(self._targets, self._loaders, self._collector, self._also_kept)
+        return Kept(self._targets, self._loaders, self._collector, self._also_kept, tuple(self._own.values()))
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
         if self._is_stale:
@@ -450,7 +454,7 @@ class Checks:
         weights = self._weights()
         plain = [found for key, found in (*seen.containers.items(), *seen.instances.items()) if key not in kept.objects]
         for what, remedy in self._plain.look(plain, weights, kept.has):
-            self._unmanaged.risk(what, remedy)
+            self._unmanaged.risk(what, self._remedies.of_own(remedy))
         if self._gate.unguarded:
             trained = [p for p in self._collector.parameters if p.requires_grad]
             if told := self._own_optimizers.look(plain, trained, kept.has, self._remedies.stateful_line):
@@ -563,7 +567,11 @@ class Checks:
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
         told = self._attributes.look(
-            named, kept.has, lambda: [place.f_code.co_filename for place in program_frames(frame)]
+            named,
+            kept.has,
+            lambda: [place.f_code.co_filename for place in program_frames(frame)],
+            own=self._own,
+            hosts=self._hosts,
         )
         if told is not None:
             self._unmanaged.risk(*told)

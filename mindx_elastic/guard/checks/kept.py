@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,14 @@ class Kept:
     """What the named objects keep, as far as it can be told without running the program's code."""
 
     def __init__(
-        self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector, others: Iterable[Any] = ()
+        self,
+        targets: Mapping[str, Any],
+        loaders: Iterable[Any],
+        collector: Collector,
+        others: Iterable[Any] = (),
+        but: Collection[Any] = (),
     ) -> None:
+        """`others`: kept by somebody else, but for those of `but` that hang on them."""
         self.objects: set[int] = set()
         self._held: list[torch.Tensor | None] = []
         self._storages: set[int | None] | None = None
@@ -31,10 +37,10 @@ class Kept:
         for loader in loaders:
             self.objects |= reachable(loader, models=False).keys()
         for other in others:
-            self._add_target(other, None)
+            self._add_target(other, None, but)
         self.tensors = set(map(id, self._held))
 
-    def _add_target(self, target: Any, component: object) -> None:
+    def _add_target(self, target: Any, component: object, but: Collection[Any] = ()) -> None:
         self.objects.add(id(target))
         if isinstance(target, nn.Module):
             for module in target.modules():
@@ -48,7 +54,7 @@ class Kept:
         elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
             self.objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
         else:
-            found = reachable(target, models=kind != "loader")
+            found = reachable(target, models=kind != "loader", but=but)
             self.objects |= found.keys()
             self._held += [value for value in found.values() if isinstance(value, torch.Tensor)]
 

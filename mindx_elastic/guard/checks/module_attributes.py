@@ -31,6 +31,9 @@ __all__ = ["ModuleAttributes"]
 _NUMBERS = (int, float, bool, str)
 _INTERNALS = frozenset(vars(nn.Module()))
 _MOST = 20_000
+_LIBRARIES = ("torch", "builtins")
+_HOSTS = (*_LIBRARIES, "accelerate", "lightning", "mindx_elastic", "pytorch_lightning", "transformers")
+"""Of which objects that are not modules may be subclasses: what those do by themselves their integration keeps."""
 _Key = tuple[str, str]
 
 
@@ -50,12 +53,18 @@ class ModuleAttributes:
         modules: Mapping[str, nn.Module],
         is_kept: Callable[[torch.Tensor], bool],
         files: Callable[[], Collection[str]],
+        *,
+        own: Mapping[str, object] | None = None,
+        hosts: Mapping[str, object] | None = None,
     ) -> tuple[str, str] | None:
-        """What is known against them, and what to write. `modules`: the named ones. `files`: gives the program's."""
+        """What is known against them, and what to write. `modules`: the named ones. `files`: gives the program's.
+        `own`: objects beside them (callbacks) that a layer asks for their state; `hosts`: others that are the layer's.
+        """
         now: dict[_Key, Any] = {}
-        found: dict[_Key, nn.Module] = {}
+        found: dict[_Key, object] = {}
         certain: set[_Key] = set()
-        for path, module in _parts(modules):
+        own, hosts = own or {}, hosts or {}
+        for path, module in (*_parts(modules), *own.items(), *hosts.items()):
             for name, value in _plain(module, is_kept):
                 key = path, name
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
@@ -78,7 +87,7 @@ class ModuleAttributes:
         self._done.update(found)
         sources = _Classes(files())
         told = {k: m for k, m in found.items() if k in certain or sources.carries(m, k[1])}
-        return _words(told, now) if told else None
+        return _words(told, now, own, hosts) if told else None
 
 
 def _parts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -88,7 +97,7 @@ def _parts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{target}.{path}" if path else target, child
 
 
-def _plain(module: nn.Module, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, Any]]:
+def _plain(module: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in _INTERNALS or name.startswith("_") or "cache" in name:
             continue
@@ -98,11 +107,18 @@ def _plain(module: nn.Module, is_kept: Callable[[torch.Tensor], bool]) -> Iterat
             yield name, value
 
 
-def _words(told: Mapping[_Key, nn.Module], now: Mapping[_Key, Any]) -> tuple[str, str]:
+def _words(
+    told: Mapping[_Key, object], now: Mapping[_Key, Any], asked: Collection[str], hosts: Collection[str]
+) -> tuple[str, str]:
     names = [f'"{path}.{name}"' for path, name in told]
     are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
-    what = f"{listed(names, 6)} {are} of a named module, in no state_dict, and the training carries the values from "
-    what += "one step into another"
+    of = "" if any(path in asked or path in hosts for path, _ in told) else " of a named module"
+    what = f"{listed(names, 6)} {are}{of}, in no state_dict, and the training carries the values from one step into "
+    what += "another"
+    if classes := sorted({path for path, _ in told if path in asked}):
+        return what, f"Write state_dict() and load_state_dict() in {listed(classes, 4)}, with these in it"
+    if any(path in hosts for path, _ in told):
+        return what, "Keep these in an object with state_dict() and load_state_dict(), and name that in stateful"
     own = [(path, name) for (path, name), module in told.items() if not _is_torchs(module)]
     derived = "from guard.epoch or guard.step alone"
     if not own:
@@ -113,7 +129,7 @@ def _words(told: Mapping[_Key, nn.Module], now: Mapping[_Key, Any]) -> tuple[str
     return what, f"Write {'; '.join(dict.fromkeys(lines))} in the class of the module, or work the value out {derived}"
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _is_torchs(module: object) -> bool:
     return type(module).__module__.partition(".")[0] == "torch"
 
 
@@ -123,7 +139,7 @@ class _Classes:
     def __init__(self, files: Iterable[str]) -> None:
         self._sources = Sources(files)
 
-    def carries(self, module: nn.Module, name: str) -> bool:
+    def carries(self, module: object, name: str) -> bool:
         """Whether an attribute goes on from its own last value, and is read other than for a log."""
         is_it = partial(_is_attribute, name)
         from_outside = partial(_is_attribute_of_another, name)  # `self` may be of another class there
@@ -140,9 +156,10 @@ class _Classes:
         reads = (read for tree, up, is_this in places for read in steering_reads(tree, is_this, up))
         return any(id(read) not in inside for read in reads)
 
-    def _classes(self, module: nn.Module) -> Iterator[Tree]:
+    def _classes(self, module: object) -> Iterator[Tree]:
+        skipped = _LIBRARIES if isinstance(module, nn.Module) else _HOSTS
         for kind in type(module).__mro__:
-            if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+            if kind.__module__.partition(".")[0] in skipped:
                 continue
             try:
                 file = inspect.getsourcefile(kind)

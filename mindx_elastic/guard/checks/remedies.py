@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ __all__ = ["Remedies"]
 class Remedies:
     """One per guard. Training thread."""
 
-    def __init__(self, targets: Mapping[str, Any]) -> None:
-        self._targets = targets
+    def __init__(self, targets: Mapping[str, Any], own: Collection[str] = ()) -> None:
+        """`own`: names of objects that a layer asks for their state (callbacks)."""
+        self._targets, self._own = targets, own
         self._known_names = Names()  # optimizers, schedulers and modules of the program, at entry
         self._places: Collection[str] = ()  # where the program's variables were then
 
@@ -33,13 +35,27 @@ class Remedies:
 
     def stateful_line(self, names: Sequence[str]) -> str:
         """``Guard(stateful={"rng": env.rng}, ...)``."""
+        for name in names:
+            if (owner := name.partition(".")[0]) in self._own:
+                return f"state_dict() and load_state_dict() in {owner}, with this in it"
         content = ", ".join(f'"{self.key(name)}": {name}' for name in names)
         return f"Guard(stateful={{{content}}}, ...)"
+
+    def of_own(self, remedy: str) -> str:
+        """`remedy`, which may have a line for `stateful` with a part of an object that is asked for its state."""
+        for owner in self._own:
+            if re.search(rf"stateful=\{{[^}}]*: {re.escape(owner)}\.", remedy):
+                return f"Write state_dict() and load_state_dict() in {owner}, with this in it"
+        return remedy
 
     def how_to_keep(self, found: Found) -> str:
         """What to do about an object that goes into `stateful`."""
         known = self._known_names.of(found.value) or found
+        if known.name.partition(".")[0] in self._own:
+            known = found
         line = self.stateful_line([known.name])
+        if found.name.partition(".")[0] in self._own:
+            return f"Write {line}"
         return f"Make it once, before the guard, and write {line}" if self._is_later(found) else f"Write {line}"
 
     def how_to_name(self, argument: str, seen: Seen, found: Found) -> str:

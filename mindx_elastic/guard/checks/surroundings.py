@@ -16,7 +16,7 @@ import sysconfig
 import types
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,15 +182,17 @@ def program_files(frame: FrameType | None) -> list[str]:
     return list(dict.fromkeys([*files, *(file for file in own if file is not None and file.endswith(".py"))]))
 
 
-def reachable(value: object, *, models: bool) -> dict[int, object]:
+def reachable(value: object, *, models: bool, but: Collection[object] = ()) -> dict[int, object]:
     """Everything that hangs on `value`, by `id`, itself included; `models`: also on modules and optimizers that it has.
 
-    The caller drops it soon.
+    `but`: objects to leave out, with all that hangs on them alone. The caller drops it soon.
     """
     walk = _Walk(set(), everything=True, models=models)
+    left_out = {id(each): each for each in but}
+    walk.known.update(left_out)
     walk.add("", "", value, 0)
     walk.run()
-    return walk.known
+    return {key: each for key, each in walk.known.items() if key not in left_out}
 
 
 def find_bound(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:

@@ -29,6 +29,7 @@ __all__ = ["Askers"]
 
 _Asked: TypeAlias = "tuple[int, CodeType, int, bool]"  # the frame, its code, the line; it goes to a loop's next item
 _OWN = "mindx_elastic"
+_READ_AHEAD = ("mindx_elastic.data.prefetch", "mindx_elastic.integrations.read_ahead")
 _PASSES_ON = {"tqdm", "rich", "alive_progress", "progressbar", "fastprogress"}
 """Libraries that show the progress of a loop, and fetch nothing ahead."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -87,7 +88,7 @@ def _asking(frame: FrameType | None) -> _Asked | None:
         module = str(frame.f_globals.get("__name__", ""))
         root = module.partition(".")[0]
         if root == _OWN or root in _PASSES_ON:
-            if module == "mindx_elastic.data.prefetch":
+            if module in _READ_AHEAD:
                 return None
         elif is_library(module):
             return None

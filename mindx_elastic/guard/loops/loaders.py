@@ -271,11 +271,15 @@ class Loaders:
             partial(num_batches, self.first) if followed is None else followed.num_batches
         )
         """Batches of one epoch on one rank where the loader knows it, else 0."""
-        self._fetches_ahead = True
+        self._fetches_ahead, self._knows_ends = True, False
 
     def expect_no_look_ahead(self) -> None:
         """The loop is known to use each batch before it fetches the next one."""
         self._fetches_ahead = False
+
+    def expect_short_epochs(self) -> None:
+        """The loop may leave an epoch early, and a resumed one leaves it at the same batch."""
+        self._knows_ends = True
 
     def _target(self, name: str, loader: Any) -> Any:
         adoption = None
@@ -474,7 +478,7 @@ class Loaders:
             fetched += number
             self._has_ended = self._has_ended or (number > 0 and followed.engine.cursor.is_at_end)
             idle = idle and followed.look_ahead.used == before
-            if track.left_early and self._ended_with(track):
+            if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
             if followed.has_news(track):
                 followed.tell(self._unmanaged)
