@@ -35,14 +35,14 @@ class Strategies:
         self._places = SharedPlaces(self._shared, without=_NO_PART_OF_IT)
         self._known: dict[Strategy, Strategy] = {}
         self._same: dict[int, Strategy] = {}
-        self._described: dict[tuple[object, ...], tuple[Described, Header]] = {}
+        self._described: dict[tuple[object, ...], tuple[_Described, Header]] = {}
         self._checked: dict[int, Strategy] = {}
 
     def places_of(self, header: Header) -> Places:
         """The tensors whose layout matters."""
         return {place: node for part, _ in self._places.parts_of(header.tree) for place, node in part.items()}
 
-    def described(self, header: Header) -> Described:
+    def described(self, header: Header) -> _Described:
         """Worked out once for files that say the same, but for the rank. Raises UsageError for a record that
         contradicts itself or the file."""
         parts = self._places.parts_of(header.tree)
@@ -58,7 +58,7 @@ class Strategies:
         if found is None:
             places = {place: node for part, _ in parts for place, node in part.items()}
             # The header is kept, so that no other object gets an id in the key.
-            found = self._described[key] = Described(header, places, self), header
+            found = self._described[key] = _Described(header, places, self), header
         return found[0]
 
     def check(self, strategy: Strategy) -> None:
@@ -175,7 +175,7 @@ def _shapes(places: Places, header: Header) -> dict[str, tuple[str, tuple[int, .
     return {place: (header.type_of(node["$tensor"])[0], shape_of_node(node, header)) for place, node in places.items()}
 
 
-class Described:
+class _Described:
     """What files whose records differ only in the rank say of their tensors, and where the digests of them are."""
 
     def __init__(self, header: Header, places: Places, strategies: Strategies) -> None:
