@@ -57,16 +57,15 @@ def main() -> int:
 
 
 def write_files(root: Path, world_size: int, steps: int, num_tensors: int) -> None:
-    """As the writer makes them, without its flushes: nothing has to outlive a crash of the machine."""
+    """As the writer makes them, without its flushes: nothing has to outlive a crash of the machine. The weights and the
+    learning rate differ from step to step, the random numbers and the position from file to file."""
     whole = Layout((world_size,), (parse_placement("R"),))
-    weights = {f"layers.{number}.weight": torch.zeros(2, 2) for number in range(num_tensors)}
-    moments = {number: {"exp_avg": torch.zeros(2, 2), "exp_avg_sq": torch.zeros(2, 2)} for number in range(num_tensors)}
-    state = {"model": weights, "optimizer": {"state": moments, "lr": 0.1}, "rng": {"python": list(range(625))}}
-    tree, tensors = flatten(state)
-    entries = place_tensors(tensors)
-    draft = HeaderDraft(entries)
-    data = bytes(entries[-1].end)
-    digests = {entry.name: xxhash.xxh3_128(bytes(entry.end - entry.start)).hexdigest() for entry in entries}
+    names = [f"layers.{number}.weight" for number in range(num_tensors)]
+    weights = {name: torch.zeros(2, 2) for name in names}
+    moments = {
+        number: {"step": torch.zeros(()), "exp_avg": torch.zeros(2, 2), "exp_avg_sq": torch.zeros(2, 2)}
+        for number in range(num_tensors)
+    }
     for rank in range(world_size):
         folder = root / f"rank_{rank}"
         folder.mkdir()
@@ -74,12 +73,27 @@ def write_files(root: Path, world_size: int, steps: int, num_tensors: int) -> No
             rank=rank, world_size=world_size, default=LaidOut(whole, (), False), modules=["model", "optimizer"]
         )
         for step in range(10, 10 * steps + 1, 10):
+            words = torch.full((625,), rank * step, dtype=torch.int64)
+            group = {"lr": 0.1 / step, "betas": (0.9, 0.999), "params": [*range(num_tensors)]}
+            state = {
+                "model": weights,
+                "optimizer": {"state": moments, "param_groups": [group]},
+                "lr_scheduler": {"last_epoch": step, "_last_lr": [0.1 / step]},
+                "loader": {"kind": "resumable", "samples": 32 * step + rank, "batch": step},
+                "rng": {"python": {"version": 3, "words": words, "gauss": None}, "torch": words, "drawn": rank + step},
+                "progress": {"step": step, "epoch": 1, "step_in_epoch": step},
+                "module_extras": {"model": {"training": names, "eval": [], "trainable": names}},
+            }
+            tree, tensors = flatten(state)
+            entries = place_tensors(tensors)
+            same, own = (xxhash.xxh3_128_hexdigest(str(of).encode()) for of in (step, (step, rank)))
+            digests = {entry.name: own if entry.name.startswith("rng") else same for entry in entries}
             info = CheckpointInfo(
                 run_id="run", world_size=world_size, rank=rank, step=step, epoch=1, step_in_epoch=step,
-                batch_num=1000, reason="periodic", kind="periodic", created=1.7e9 + step,
+                batch_num=1000, reason="periodic", kind="periodic", created=1.7e9 + step, names=["net"],
             )  # fmt: skip
-            header = seal_header(draft.header(info, tree, record.json), digests)
-            (folder / f"net-1_{step}.safetensors").write_bytes(header + data)
+            header = seal_header(HeaderDraft(entries).header(info, tree, record.json), digests)
+            (folder / f"net-1_{step}.safetensors").write_bytes(header + bytes(entries[-1].end))
 
 
 def judge(root: Path, world_size: int, newest: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import xxhash
 
@@ -13,7 +12,8 @@ from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, gl
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header, Held
-from mindx_elastic.persist.places import NEIGHBOURS, neighbours_in, shape_of_node, tensor_places
+from mindx_elastic.persist.places import NEIGHBOURS, Places, SharedPlaces, neighbours_in, shape_of_node
+from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.plan.assumptions import UNDESCRIBED, replica_digests_of
 from mindx_elastic.plan.facts import FileFact, PartsHeld, Rejected, single_rank_strategy
 
@@ -29,18 +29,37 @@ _NO_PART_OF_IT = ("rng", "progress", "gradient_order", "compiled_calls", "module
 class Strategies:
     """Keeps one object for all equal strategies, so that those of thousands of files are compared by identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedJson | None = None) -> None:
+        """`shared`: has read the headers."""
+        self._shared = shared or SharedJson()
+        self._places = SharedPlaces(self._shared, without=_NO_PART_OF_IT)
         self._known: dict[Strategy, Strategy] = {}
         self._same: dict[int, Strategy] = {}
-        self._read: dict[tuple[Any, ...], Strategy] = {}
+        self._described: dict[tuple[object, ...], tuple[_Described, Header]] = {}
         self._checked: dict[int, Strategy] = {}
 
-    def of_record(self, record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
-        """As `strategy_from_record`, computed once for files whose records differ only in the rank."""
-        key = (json.dumps({**record, "rank": 0}), frozenset(tensors.items()))
-        if key not in self._read:
-            self._read[key] = self.one(strategy_from_record(record, tensors))
-        return self._read[key]
+    def places_of(self, header: Header) -> Places:
+        """The tensors whose layout matters."""
+        return {place: node for part, _ in self._places.parts_of(header.tree) for place, node in part.items()}
+
+    def described(self, header: Header) -> _Described:
+        """Worked out once for files that say the same, but for the rank. Raises UsageError for a record that
+        contradicts itself or the file."""
+        parts = self._places.parts_of(header.tree)
+        key = (
+            header.info.world_size,
+            id(header.entries),
+            None if header.held is None else header.held.division.digest,
+            *(id(part) if is_shared else _said_of(part) for part, is_shared in parts),
+            *((name, id(value)) for name, value in header.layout.items() if value in self._shared),
+            json.dumps({k: v for k, v in header.layout.items() if k != "rank" and v not in self._shared}),
+        )
+        found = self._described.get(key)
+        if found is None:
+            places = {place: node for part, _ in parts for place, node in part.items()}
+            # The header is kept, so that no other object gets an id in the key.
+            found = self._described[key] = _Described(header, places, self), header
+        return found[0]
 
     def check(self, strategy: Strategy) -> None:
         """Raises UsageError if the other ranks could not decode this strategy."""
@@ -54,6 +73,11 @@ class Strategies:
         found = self._known.setdefault(strategy, strategy)
         self._same[id(found)] = found
         return found
+
+
+def _said_of(places: Places) -> tuple[tuple[str, str, str], ...]:
+    """What the shape of a tensor follows from, beside its entry."""
+    return tuple((place, node["$tensor"], str(node.get("dtype", ""))) for place, node in places.items())
 
 
 def facts_of(
@@ -126,40 +150,70 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
 
     Raises UsageError for a record that contradicts itself or the file.
     """
+    strategies = strategies or Strategies()
     info, record = header.info, header.layout
-    places = {
-        place: node for place, node in tensor_places(header).items() if place.partition(".")[0] not in _NO_PART_OF_IT
-    }
-    shapes = {place: (header.type_of(n["$tensor"])[0], shape_of_node(n, header)) for place, n in places.items()}
     if record.get("version") != RECORD_VERSION:
-        # Files that another program made with our writer.
-        if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
-            layout = Layout((info.world_size,), (REPLICATE,))
-            specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
-            return Strategy(info.world_size, tuple(specs)), {}
-        return single_rank_strategy(info.rank, info.world_size), {}
+        return _without_record(header, strategies), {}
     if (record.get("rank"), record.get("world_size")) != (info.rank, info.world_size):
         raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
-    volatile = {f"{component}.{name}" for component, names in record.get("volatile", {}).items() for name in names}
-    parameters = record.get("parameters", {})
-    described = {*record.get("modules", {p.partition(".")[0] for p in places}), *parameters}
-    kept = {p: shape for p, shape in shapes.items() if p not in volatile and p.partition(".")[0] in described}
-    strategy = (strategies or Strategies()).of_record(record, kept)
-    # A tensor that is in parts has none: its replicas are known to be equal, and nothing is assumed of it.
-    digests = {place: header.digests.get(node["$tensor"], "") for place, node in places.items()}
-    assumed = {global_name(p, parameters)[0]: (shapes[p][1], digests[p]) for p in kept}
-    free = {p: (shapes[p], digests[p]) for p in places if p.partition(".")[0] not in described}
-    return strategy, {**replica_digests_of(strategy, info.rank, assumed), **_undescribed_digests(free)}
+    described = strategies.described(header)
+    return described.strategy, described.replica_digests(info.rank, header.digests)
 
 
-def _undescribed_digests(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) -> dict[str, str]:
-    """Digests of components that are neither module nor optimizer: an average of weights (EMA) is sharded as they are.
+def _without_record(header: Header, strategies: Strategies) -> Strategy:
+    """Of a file that another program has made with our writer."""
+    info = header.info
+    if info.world_size > 1 and info.coordinates.get("replicas") != info.world_size:
+        return single_rank_strategy(info.rank, info.world_size)
+    layout = Layout((info.world_size,), (REPLICATE,))
+    shapes = _shapes(strategies.places_of(header), header)
+    specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
+    return Strategy(info.world_size, tuple(specs))
+
+
+def _shapes(places: Places, header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {place: (header.type_of(node["$tensor"])[0], shape_of_node(node, header)) for place, node in places.items()}
+
+
+class _Described:
+    """What files whose records differ only in the rank say of their tensors, and where the digests of them are."""
+
+    def __init__(self, header: Header, places: Places, strategies: Strategies) -> None:
+        record, shapes = header.layout, _shapes(places, header)
+        volatile = {f"{component}.{name}" for component, names in record.get("volatile", {}).items() for name in names}
+        parameters = record.get("parameters", {})
+        described = {*record.get("modules", {p.partition(".")[0] for p in places}), *parameters}
+        kept = {p: shape for p, shape in shapes.items() if p not in volatile and p.partition(".")[0] in described}
+        self.strategy = strategies.one(strategy_from_record(record, kept))
+        names = {global_name(place, parameters)[0]: place for place in kept}
+        self._assumed = [
+            (spec.name, shapes[place][1], places[place]["$tensor"])
+            for spec in self.strategy.tensors
+            if spec.assumed and (place := names.get(spec.name)) is not None
+        ]
+        free = {place: shape for place, shape in shapes.items() if place.partition(".")[0] not in described}
+        self._undescribed = _undescribed(free, places)
+
+    def replica_digests(self, rank: int, digests: Mapping[str, str]) -> dict[str, str]:
+        """Of the file of `rank` in which the tensors have these digests."""
+        # A tensor that is in parts has none: its replicas are known to be equal, and nothing is assumed of it.
+        assumed = {name: (shape, digests.get(tensor, "")) for name, shape, tensor in self._assumed}
+        found = replica_digests_of(self.strategy, rank, assumed) if assumed else {}
+        for key, lines in self._undescribed.items():
+            text = "".join([f"{line}{digests.get(tensor, '')}\n" for line, tensor in lines])
+            found[key] = xxhash.xxh3_128_hexdigest(text.encode())
+        return found
+
+
+def _undescribed(shapes: Mapping[str, tuple[str, tuple[int, ...]]], places: Places) -> dict[str, list[tuple[str, str]]]:
+    """What the digests of components say that are neither module nor optimizer: an average of weights (EMA) is sharded
+    as they are. Component -> beginnings of its lines, and the tensors whose digests end them.
 
     Floating-point tensors only: generators and counters differ between ranks, and can begin anew.
     """
-    found: dict[str, Any] = {}
-    for place, ((dtype, shape), digest) in sorted(tensors.items()):
+    found: dict[str, list[tuple[str, str]]] = {}
+    for place, (dtype, shape) in sorted(shapes.items()):
         if dtype.startswith(("F", "BF")) and shape:
-            line = f"{place} {shape} {digest}\n"
-            found.setdefault(f"{UNDESCRIBED}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
-    return {key: digest.hexdigest() for key, digest in found.items()}
+            line = f"{place} {shape} ", places[place]["$tensor"]
+            found.setdefault(f"{UNDESCRIBED}{place.partition('.')[0]}", []).append(line)
+    return found

@@ -128,6 +128,7 @@ class DescribedTensors:
 
 def described_by(rest: str) -> DescribedTensors:
     """What the text of a header says behind its first value. Raises ValueError for what is not JSON."""
+    rest = rest.rstrip(" ")  # of which there are as many as the other values leave room for
     return _described(rest) if len(rest) <= _MOST_KEPT else _read(rest)
 
 

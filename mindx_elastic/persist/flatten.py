@@ -108,9 +108,9 @@ class _Encoder:
         if {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:  # type: ignore[index]
             inner, encode = depth + 1, self.encode
             tensor: Callable[[Any, str, int], Tree] = self._tensor
-            within = inner < MAX_DEPTH
-            return {  # without a call for what most items are
-                key: tensor(item, _join(where, key), inner)
+            within, prefix = inner < MAX_DEPTH, f"{where}." if where else ""
+            return {  # without a call for what most items are; the names as by _join()
+                key: tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
                 if type(item) in _TENSORS and within
                 else encode(item, _join(where, key), inner)
                 for key, item in value.items()
@@ -187,9 +187,18 @@ class _Encoder:
             raise UnsupportedStateError(where or "state", "a tensor cannot be a dictionary key or a member of a set")
         if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
             raise UnsupportedStateError(where or "state", _tensor_problem(value))
-        stored = to_stored(value)
-        node: dict[str, Tree] = {"$tensor": self._name(value, stored, where)}
-        if value.dtype not in NAMES:
+        has_name = value.dtype in NAMES
+        # The first is to_stored() for most tensors.
+        plain = has_name and not value.is_neg() and not value.is_conj()
+        stored = value.detach() if plain else to_stored(value)
+        address = value.data_ptr()  # of an empty tensor: null
+        if address in self._first or not where.isascii() or where in self.tensors or where in ("", "__metadata__"):
+            name = self._name(value, stored, where)
+        else:  # the first tensor at this address, and nothing against its name
+            self._first[address], self._first_name[address], self.tensors[where] = value, where, stored
+            name = where
+        node: dict[str, Tree] = {"$tensor": name}
+        if not has_name:
             node["dtype"] = str(value.dtype).removeprefix("torch.")
         if stored.dim() > MAX_DIMS:
             raise UnsupportedStateError(where or "state", f"a tensor of {stored.dim()} dimensions; {MAX_DIMS} at most")

@@ -55,6 +55,7 @@ from mindx_elastic.persist.entries import (
     place_tensors,
 )
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree, flatten
+from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = [
@@ -380,32 +381,33 @@ def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
     return bytes(raw)
 
 
-def read_header(path: StrPath, owners: Owners | None = None) -> Header:
+def read_header(path: StrPath, owners: Owners | None = None, shared: SharedJson | None = None) -> Header:
     """Read and check the header of `path`; the tensors' digests are not checked.
 
-    `owners`: the users whose files are trusted here. Raises FileNotFoundError or another OSError when the file cannot
-    be opened, ForeignCheckpointError for a sound safetensors file of another program or a newer version,
-    UntrustedFileError for a file of another user, CorruptCheckpointError for everything else, truncation and a symbolic
-    link in the file's place included. Any thread.
+    `owners`: the users whose files are trusted here. `shared`: what the headers of one scan have in common. Raises
+    FileNotFoundError or another OSError when the file cannot be opened, ForeignCheckpointError for a sound safetensors
+    file of another program or a newer version, UntrustedFileError for a file of another user, CorruptCheckpointError
+    for everything else, truncation and a symbolic link in the file's place included. Any thread.
     """
-    with open_checkpoint(path, owners) as (_, header):
+    with open_checkpoint(path, owners, shared=shared) as (_, header):
         return header
 
 
 @contextmanager
 def open_checkpoint(
-    path: StrPath, owners: Owners | None = None, *, sealed: bool = True
+    path: StrPath, owners: Owners | None = None, *, sealed: bool = True, shared: SharedJson | None = None
 ) -> Iterator[tuple[int, Header]]:
     """Open one file and check its header. Read the data from this descriptor: it is of the file that was checked.
 
     `owners`: the users whose files are trusted; the owner is read from the descriptor too. None: any owner.
-    `sealed`: False where the header may have no digests yet, or another process may be filling them in.
+    `sealed`: False where the header may have no digests yet, or another process may be filling them in. `shared`: what
+    the headers of one scan have in common.
     """
     fd = _open_regular(path)
     try:
         if owners is not None:
             owners.check(os.fstat(fd), Path(path))
-        yield fd, _parse(fd, Path(path), sealed=sealed)
+        yield fd, _parse(fd, Path(path), sealed, shared)
     finally:
         os.close(fd)
 
@@ -423,13 +425,13 @@ def _open_regular(path: StrPath) -> int:
         raise
 
 
-def _parse(fd: int, path: Path, *, sealed: bool) -> Header:
+def _parse(fd: int, path: Path, sealed: bool, shared: SharedJson | None) -> Header:
     try:
         size = os.fstat(fd).st_size
         raw = _read_raw(fd, size)
         described, tensors = _split(raw)
         metadata = _metadata(described, raw, sealed=sealed)
-        return _checked(tensors, metadata, raw, size)
+        return _checked(tensors, metadata, raw, size, shared)
     except _ForeignError as error:
         raise ForeignCheckpointError(f"{path}: {error}", path=path) from None
     except CorruptCheckpointError as error:
@@ -487,20 +489,28 @@ def _metadata(metadata: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
     if schema is None and b"mindx." not in raw:
         raise _ForeignError("not written by mindx_elastic (no mindx.schema in its metadata)")
     found = _HEADER_DIGEST.search(raw)
-    if found is not None:
-        zeroed = raw[: found.start(1)] + NO_DIGEST.encode() + raw[found.end(1) :]
-        if not sealed or xxhash.xxh3_128(zeroed).hexdigest().encode() == found[1]:
-            if schema not in (SCHEMA, SCHEMA_DIVIDED):
-                raise _ForeignError(
-                    f"schema {schema}; this version reads {SCHEMA} and {SCHEMA_DIVIDED}: install a newer mindx_elastic"
-                )
-            return metadata
+    if found is not None and (not sealed or _digest_of(raw, *found.span(1)) == found[1].decode()):
+        if schema not in (SCHEMA, SCHEMA_DIVIDED):
+            raise _ForeignError(
+                f"schema {schema}; this version reads {SCHEMA} and {SCHEMA_DIVIDED}: install a newer mindx_elastic"
+            )
+        return metadata
     raise ValueError("its digest does not match: bits have changed, or another program has rewritten it")
 
 
-def _checked(tensors: DescribedTensors, metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
+def _digest_of(raw: bytes, start: int, end: int) -> str:
+    """The digest of a header, of which one stands from `start` to `end`."""
+    digest = xxhash.xxh3_128(raw[:start] + NO_DIGEST.encode())
+    digest.update(memoryview(raw)[end:])
+    return digest.hexdigest()
+
+
+def _checked(
+    tensors: DescribedTensors, metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None
+) -> Header:
     entries = tensors.entries
-    data_start, data_size = len(raw), max((entry.end for entry in entries.values()), default=0)
+    last = next(reversed(entries.values()), None)
+    data_start, data_size = len(raw), 0 if last is None else last.end
     if size != data_start + data_size:
         raise ValueError(f"the file has {size} bytes instead of {data_start + data_size}; truncated or overwritten")
     digests = json.loads(metadata["mindx.digests"])
@@ -508,17 +518,29 @@ def _checked(tensors: DescribedTensors, metadata: Mapping[str, str], raw: bytes,
     is_sound = set(map(len, texts)) <= {len(NO_DIGEST)} and _DIGESTS.fullmatch("".join(texts))
     if digests.keys() != entries.keys() or not is_sound:
         raise ValueError("the digests do not belong to the tensors")
-    layout = json.loads(metadata.get("mindx.layout", "{}"))
-    if not isinstance(layout, dict) or _is_deeper(layout, _MAX_LAYOUT_DEPTH):
-        raise ValueError("the layout is not a JSON object of reasonable depth")
-    tree = json.loads(metadata["mindx.tree"])
-    if _is_deeper(tree, _MAX_TREE_DEPTH):  # readers walk it recursively
-        raise ValueError(f"the tree is nested deeper than {_MAX_TREE_DEPTH} levels")
+    layout = _loads(metadata.get("mindx.layout", "{}"), "layout", _MAX_LAYOUT_DEPTH, shared)
+    if not isinstance(layout, dict):
+        raise ValueError("the layout is not a JSON object")
+    tree = _loads(metadata["mindx.tree"], "tree", _MAX_TREE_DEPTH, shared)  # readers walk it recursively
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
     held = None
     if metadata["mindx.schema"] == SCHEMA_DIVIDED:
         held = _held(json.loads(metadata["mindx.division"]), entries)
     return Header(info, tree, entries, digests, layout, data_start, size, held)
+
+
+def _loads(text: str, kind: str, deepest: int, shared: SharedJson | None) -> Any:
+    """Raises ValueError or RecursionError for what is not JSON, or nested deeper than `deepest` levels."""
+
+    def check(value: Any, level: int, length: int) -> None:
+        if length > 2 * (deepest - level) and _is_deeper(value, deepest - level):  # a level takes two characters
+            raise ValueError(f"the {kind} is nested deeper than {deepest} levels")
+
+    if shared is not None:
+        return shared.loads(text, kind, check)
+    value = json.loads(text)
+    check(value, 0, len(text))
+    return value
 
 
 def _held(record: Any, entries: Mapping[str, TensorEntry]) -> Held:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.format import Header
+from mindx_elastic.persist.shared_json import SharedJson
 
-__all__ = ["NEIGHBOURS", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
+__all__ = ["NEIGHBOURS", "Places", "SharedPlaces", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
 
 NEIGHBOURS = "neighbours"
 """The component that holds other ranks' small states of the step: rank -> packed (`memory.memory_files.OwnState`)."""
 _LONGEST_PLACE = 1 << 16
 
+Places = dict[str, dict[str, Any]]
+"""``$tensor`` nodes of a tree by their path."""
 
-def tensor_places(header: Header) -> dict[str, dict[str, Any]]:
-    """The ``$tensor`` nodes of the tree by their path. Tied tensors have several paths and one name in the file."""
+
+def tensor_places(header: Header) -> Places:
+    """The tensors of a file. Tied tensors have several paths and one name in the file."""
     return places_in(header.tree)
 
 
@@ -29,14 +33,51 @@ def neighbours_in(header: Header) -> dict[int, Tree]:
     return {rank: node for rank, node in found.items() if rank < header.info.world_size}
 
 
-def places_in(tree: Tree) -> dict[str, dict[str, Any]]:
+def places_in(tree: Tree) -> Places:
     """The same of a tree that is not in a file yet."""
-    found: dict[str, dict[str, Any]] = {}
+    found: Places = {}
     _walk(tree, "", 0, found)
     return found
 
 
-def _walk(node: Tree, where: str, depth: int, found: dict[str, dict[str, Any]]) -> None:
+class SharedPlaces:
+    """The same of many trees: what they have in common is looked through once."""
+
+    def __init__(self, shared: SharedJson, without: Collection[str] = ()) -> None:
+        """`shared`: has read the trees. `without`: components to leave out."""
+        self._shared = shared
+        self._without = frozenset(without)
+        self._found: dict[int, Places] = {}
+
+    def parts_of(self, tree: Tree) -> list[tuple[Places, bool]]:
+        """In the tree's order; True: the same object for all trees that have this part in common."""
+        parts: list[tuple[Places, bool]] = []
+        self._split(tree, "", 0, parts)
+        return parts
+
+    def _split(self, node: Tree, where: str, depth: int, parts: list[tuple[Places, bool]]) -> None:
+        if node in self._shared:
+            found = self._found.get(id(node))
+            if found is None:
+                found = self._found[id(node)] = self._walked(node, where, depth)
+            if found:
+                parts.append((found, True))
+        elif depth < SharedJson.LEVELS and isinstance(node, dict) and not any(key.startswith("$") for key in node):
+            for key, item in node.items():
+                if isinstance(item, (dict, list)) and (depth or key not in self._without):
+                    self._split(item, f"{where}.{key}" if where else key, depth + 1, parts)
+        elif own := self._walked(node, where, depth):
+            if not parts or parts[-1][1]:
+                parts.append(({}, False))
+            parts[-1][0].update(own)
+
+    def _walked(self, node: Tree, where: str, depth: int) -> Places:
+        found: Places = {}
+        _walk(node, where, depth, found)
+        return {place: node for place, node in found.items() if place.partition(".")[0] not in self._without}
+
+
+def _walk(node: Tree, where: str, depth: int, found: Places) -> None:
     """Calls itself for lists and dicts alone: most of a tree is numbers, and a catalog walks thousands of trees."""
     if depth > MAX_DEPTH:
         return
