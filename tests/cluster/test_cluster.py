@@ -78,6 +78,21 @@ def test_a_killed_worker_that_is_started_again_costs_no_step(
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_killed_before_the_first_boundary(victim: int, tmp_path: Path) -> None:
+    """There is nothing to go on from: all begin anew, the survivor in its process."""
+    with cluster(2) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers(f"--kill=forward:1:{victim}")
+        assert jobs[victim].wait() == -signal.SIGKILL
+        again, living = run.worker(victim), jobs[1 - victim]
+        finish(run, scheduler, [living, again])
+        begun = [match.groups() for match in living.matches(r"READY \d+ (\d+) (\w+)")]
+        assert begun == [(str(living.process.pid), "None")] * 2
+        assert hashes_of([living, again]) == uninterrupted(2, tmp_path)
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Path) -> None:
     """Rank 0 hosts the store of the group that dies with it."""

@@ -57,13 +57,12 @@ class Sharing(torch.optim.AdamW):
 class Every:
     """A periodic policy: every so many steps."""
 
-    asynchronous = False
     keep_max: int | None = 2
     keep_per_n_minutes: float | None = None
     append_info: Sequence[object] = ()
 
-    def __init__(self, directory: Path, steps: int) -> None:
-        self.directory, self.steps = directory, steps
+    def __init__(self, directory: Path, steps: int, *, asynchronous: bool) -> None:
+        self.directory, self.steps, self.asynchronous = directory, steps, asynchronous
 
     def due(self, position: Position) -> bool:
         return position.step % self.steps == 0
@@ -87,6 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--save-beside", action="store_true", help="periodic saves are asynchronous")
     parser.add_argument(
         "--share", choices=("no", "between", "update"), default="no", help="ranks 1 and 2, by themselves"
     )
@@ -235,14 +235,16 @@ class Trainer:
             directory=args.directory / "ckpt",
             prefix="job",
             flag_file=args.directory / "graceful_exit.json" if args.flag_file else None,
-            periodic=[Every(args.directory / "ckpt", args.save_every)] if args.save_every else [],
+            periodic=[Every(args.directory / "ckpt", args.save_every, asynchronous=args.save_beside)]
+            if args.save_every
+            else [],
         )
         self.generations: set[int] = set()
         write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
-        def write_or_die(*arguments: Any, **named: Any) -> Any:
-            self.faults.at(self.guard.step, "save")
-            return write(*arguments, **named)
+        def write_or_die(path: Any, state: Any, info: Any, **named: Any) -> Any:
+            self.faults.at(info.step, "save")
+            return write(path, state, info, **named)
 
         setattr(saving_module, "write_checkpoint", write_or_die)  # noqa: B010
 

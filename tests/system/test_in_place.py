@@ -153,6 +153,7 @@ def victims(orders: Sequence[str]) -> list[int]:
 
 TWO = ("1:3:start", "0:4:forward", "1:6:mid", "0:8:backward", "1:10:update", "0:12:eval", "1:13:after", "0:15:save")
 THREE = ("2:3:start", "0:4:forward", "1:6:mid", "2:8:eval", "0:9:backward", "1:11:update", "2:13:after", "0:15:save")
+FOUR = ("3:3:start", "0:4:forward", "2:5:mid", "1:6:eval", "3:8:backward", "0:9:update", "2:11:after", "1:15:save")
 
 
 def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
@@ -204,6 +205,14 @@ def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
 def test_three_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs, more: Sequence[object]) -> None:
     job, _ = runs.run(3, "--epochs", 3, *more, *faults(*THREE))
     check_in_place(job, victims(THREE))
+
+
+@drill
+def test_four_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
+    """The save is one beside the training, which has gone on meanwhile."""
+    words = ["--epochs", 3, "--evaluate", "no_grad", "--save-every", 5, "--save-beside"]
+    job, _ = runs.run(4, *words, *faults(*FOUR))
+    check_in_place(job, victims(FOUR))
 
 
 @drill
@@ -290,9 +299,10 @@ def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: 
 
 
 @drill
-def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
-    orders = ("1:4:mid:stop", "0:7:backward:spin")
-    job, folder = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs, ranks: int) -> None:
+    orders = (f"{ranks - 1}:4:mid:stop", "0:7:backward:spin")
+    job, folder = runs.run(ranks, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
     check_in_place(job, victims(orders))
     document = job_status(folder / "run")
     for each in document["recoveries"]:

@@ -39,8 +39,9 @@ class Nodes:
         nnodes: str = "",
         host: int | None = None,
         rejoin_timeout: float = 120.0,
+        options: Sequence[str] = (),
     ):
-        self.folder, self._stack, self._ranks, self._args = folder, stack, ranks, args
+        self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
         self._port, self._nnodes, self._rejoin_timeout = free_port(), nnodes or str(num_nodes), rejoin_timeout
         if host is None:
             self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
@@ -57,6 +58,7 @@ class Nodes:
         conf = CONF.replace("is_host=0", f"is_host={int(hosts)}")
         options += ["--rdzv-conf", conf, "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
         options += ["--recover", "in-place", "--rejoin-timeout", f"{rejoin_timeout:g}", "--log-dir", str(own / "logs")]
+        options += self._options
         env = {"MINDX_ARENA_DIR": str(own / "shm")}
         args = (self.folder / "job", *self._args)
         job = start_agent(JOB, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run", plain=plain)
@@ -100,13 +102,14 @@ def run(
     *args: object,
     faults: Sequence[str] = (),
     meanwhile: Callable[[Nodes], None] = lambda nodes: None,
+    options: Sequence[str] = (),
 ) -> Nodes:
     """Run it with and without the faults, and insist on the same end."""
     ends = []
     for name, orders in (("plain", ()), ("hurt", faults)):
         words = [word for order in orders for word in ("--fault", order)]
         with ExitStack() as stack:
-            nodes = Nodes(stack, folder / name, num_nodes, ranks, "--epochs", 2, *args, *words)
+            nodes = Nodes(stack, folder / name, num_nodes, ranks, "--epochs", 2, *args, *words, options=options)
             if name == "hurt":
                 meanwhile(nodes)
             nodes.expect(0)
@@ -196,4 +199,14 @@ def test_what_does_not_go_in_place_restarts_all_nodes(
 ) -> None:
     nodes = run(tmp_path, 2, 1, *args, faults=[fault])
     assert not reason or any(reason in match[1] for match in nodes.found(WHY)), nodes.report()
+    assert not nodes.found(IN_PLACE), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("what", ["stop", "spin"])
+def test_a_rank_that_hangs_restarts_all_nodes(tmp_path: Path, what: str) -> None:
+    """Its own agent could tell, but not the other one, whose rank waits for it."""
+    nodes = run(tmp_path, 2, 1, faults=[f"1:6:mid:{what}"], options=("--hang-timeout", "5"))
+    assert nodes.found(r"rank \d hangs.* after step 5"), nodes.report()
+    assert any("which rank the others wait for" in match[1] for match in nodes.found(WHY)), nodes.report()
     assert not nodes.found(IN_PLACE), nodes.report()

@@ -39,6 +39,14 @@ def test_before_the_first_boundary_the_job_is_restarted_and_says_why(runs: Runs)
 
 
 @drill
+def test_before_ddp_has_laid_out_its_buckets_the_job_is_restarted_and_says_why(runs: Runs) -> None:
+    job, _ = runs.run(2, "--epochs", 1, *faults("1:2:start"), options=PATIENT)
+    assert any("has not laid out its buckets yet" in match[1] for match in job.matches(WHY)), job.report()
+    assert len(job.matches(r"restart \d+ of")) == 1, job.report()
+    assert not job.matches(r"READY \d \d+ 0$"), job.report()
+
+
+@drill
 @pytest.mark.parametrize(
     "orders",
     [("1:4:mid", "0:6:backward"), pytest.param(("0:4:forward", "1:5:mid", "0:7:mid", "1:9:update"), marks=drill)],

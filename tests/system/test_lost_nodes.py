@@ -110,6 +110,17 @@ def test_a_node_lost_at_any_place_of_a_step(tmp_path: Path, where: str, what: st
 
 
 @drill
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_lost_before_the_first_boundary_restarts_the_job_with_another(tmp_path: Path, rank: int) -> None:
+    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
+    nodes, survivors = replace(tmp_path, 2, 1, f"{rank}:1:forward:node", *STEP_S)
+    assert nodes.end == undisturbed.end, nodes.report()
+    assert any("which is too early" in reason for reason in why_not(survivors)), nodes.report()
+    assert len(survivors[0].matches(r"restart \d+")) == 1, nodes.report()
+    assert not nodes.found(IN_PLACE), nodes.report()
+
+
+@drill
 def test_a_node_with_two_ranks(tmp_path: Path) -> None:
     args = ("--size", 192, *STEP_S)
     nodes, survivors = replace(tmp_path, 2, 2, "3:6:mid:node", *args)
