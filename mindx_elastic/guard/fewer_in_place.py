@@ -28,8 +28,8 @@ from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.as_begun import AsBegun
 from mindx_elastic.guard.built import what_is_built
+from mindx_elastic.guard.process_end import shorten_interpreter_exit
 from mindx_elastic.guard.replicas import ddp_modules
-from mindx_elastic.guard.stopper import shorten_interpreter_exit
 from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.member import Member

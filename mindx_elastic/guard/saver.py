@@ -16,7 +16,6 @@ import torch
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import to_host
-from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.moment import Moment
@@ -24,6 +23,7 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
+from mindx_elastic.guard.held_boundary import DeviceWentOnError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.save_meter import SaveMeter
 from mindx_elastic.guard.together import Together, cover_path
@@ -42,15 +42,11 @@ from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 
-__all__ = ["DeviceWentOnError", "Saver"]
+__all__ = ["Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
-
-
-class DeviceWentOnError(OSError):
-    """The device was slow, not stuck: what was read of an older boundary is worth nothing, and a newer one is there."""
 
 
 class Saver:
@@ -119,40 +115,6 @@ class Saver:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
         root = self._resolved.get(directory, directory)
         return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
-
-    def choose_held_boundary(self, problem: str | None, gate: UpdateGate, waits: Callable[[], bool]) -> str | None:
-        """Before a save that a death may have brought: let the newest boundary count that the devices hold. The caller
-        holds `gate`, which says `problem` (None: none). Waits for the devices for as long as ``waits()``. Returns why
-        there is no such boundary; None: there is.
-        """
-        devices = self.collector.devices
-        newest = devices.newest
-        is_clean = gate.state is GateState.CLEAN
-        if newest is None or (problem is not None and (is_clean or not devices.keeps_older)):
-            return problem
-        try:
-            found = devices.newest_held(waits, has_updated=not is_clean)
-        except RuntimeError as error:  # every later call of CUDA fails, too
-            return f"the device has failed ({str(error).partition(chr(10))[0]})"
-        if found is None and not devices.keeps_older:
-            return problem  # the save waits for the device
-        if found is None or (found is not newest and gate.unguarded):  # an update by hand has no mark
-            return problem or f"the device has not come to the end of step {newest.step}, and holds no older boundary"
-        if found is not newest or not is_clean or devices.has_gone_back:
-            try:
-                self.collector.go_back(found)
-            except UnsupportedStateError as error:
-                return str(error)
-            if found is newest and is_clean:
-                devices.hold(None)  # after an older one had counted: the device has come, and the gate keeps it here
-        if found is not newest:
-            logger.warning(
-                "the device has not come to the end of step %d, where the program is; it still holds step %d, which "
-                "counts",
-                newest.step,
-                found.step,
-            )
-        return None
 
     def save_dying(
         self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf, agreed: bool = False

@@ -13,14 +13,10 @@ salvages itself. A claim whose owner has not begun to write when time runs out g
 from __future__ import annotations
 
 import atexit
-import gc
-import io
-import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -35,26 +31,27 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.leaving import Leaving, last_acts, note_leaving
+from mindx_elastic.core.leaving import Leaving, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
+from mindx_elastic.guard.held_boundary import DeviceWentOnError, choose_held_boundary
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, keep_consistent, policies_for
-from mindx_elastic.guard.saver import DeviceWentOnError, Saver
+from mindx_elastic.guard.process_end import end_process, shorten_interpreter_exit
+from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.persist.writer import SaveResult
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
-__all__ = ["LAST_MOMENT_S", "Stopper", "end_process", "shorten_interpreter_exit"]
+__all__ = ["LAST_MOMENT_S", "Stopper"]
 
 LAST_MOMENT_S = 0.3
 """How long before the deadline a settled process ends, whatever its training thread does."""
 _PATIENCE_S = 3.0  # a salvaged rank's training thread may come out by itself for so long
 _CONNECTED_S = 0.3  # what ranks take for that in a recovery in place, if all of them are there
 _RECHECK_S = 1.0
-_FLUSH_S = 1.0
 _GATE_S = 0.05  # for the update gate where nothing should be in progress
 _DYING_S = 0.25
 _DEVICE_S = 2.0
@@ -469,7 +466,7 @@ class Stopper:
             return waits and now < (min(latest, began + patience) if is_dead else latest)
 
         with self.update_gate.hold(timeout_s) as problem:
-            yield self.saver.choose_held_boundary(problem, self.update_gate, still_waits)
+            yield choose_held_boundary(self.saver.collector, problem, self.update_gate, still_waits)
 
     def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
         """Let the training thread run to its boundary, where it saves; look again shortly before the end."""
@@ -569,7 +566,7 @@ class Stopper:
                     raise
                 end, agreed = time.monotonic() + _DEVICE_S, False
                 waits = partial(_is_before, end)
-                if problem := self.saver.choose_held_boundary(None, self.update_gate, waits):
+                if problem := choose_held_boundary(self.saver.collector, None, self.update_gate, waits):
                     raise UnsupportedStateError("the state", problem) from error
         raise AssertionError("the last try has returned or raised")
 
@@ -664,28 +661,3 @@ class Stopper:
 
 def _is_before(end: float) -> bool:
     return time.monotonic() < end
-
-
-def end_process(exit_code: int, relay: LogRelay) -> NoReturn:
-    """Kill the children (loader workers), flush what was printed and logged, and leave. Any thread; never returns.
-
-    Flushing may hang (a full pipe, a lock of a thread that hangs in it): `relay` waits for it at most a second.
-    """
-    for child in multiprocessing.active_children():
-        child.kill()
-    relay.flush(_FLUSH_S)
-    last_acts()
-    os._exit(exit_code)
-
-
-def shorten_interpreter_exit() -> None:
-    """Flush all files and exclude all objects from garbage collection: the interpreter then ends in 0.15 s, not 0.7 s.
-
-    Without this it searches several times for cycles among all that torch has imported. The program's own ``atexit``
-    code runs as usual; objects that only a cycle keeps alive are left to the operating system.
-    """
-    for item in gc.get_objects():
-        if type(item) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with suppress(OSError, ValueError):  # closed, or the other end of a pipe is
-                item.flush()
-    gc.freeze()
