@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -25,12 +24,14 @@ class Processes:
 
     def __init__(self, size: int, *, recovery: bool, env: dict[str, str]) -> None:
         self.size, self.port = size, free_port()
+        memory = Path("shm").absolute()  # of the test: a job that fails leaves its memory to the next start
+        memory.mkdir(exist_ok=True)
         self._env = {
             "MS_WORKER_NUM": str(size),
             "MS_SCHED_HOST": "127.0.0.1",
             "MS_SCHED_PORT": str(self.port),
             "MS_RECOVERY_PATH": "./recovery",
-            "MINDX_ARENA_DIR": os.environ.get("MINDX_ARENA_DIR", "/dev/shm"),
+            "MINDX_ARENA_DIR": str(memory),
             **({"MS_ENABLE_RECOVERY": "1"} if recovery else {}),
             **env,
         }
