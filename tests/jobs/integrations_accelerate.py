@@ -85,6 +85,7 @@ def stop() -> None:
 
 
 torch.manual_seed(0)
+random.seed(0)
 torch.set_num_threads(1)
 config: Any = None
 if args.split or args.stream:
