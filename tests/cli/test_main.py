@@ -32,7 +32,18 @@ def test_the_option_set() -> None:
         "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
         "prove": ["--fresh", "--json", "--junit", "--keep", "--kill", "--seed", "--steps", "--stops", "--timeout"],
         "drill": [
-            *("--fault", "--fresh", "--in-a-row", "--json", "--junit", "--keep", "--list", "--random", "--seed", "--steps"),
+            *(
+                "--fault",
+                "--fresh",
+                "--in-a-row",
+                "--json",
+                "--junit",
+                "--keep",
+                "--list",
+                "--random",
+                "--seed",
+                "--steps",
+            ),
             "--timeout",
         ],
         "inspect": ["--json", "--verify", "path"],
