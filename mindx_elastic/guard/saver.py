@@ -427,7 +427,7 @@ class Saver:
         flat: Flat | None = None,
     ) -> SaveResult:
         def before_publish(temp: Path) -> None:
-            if not self.collector.devices.still_holds:
+            if dying and not self.collector.devices.still_holds:  # a background save has its own copy
                 raise DeviceWentOnError(f"the device has gone on from step {info.step} while it was read")
             if self.first_save is not None:
                 self.first_save.before_publish(temp)
