@@ -1,15 +1,17 @@
 """What a guard costs a training on a CUDA device: an idle step, and a snapshot of the whole state in shared memory.
 
-    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 60] [--methods idle,snapshot]
+    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 60] [--methods idle,synchronous,...]
 
 *Idle*: blocks of steps with and without a guard alternate in one process; a block ends with a wait for the device, so
 that its time is the device's, too. `added` is what a step takes longer, `host` what `step_end` takes in the training
 thread, `waits` how often a `step_end` of the second half of a block has waited for the device.
 
-*Snapshot*: a model and Adam that fill the size, in a process of its own each round. The floor is a copy of the same
-tensors into page-locked memory on one stream. `first` and `later` are what the training thread stands still for with
-``snapshot_every=1``; `longer` is what a step with an overlapped snapshot takes longer than the one before it, in
-steps of four floors at least. DCP's `async_save` runs with its pinned stager; its call is measured, its files are not.
+*Snapshot* (synchronous, overlapped, dcp, torch.save): a model and Adam that fill the size, in a process of its own each
+round; larger models are wider, not deeper. The floor is a copy of the same tensors into page-locked memory on one
+stream. `first` and `later` are what the training thread stands still for with ``snapshot_every=1``, the first one
+behind a step of one second, as the first step of a process takes. `longer` is what a step with an overlapped snapshot
+takes longer than the one before it, in steps of four floors at least. DCP's `async_save` runs with its pinned stager;
+its call is measured, its files are not.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import bench_snapshot
 import mindx_elastic as mx
 from bench_snapshot import SHM, Training, parse_sizes
 
+METHODS = ("synchronous", "overlapped", "dcp", "torch.save")
 _GIB = 1 << 30
 _clock = time.perf_counter
 
@@ -147,6 +151,9 @@ def count_waits(job: Job, guard: mx.Guard, steps: int) -> int:
 
 
 def on_device(nbytes: int) -> Training:
+    bench_snapshot.WIDTH = next(
+        width for width in (8192, 4096, 2048, 512) if nbytes >= 240 * width * width or width == 512
+    )
     with torch.device("cuda"):
         training = Training(nbytes)
     training.batch = torch.randn(4096, training.batch.shape[1], device="cuda")
@@ -197,10 +204,12 @@ def measure_snapshot(nbytes: int, method: str, folder: Path) -> dict[str, float]
 
 def stalls(guard: mx.Guard, training: Training) -> dict[str, float]:
     found = []
-    for _ in range(6):
+    for number in range(8):
         training.gradients()
         training.update()
         torch.cuda.synchronize()
+        if number == 0:
+            time.sleep(1.0)
         began = _clock()
         guard.step_end()
         found.append(_clock() - began)
@@ -249,12 +258,19 @@ def measure_dcp(training: Training, folder: Path) -> dict[str, float]:
     for _ in range(3):
         torch.cuda.synchronize()
         began = _clock()
-        future: Any = dcp.async_save(training.state(), checkpoint_id=folder / "dcp", async_stager=stager)
+        future: Any = dcp.async_save(plain(training.state()), checkpoint_id=folder / "dcp", async_stager=stager)
         found.append(_clock() - began)
         future.result()
         shutil.rmtree(folder / "dcp")
     dist.destroy_process_group()
     return {"first": found[0], "later": statistics.median(found[1:])}
+
+
+def plain(state: Any) -> Any:
+    """The stager of torch 2.11 fails at other kinds of dicts than the plain one."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return [plain(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
 def run_child(nbytes: int, method: str) -> dict[str, float]:
@@ -264,8 +280,8 @@ def run_child(nbytes: int, method: str) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare_snapshots(nbytes: int, rounds: int) -> None:
-    methods = ["synchronous", "overlapped", "dcp"] + (["torch.save"] if nbytes <= 4 * _GIB else [])
+def compare_snapshots(nbytes: int, rounds: int, methods: list[str]) -> None:
+    methods = [method for method in methods if method != "torch.save" or nbytes <= 4 * _GIB]
     found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for number in range(rounds):
         for method in methods if number % 2 == 0 else reversed(methods):
@@ -292,7 +308,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=parse_sizes, default="1G,4G,16G")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--methods", default="idle,snapshot")
+    parser.add_argument("--methods", default=",".join(("idle", *METHODS)))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -309,9 +325,9 @@ def main() -> None:
     if "idle" in args.methods:
         for case in CASES:
             measure_idle(case, args.rounds, args.steps)
-    if "snapshot" in args.methods:
-        for nbytes in args.sizes:
-            compare_snapshots(nbytes, args.rounds)
+    for nbytes in args.sizes:
+        if methods := [method for method in METHODS if method in args.methods.split(",")]:
+            compare_snapshots(nbytes, args.rounds, methods)
 
 
 if __name__ == "__main__":

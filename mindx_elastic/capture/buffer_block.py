@@ -6,6 +6,8 @@ gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`
 wrong is checked before each reading: another tensor in the buffer's place, other memory of the same tensor, or another
 meaning of that memory (see `capture.descriptions`).
 
+Buffers on a device are gathered there into one run of its memory, in the order of its work.
+
 Rejected: to copy only what has another version. `torch.batch_norm` changes the running mean and variance without
 moving their ``_version`` (torch 2.13), and ``.data`` and numpy arrays of the same memory move none either.
 """
@@ -21,7 +23,7 @@ import torch
 
 from mindx_elastic.capture.descriptions import Descriptions
 
-__all__ = ["BufferBlock", "BufferReader", "view_of"]
+__all__ = ["BufferBlock", "BufferReader", "is_outside", "view_of"]
 
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
@@ -33,13 +35,21 @@ _is_cuda = attrgetter("is_cuda")
 class BufferBlock:
     """One copy. Not changed once it is made, except by the reader that is told to use its tensors again."""
 
-    def __init__(self, raw: bytes, slices: list[_Slice | None], outside: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        raw: bytes,
+        slices: list[_Slice | None],
+        outside: Sequence[torch.Tensor | None],
+        on_device: torch.Tensor | None = None,
+    ) -> None:
         self.raw = raw
         """The bytes of all dense tensors. The gaps between them are zero, so blocks are compared whole."""
         self.slices = slices
         """The part of `raw` that each tensor is; None for one that is outside of it."""
         self.outside = outside
         """Copies of the tensors that are not plain CPU memory; None for the others and for None."""
+        self.on_device = on_device
+        """The bytes on a device that the copies in `outside` are; None: there are none, or they are apart."""
         self._views: list[torch.Tensor | None] | None = None
 
     @property
@@ -85,6 +95,8 @@ class BufferReader:
             size += tensor.nbytes + gap
         self._keeps = [tensors[i].untyped_storage() for i in plain]  # type: ignore[union-attr]  # addresses stay valid
         self._others = [i for i, t in enumerate(tensors) if t is not None and self.slices[i] is None]
+        self.on_device = _DeviceRun.of([tensors[i] for i in self._others])  # type: ignore[misc]
+        """Where the others are in a block's `on_device`; None: they are on no device, or cannot be in one run."""
         self._not_plain = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in set(plain)]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
@@ -121,21 +133,68 @@ class BufferReader:
         if not self._others:
             return BufferBlock(raw, self.slices, self._no_others)
         with torch.no_grad():
-            return BufferBlock(raw, self.slices, self._read_others(earlier))
+            return self._with_others(raw, earlier)
 
-    def _read_others(self, earlier: BufferBlock | None) -> list[torch.Tensor | None]:
+    def _with_others(self, raw: bytes, earlier: BufferBlock | None) -> BufferBlock:
         live: list[torch.Tensor] = [self.tensors[i] for i in self._others]  # type: ignore[misc]
-        outside: list[torch.Tensor | None] = [None] * len(self.slices)
+        run, flat = self.on_device, None
         if earlier is not None and earlier.slices is self.slices and all(map(_is_cuda, live)):
             # On a device the new values arrive in the order of its queue, so the older ones stay for as long as the
             # device is at the older boundary (see `capture.device_progress`). In host memory they would be gone.
             copies: list[torch.Tensor] = [earlier.outside[i] for i in self._others]  # type: ignore[misc]
-            torch._foreach_copy_(copies, live)
-        else:
+            flat = earlier.on_device
+            torch._foreach_copy_(copies, live) if run is None else run.copy(copies, live)
+        elif run is None:
             copies = [tensor.detach().clone() for tensor in live]
+        else:
+            flat, copies = run.make()
+            run.copy(copies, live)
+        outside: list[torch.Tensor | None] = [None] * len(self.slices)
         for index, copy in zip(self._others, copies, strict=True):
             outside[index] = copy
-        return outside
+        return BufferBlock(raw, self.slices, outside, flat)
+
+    def read_on_device(self, earlier: BufferBlock) -> BufferBlock:
+        """`earlier`, with the tensors on the device as they are now. Where they still fit, and `on_device` is there."""
+        with torch.no_grad():
+            return self._with_others(earlier.raw, earlier)
+
+
+class _DeviceRun:
+    """How some tensors of one device lie one behind the other in one run of its memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.device = tensors[0].device
+        self.slices: list[_Slice] = []
+        self.nbytes = 0
+        kinds: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            kinds.setdefault(tensor.dtype, []).append(i)
+            self.slices.append((self.nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+            self.nbytes += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+        self._kinds = [_getter(indices) for indices in kinds.values()]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> _DeviceRun | None:
+        fit = all(
+            type(t) is torch.Tensor
+            and t.device == tensors[0].device
+            and t.layout is torch.strided
+            and t.is_contiguous()
+            and not (t.is_quantized or t.is_conj() or t.is_neg())
+            for t in tensors
+        )
+        return cls(tensors) if tensors and fit else None
+
+    def make(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A run, and its parts as tensors. The gaps between them are zero."""
+        flat = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        return flat, [view_of(flat, part) for part in self.slices]
+
+    def copy(self, copies: Sequence[torch.Tensor], live: Sequence[torch.Tensor]) -> None:
+        # For each type by itself: of several types torch copies one tensor after the other.
+        for pick in self._kinds:
+            torch._foreach_copy_(pick(copies), pick(live))
 
 
 def view_of(flat: torch.Tensor, part: _Slice | list[object]) -> torch.Tensor:
@@ -165,6 +224,11 @@ def _getter(indices: Sequence[int]) -> Any:
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda items: [items[i] for i in indices]
+
+
+def is_outside(tensor: torch.Tensor) -> bool:
+    """Whether a block has it in `outside`, for it is not plain host memory."""
+    return not _is_dense(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

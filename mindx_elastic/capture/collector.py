@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -115,6 +116,8 @@ class Collector:
         self._raw_rng = RawRng()
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
+        self._described: list[object] = []  # by `_description`, see `buffers_on_device`
+        self._description = ""
         self.devices = DeviceProgress()
         """How far the devices have come that hold state of the job."""
         self.devices.follow(self._tensors())
@@ -325,7 +328,22 @@ class Collector:
             state["loose"] = loose
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
+        if everything and (own := {name: there for name, c in modules if (there := c.copied_from_device())}):
+            state["on_device"] = own
         return state
+
+    def buffers_on_device(self, of: Collection[str], *, ahead: bool) -> tuple[str, list[torch.Tensor]]:
+        """The saved buffers of the modules `of` that are on a device: one run of bytes for each module that has some,
+        and what they hold, as JSON. `ahead`: as they are now, copied in the order of the device's work, after
+        `copy_ahead`; else those of the boundary. Training thread."""
+        modules = [m for name, m in self._modules.items() if name in of]
+        runs = [m.copy_device_ahead() if ahead else m.on_device for m in modules]
+        kinds = [m.device_run for m in modules]
+        if len(kinds) != len(self._described) or not all(map(is_, kinds, self._described)):
+            self._described = kinds
+            places = {n: m.device_places() for n, m in self._modules.items() if n in of and m.device_run is not None}
+            self._description = json.dumps(places)
+        return self._description, [run for run in runs if run is not None]
 
     def expected_nbytes(self) -> int:
         """About the size of a file of the whole state, also before the optimizers have any of theirs."""
@@ -388,7 +406,8 @@ class Collector:
                 continue  # another program wrote it: `load` reports that
             if isinstance(component, ModuleComponent):
                 extras = volatile.get("extras", {}).get(name, {})
-                own[name] = component.with_buffers(state[name], volatile["buffers"].get(name), extras)
+                there = volatile.get("on_device", {}).get(name, {})
+                own[name] = component.with_buffers(state[name], volatile["buffers"].get(name), extras, there)
             elif isinstance(component, OptimizerComponent):
                 groups = volatile.get("groups", {}).get(name)
                 if groups is not None:

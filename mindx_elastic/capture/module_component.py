@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_outside, view_of
 from mindx_elastic.capture.copying import copy_tree, equal_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -149,6 +149,7 @@ class ModuleComponent:
         self._slot_tables, self._slot_keys = [table for table, _ in self._slots], [key for _, key in self._slots]
         self._reader = BufferReader(())
         self._block = self._ahead = self._reader.read()
+        self._device_ahead: BufferBlock | None = None
         self._extra_copies: dict[str, Any] = {}
 
     def copy(self) -> None:
@@ -196,6 +197,39 @@ class ModuleComponent:
         self._ahead = BufferBlock(reader.read_raw(), reader.slices, ())
         return True
 
+    def copy_device_ahead(self) -> torch.Tensor | None:
+        """As `copy_ahead`, after it, for the buffers on a device: their bytes there, in its order of work."""
+        if self._reader.on_device is None or len(self._reader.slices) != len(self._slots):
+            return None
+        if self._device_ahead is None or self._device_ahead.slices is not self._reader.slices:
+            self._device_ahead = self._reader.read()
+        else:
+            self._device_ahead = self._reader.read_on_device(self._device_ahead)
+        return self._device_ahead.on_device
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        """The boundary's copies of the saved buffers that are on a device, as one run of bytes there; `device_places`
+        describes it. None: there are none, or they are on several."""
+        return self._block.on_device
+
+    @property
+    def device_run(self) -> object:
+        """The same one for as long as the run is laid out alike; None: there is none."""
+        return self._reader.on_device
+
+    def device_places(self) -> tuple[int, list[Any]]:
+        """The bytes of the run; the name of each buffer in it, and its part of the run (`view_of`)."""
+        others = [n for n, copy in zip(self._slot_names, self._block.outside, strict=False) if copy is not None]
+        run = self._reader.on_device
+        if run is None:
+            return 0, []
+        return run.nbytes, [[n, list(part)] for n, part in zip(others, run.slices, strict=True)]
+
+    def copied_from_device(self) -> dict[str, torch.Tensor]:
+        """They, as tensors in host memory. Waits for the device."""
+        return {n: c.cpu() for n, c in zip(self._slot_names, self._block.outside, strict=False) if c is not None}
+
     def loose_ahead(self) -> dict[str, torch.Tensor]:
         """As `own_loose`, in mid-step; after `copy_ahead`."""
         return self._loose.look_ahead()
@@ -236,15 +270,16 @@ class ModuleComponent:
         return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
-        """The saved buffers on a device that other ranks may have otherwise, by name: not those that DDP broadcasts
-        before the next forward from the rank that `leads`, nor those that the ranks make together, nor counters."""
+        """The saved buffers outside of host memory that other ranks may have otherwise, by name: not those that DDP
+        broadcasts before the next forward from the rank that `leads`, nor those that the ranks make together, nor
+        counters."""
         if self._is_broadcast and not leads:
             return []
         alike = tuple(f"{n}." for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm))
         return [
             name
             for name, t in self.named_buffers()
-            if t.is_cuda and t.is_floating_point() and not (alike and name.startswith(alike))
+            if is_outside(t) and t.is_floating_point() and not (alike and name.startswith(alike))
         ]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
@@ -260,9 +295,16 @@ class ModuleComponent:
         return {"places": self._description, "flat": block.raw}
 
     def with_buffers(
-        self, state: dict[str, Any], buffers: dict[str, Any] | None, extras: dict[str, Any]
+        self,
+        state: dict[str, Any],
+        buffers: dict[str, Any] | None,
+        extras: dict[str, Any],
+        on_device: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
-        """`state` of another rank with this rank's own buffers and extra state. None: its own are not known."""
+        """`state` of another rank with this rank's own buffers and extra state. None: its own are not known.
+        `on_device`: those of its buffers that were on a device."""
+        if on_device:
+            state = {name: on_device.get(name, value) for name, value in state.items()}
         if buffers is None:
             return state
         flat = buffers["flat"]  # a tensor in the records of older versions

@@ -185,6 +185,7 @@ class Connections:
                 donates=self._member is not None,
                 begins_again=begins_again,
                 also_to=None if self._member is None else self._member.courier(replicated=saver.replicated),
+                keeps_device_buffers=bool(saver.collector.buffers_of_this_rank(leads=saver.ranks.rank == 0)),
             )
         if self.mirror is not None:
             self.mirror.endpoints.close()

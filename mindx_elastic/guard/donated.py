@@ -114,7 +114,7 @@ def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanag
     for name, part in product(() if is_whole else modules, _OF_MODULES):  # they go with the weights: the donor's count
         choice = choose(_THEIRS, rings.of(name, part), is_alike=True)
         if choice.value is _THEIRS and part == "buffers":
-            made[name] = state[name]
+            made[name] = {**state[name], **({} if own is None else own.get("on_device", {}).get(name, {}))}
         if choice.doubt:
             what = f"{_OF_MODULES[part]} of {name}"
             doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(what)

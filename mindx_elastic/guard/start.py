@@ -370,10 +370,11 @@ def _how_to_restore_rng(
 
 
 def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, unmanaged: Unmanaged) -> None:
-    """A killed rank's small state comes from memory, but for what was on its device."""
+    """A killed rank's small state comes from memory, but perhaps not what was on its device."""
     if found.own is None or found.donor is None or found.plan.resharded:
         return
-    if names := collector.buffers_of_this_rank(leads=ranks.rank == 0):
+    known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
+    if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
         unmanaged.risk(
             f"rank {ranks.rank} was killed, and its buffers on a device with it ({listed(names, 3)}): it goes on with "
             f"rank {found.donor}'s, so from here the run is not bit for bit the uninterrupted one",

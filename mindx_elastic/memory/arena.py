@@ -132,11 +132,13 @@ class ArenaFile:
         finally:
             os.close(fd)
 
-    def pin(self, device: torch.device) -> None:
-        """Page-lock it for copies from a CUDA device, until it is mapped anew. Where CUDA refuses they take longer."""
+    def pin(self, device: torch.device) -> bool:
+        """Page-lock it for copies from a CUDA device, until it is mapped anew. Returns whether CUDA has done it; where
+        it has not, copies take longer."""
         if self._pin is None and self.map is not None:
             anchor = ctypes.c_char.from_buffer(self.map)
             self._pin = PinnedMemory(ctypes.addressof(anchor), self.size, device)
+        return self._pin is not None and self._pin.is_pinned
 
     def _unpin(self) -> None:
         pin, self._pin = self._pin, None

@@ -8,8 +8,8 @@ reach; a rank whose random generators do not move between forward and boundary, 
 would have reached it with exactly these. Two more places are *pinned*: the boundaries of the last two snapshots that
 another rank of the machine has taken of the weights that all share.
 
-The ring is a file of fixed places. A place holds: sequence (odd while it is written), step, attempt, length, flags,
-digest, bytes.
+The ring is a file of fixed places. A place holds: sequence (odd while it is written), attempt, step, length, flags,
+digest, stamp and length of what a device adds, bytes, and the room for the device (`memory.device_buffers`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import ArenaFile, RankArena
+from mindx_elastic.memory.device_buffers import ROOM_HEAD, DeviceBuffers, landed_bytes, put_landed, seal_room
 from mindx_elastic.persist.packer import StatePacker
 
 __all__ = [
@@ -45,16 +47,18 @@ __all__ = [
     "BoundaryRecord",
     "BoundaryRing",
     "read_ring",
+    "seal_ring",
 ]
 
 
-NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
+NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 4, 2
+# Forecasts: of the step under way; and the device may be two boundaries behind, for which only theirs have come.
 _NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
-_MAGIC = b"mindxbr2"
-_TOP = struct.Struct("<8sQ64s")  # magic, bytes of a place, run id
+_MAGIC = b"mindxbr3"
+_TOP = struct.Struct("<8sQQ64s")  # magic, bytes of a place, of them for a device, run id
 _TOP_ROOM = 128
-_HEAD = struct.Struct("<QqqQQ16s")  # sequence, attempt, step, length, flags, digest
-_HEAD_ROOM = 64
+_HEAD = struct.Struct("<QqqQQ16sQQ")  # sequence, attempt, step, length, flags, digest, the device's stamp and length
+_HEAD_ROOM = 128
 _SEQUENCE = struct.Struct("<Q")
 _FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
 _BOUNDARIES = range(NUM_BOUNDARIES)
@@ -75,39 +79,82 @@ class BoundaryRecord:
     """A forecast: the ones before it have all come true. A boundary always is."""
     pinned: bool = False
     """Kept because of a snapshot; the same boundary may be there a second time."""
+    on_device: bytes = b""
+    """What the rank's device had copied beside it; empty: nothing, or it had not come to that."""
+
+    @property
+    def moment(self) -> Moment:
+        return (self.run_id, self.attempt, self.step)
+
+
+@dataclass(frozen=True)
+class _Top:
+    run_id: str
+    capacity: int
+    device_room: int
+
+    @property
+    def stride(self) -> int:
+        return _HEAD_ROOM + self.capacity + self.device_room
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a device writes beside a record."""
+
+    nbytes: int
+    put: Callable[[torch.Tensor], int]
+    """Lets the device write into the place's room, which it is given. Returns the stamp that it will set there."""
 
 
 class BoundaryRing:
-    """The writer's side, training thread only. `capacity` is the room of one place in bytes."""
+    """The writer's side, training thread only. `capacity` is the room of one place in bytes, `device_room` that for a
+    device's part, a multiple of 64; 0: there is none."""
 
-    def __init__(self, path: Path, run_id: str, capacity: int) -> None:
+    def __init__(self, path: Path, run_id: str, capacity: int, device_room: int = 0) -> None:
         """Open or make the file; what an earlier process of the run wrote is kept until it is overwritten.
 
         Raises ArenaError when there is no room.
         """
         self._run_id = run_id.encode()[:64]
         old = _read_top(path)
-        if old is not None and old[1] == run_id and old[0] >= capacity:
-            self._map_file(path, old[0])
+        if old is not None and old.run_id == run_id and old.capacity >= capacity and old.device_room >= device_room:
+            self._map_file(path, old.capacity, old.device_room)
             return
-        kept = [] if old is None or old[1] != run_id else read_ring(path)
+        kept = [] if old is None or old.run_id != run_id else read_ring(path)
+        device_room = max([device_room, *(ROOM_HEAD + len(record.on_device) for record in kept if record.on_device)])
         larger = path.with_name(f"{path.name}.new")  # not in place: a kill now must not cost the older boundaries
         larger.unlink(missing_ok=True)
-        self._map_file(larger, capacity)
+        self._map_file(larger, capacity, device_room + -device_room % 64)
         for record in reversed(kept):
-            kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-            self.write(record.attempt, record.step, record.content, **kind)
+            self.write_again(record)
         os.replace(larger, path)
 
-    def _map_file(self, path: Path, capacity: int) -> None:
-        self._file, self.capacity = ArenaFile(path), capacity
-        self._stride = _HEAD_ROOM + capacity
+    def _map_file(self, path: Path, capacity: int, device_room: int) -> None:
+        self._file, self.capacity, self.device_room = ArenaFile(path), capacity, device_room
+        self._stride = _HEAD_ROOM + capacity + device_room
         self._map = self._file.resize(_TOP_ROOM + _NUM_PLACES * self._stride)
         self._next = max(map(self._sequence, range(_NUM_PLACES))) // 2 + 1
         # Each begins with the place that is written next, the oldest.
         kinds = (_BOUNDARIES, _FORECASTS, _PINNED)
         self._boundaries, self._forecasts, self._pinned = (deque(sorted(k, key=self._sequence)) for k in kinds)
-        self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
+        self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, device_room, self._run_id)
+        self._whole = torch.frombuffer(self._map, dtype=torch.uint8) if device_room else None
+
+    @property
+    def next_stamp(self) -> int:
+        """Higher than any stamp that is there."""
+        return self._next << 24
+
+    def admits(self, device: torch.device) -> bool:
+        """Whether `device` can write into it without a wait for that."""
+        return device.type != "cuda" or self._file.pin(device)
+
+    def write_again(self, record: BoundaryRecord) -> bool:
+        """As `write`, of a record that was read from another ring."""
+        kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
+        addition = Addition(len(record.on_device), partial(put_landed, record.on_device)) if record.on_device else None
+        return self.write(record.attempt, record.step, record.content, **kind, addition=addition)
 
     def write(
         self,
@@ -118,10 +165,11 @@ class BoundaryRing:
         forecast: bool = False,
         trusted: bool = True,
         pinned: bool = False,
+        addition: Addition | None = None,
     ) -> bool:
-        """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`)."""
+        """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`, `device_room`)."""
         length = len(content)
-        if length > self.capacity:
+        if length > self.capacity or (addition is not None and ROOM_HEAD + addition.nbytes > self.device_room):
             return False
         places = self._pinned if pinned else self._forecasts if forecast else self._boundaries
         place = places[0]
@@ -132,11 +180,17 @@ class BoundaryRing:
         self._map[start + _HEAD_ROOM : start + _HEAD_ROOM + length] = content
         flags = _FORECAST * forecast | _TRUSTED * trusted | _IS_PINNED * pinned
         digest = xxhash.xxh3_128_digest(content)
-        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest)
+        stamp = added = 0
+        if addition is not None and self._whole is not None:
+            room = self._whole[start + self._stride - self.device_room : start + self._stride]
+            room[16:ROOM_HEAD] = 0  # an older digest; the stamp and the doubt are the device's
+            stamp, added = addition.put(room), addition.nbytes
+        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest, stamp, added)
         _SEQUENCE.pack_into(self._map, start, 2 * sequence)
         return True
 
     def close(self) -> None:
+        self._whole = None
         self._file.close()
 
     def _sequence(self, place: int) -> int:
@@ -163,35 +217,64 @@ def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
         os.close(fd)
 
 
-def _read_top(path: Path) -> tuple[int, str] | None:
+def seal_ring(path: Path) -> None:
+    """Before the ring of a process that has ended is copied: put digests to what a device has written.
+
+    Raises OSError.
+    """
+    fd = open_regular(path, os.O_RDWR)
+    try:
+        size = os.fstat(fd).st_size
+        with mmap.mmap(fd, size) as data, memoryview(data) as view:
+            for start, top in _places(data, size):
+                *_, stamp, length = _HEAD.unpack_from(data, start)
+                with _room(view, start, top) as room:
+                    if stamp and ROOM_HEAD + length <= top.device_room:
+                        seal_room(room, length)
+    finally:
+        os.close(fd)
+
+
+def _room(view: memoryview, start: int, top: _Top) -> memoryview:
+    return view[start + top.stride - top.device_room : start + top.stride]
+
+
+def _read_top(path: Path) -> _Top | None:
     try:
         return _parse_top(read_small(path, _TOP_ROOM))
     except OSError:
         return None
 
 
-def _parse_top(data: bytes) -> tuple[int, str] | None:
+def _parse_top(data: bytes) -> _Top | None:
     if len(data) < _TOP.size:
         return None
-    magic, capacity, run_id = _TOP.unpack(data[: _TOP.size])
-    return (capacity, run_id.rstrip(b"\0").decode("utf-8", "replace")) if magic == _MAGIC else None
+    magic, capacity, device_room, run_id = _TOP.unpack(data[: _TOP.size])
+    return _Top(run_id.rstrip(b"\0").decode("utf-8", "replace"), capacity, device_room) if magic == _MAGIC else None
+
+
+def _places(data: mmap.mmap, size: int) -> Iterator[tuple[int, _Top]]:
+    """Where each begins."""
+    top = _parse_top(data[:_TOP_ROOM]) if size >= _TOP_ROOM else None
+    if top is not None and size == _TOP_ROOM + _NUM_PLACES * top.stride:
+        for place in range(_NUM_PLACES):
+            yield _TOP_ROOM + place * top.stride, top
 
 
 def _records(data: mmap.mmap, size: int) -> Iterator[tuple[int, BoundaryRecord]]:
     """Sound records, and the place of each in the order of writing."""
-    top = _parse_top(data[:_TOP_ROOM])
-    if top is None or size != _TOP_ROOM + _NUM_PLACES * (_HEAD_ROOM + top[0]):
-        return
-    capacity, run_id = top
-    for place in range(_NUM_PLACES):
-        start = _TOP_ROOM + place * (_HEAD_ROOM + capacity)
-        sequence, attempt, step, length, flags, digest = _HEAD.unpack_from(data, start)
-        if sequence == 0 or sequence % 2 or length > capacity:
+    for start, top in _places(data, size):
+        sequence, attempt, step, length, flags, digest, stamp, added = _HEAD.unpack_from(data, start)
+        if sequence == 0 or sequence % 2 or length > top.capacity:
             continue
         content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
         if xxhash.xxh3_128_digest(content) == digest:
-            kinds = [bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED)]
-            yield sequence, BoundaryRecord(run_id, attempt, step, content, *kinds)
+            forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED))
+            landed = b""
+            if stamp and ROOM_HEAD + added <= top.device_room:
+                with memoryview(data) as view, _room(view, start, top) as room:
+                    landed = landed_bytes(room, stamp, added, forecast=forecast)
+            yield sequence, BoundaryRecord(top.run_id, attempt, step, content, forecast, trusted, pinned, landed)
 
 
 BOUNDARIES_FILE = "boundaries"
@@ -212,10 +295,14 @@ class BoundaryLog:
         modules: Iterable[nn.Module],
         next_step: Callable[[], int],
         also_to: Callable[..., None] | None = None,
+        *,
+        keeps_device_buffers: bool = False,
     ) -> None:
         """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one.
-        `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name."""
+        `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name.
+        `keeps_device_buffers`: this rank's buffers on a device are its own."""
         self._also_to = also_to
+        self._devices = DeviceBuffers(collector) if keeps_device_buffers else None
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
@@ -273,15 +360,18 @@ class BoundaryLog:
             state = collect()
             if state is None:
                 return
+            runs: Sequence[torch.Tensor] = ()
+            if self._devices is not None:
+                places, runs = self._devices.collect(state["buffers"], ahead=forecast)
+                state |= {"device_places": places} if runs else {}
             content = self._packers[forecast].pack(state)
-            trusted = self._trusted or not forecast
-            ring = self._ring or self._open(len(content))
-            if not ring.write(self._attempt, step, content, forecast=forecast, trusted=trusted, pinned=pinned):
-                ring.close()
-                ring = self._open(len(content))
-                ring.write(self._attempt, step, content, forecast=forecast, trusted=trusted, pinned=pinned)
+            kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
+            ring = self._ring or self._open(len(content), runs)
+            if not ring.write(self._attempt, step, content, **kind, addition=self._addition(runs, forecast)):
+                self._leave_ring()
+                ring = self._open(len(content), runs)
+                ring.write(self._attempt, step, content, **kind, addition=self._addition(runs, forecast))
             if self._also_to is not None:
-                kind = {"forecast": forecast, "trusted": trusted, "pinned": pinned}
                 self._also_to(self._run_id, self._attempt, step, content, **kind)
         except Exception as error:  # any error: training must go on
             self._broken = True
@@ -289,17 +379,44 @@ class BoundaryLog:
             remedy = "boundaries are no longer kept in memory, training goes on"
             logger.warning("%s; %s", error, remedy, exc_info=not expected)
 
-    def _open(self, nbytes: int) -> BoundaryRing:
+    def _open(self, nbytes: int, runs: Sequence[torch.Tensor]) -> BoundaryRing:
         capacity = max(_LEAST, int(_SPARE * nbytes))
         capacity += -capacity % 64
-        self._ring = BoundaryRing(self._arena.folder / BOUNDARIES_FILE, self._run_id, capacity)
-        return self._ring
+        room = ROOM_HEAD + sum(run.numel() for run in runs) if runs else 0
+        path = self._arena.folder / BOUNDARIES_FILE
+        ring = self._ring = BoundaryRing(path, self._run_id, capacity, room + -room % 64)
+        if runs and self._devices is not None:
+            if ring.admits(runs[0].device):
+                self._devices.begin(runs[0].device, ring.next_stamp)
+            else:
+                self._devices = None
+                logger.info(
+                    "%s: CUDA cannot write into this memory, so buffers on the device are not kept at each boundary: a "
+                    "killed rank goes on with another one's. --snapshot-every 1 keeps them",
+                    path,
+                )
+        return ring
+
+    def _addition(self, runs: Sequence[torch.Tensor], forecast: bool) -> Addition | None:
+        """What the device writes beside a record: `runs`; None: there are none."""
+        if self._devices is None or not runs:
+            return None
+        queue = self._devices.queue
+        return Addition(sum(run.numel() for run in runs), lambda room: queue(room, runs, forecast=forecast))
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._ring is not None:
-            self._ring.close()
+        self._leave_ring()
+
+    def _leave_ring(self) -> None:
+        ring, self._ring = self._ring, None
+        if self._devices is not None:
+            self._devices.forget_room()
+            if not self._devices.is_done:
+                return  # the device may still write there: the memory stays for as long as the process
+        if ring is not None:
+            ring.close()
 
 
 def _was_trusted(path: Path, run_id: str) -> bool:

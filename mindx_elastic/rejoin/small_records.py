@@ -189,8 +189,7 @@ def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
     ring = BoundaryRing(folder / BOUNDARIES_FILE, run_id, _SPARE * max(len(record.content) for record in records))
     try:
         for record in records:
-            kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-            ring.write(record.attempt, record.step, record.content, **kind)
+            ring.write_again(record)
     finally:
         ring.close()
     return len(records)

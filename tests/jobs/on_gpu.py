@@ -44,11 +44,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--megabytes", type=int, default=0, help="of further weights, which every step changes")
+    parser.add_argument("--depth", type=int, default=0, help="further layers: their kernels fill the device's queue")
+    parser.add_argument("--plain-optimizer", action="store_true", help="a dozen kernels for each parameter")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--tell-syncs", action="store_true")
     parser.add_argument("--with-guard", action="store_true")
     parser.add_argument("--stacks", action="store_true", help="SIGUSR2 prints what all threads do")
     return parser.parse_args()
+
+
+class Residual(nn.Module):
+    """One of many small layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.01 * torch.tanh(self.linear(x))
 
 
 class Trainer:
@@ -64,14 +77,17 @@ class Trainer:
         layers: list[nn.Module] = []
         for _ in range(4):
             layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
+        layers += [Residual() for _ in range(args.depth)]
         self.network = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
         if args.megabytes:
             self.network.register_parameter("bulk", nn.Parameter(torch.zeros(args.megabytes << 18)))
         self.network.cuda()
         self.model: nn.Module = self.network
+        bucket = 0.05 if args.depth else 0.002
         if self.world_size > 1:
-            self.model = nn.parallel.DistributedDataParallel(self.network, device_ids=[0], bucket_cap_mb=0.002)
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+            self.model = nn.parallel.DistributedDataParallel(self.network, device_ids=[0], bucket_cap_mb=bucket)
+        foreach = False if args.plain_optimizer else None
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2, foreach=foreach)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
         self.scaler = torch.amp.GradScaler(
             "cuda", enabled=args.precision == "fp16", init_scale=1024.0, growth_interval=5

@@ -1,0 +1,17 @@
+"""As ``in_place.py``, but the buffers of its modules count as not being in host memory, as those on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mindx_elastic.capture import buffer_block
+from tests.jobs.in_place import Trainer, parse
+
+setattr(buffer_block, "_is_dense", lambda tensor: False)  # noqa: B010
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    Trainer(parse()).run()
+    dist.destroy_process_group()

@@ -1,0 +1,231 @@
+"""What a device adds to the boundary ring: it counts once the device has come to it, and not before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture import buffer_block
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.core.position import Position
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.boundaries import Addition, BoundaryLog, BoundaryRing, read_ring, seal_ring
+from mindx_elastic.memory.device_buffers import ROOM_HEAD
+from mindx_elastic.memory.memory_files import own_states, small_records
+
+RUN = "a-run"
+ROOM = ROOM_HEAD + 64
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "boundaries"
+
+
+class Device:
+    """Does what it is told when `go` is called, as a GPU that is behind the program."""
+
+    def __init__(self) -> None:
+        self.stamp = 1 << 30
+        self.doubt = 0
+        self._queue: list[Callable[[], None]] = []
+
+    def adds(self, value: int) -> Addition:
+        self.stamp += 1
+        stamp, doubt = self.stamp, self.doubt
+
+        def put(room: torch.Tensor) -> int:
+            def write() -> None:
+                room[ROOM_HEAD:] = value
+                room[:16].view(torch.int64).copy_(torch.tensor([stamp, doubt]))
+
+            self._queue.append(write)
+            return stamp
+
+        return Addition(64, put)
+
+    def go(self, count: int = 100) -> None:
+        for write in self._queue[:count]:
+            write()
+        del self._queue[:count]
+
+
+def landed(path: Path) -> dict[tuple[int, bool], bytes]:
+    return {(record.step, record.forecast): record.on_device[:1] for record in read_ring(path)}
+
+
+def test_only_what_the_device_has_done_counts(path: Path) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    for step in (1, 2, 3):
+        assert ring.write(0, step, b"small", addition=device.adds(step))
+    device.go(2)
+    assert landed(path) == {(1, False): b"\1", (2, False): b"\2", (3, False): b""}
+    assert all(len(record.on_device) in (0, 64) for record in read_ring(path))
+
+
+def test_a_place_that_is_used_again_has_not_its_older_bytes(path: Path) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    for step in range(1, 5):
+        ring.write(0, step, b"small", addition=device.adds(step))
+    device.go()
+    ring.write(0, 5, b"small", addition=device.adds(5))
+    assert landed(path)[5, False] == b""
+    device.go()
+    assert landed(path)[5, False] == b"\5"
+
+
+def test_without_room_it_does_not_fit(path: Path) -> None:
+    device = Device()
+    assert not BoundaryRing(path, RUN, 64).write(0, 1, b"small", addition=device.adds(1))
+    ring = BoundaryRing(path, RUN, 64, ROOM)
+    assert ring.write(0, 1, b"small", addition=device.adds(1))
+
+
+def test_a_larger_ring_takes_over_what_has_landed(path: Path) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    ring.write(0, 1, b"small", addition=device.adds(7))
+    device.go()
+    ring.close()
+    BoundaryRing(path, RUN, 128).write(0, 2, b"x" * 100)
+    assert landed(path) == {(1, False): b"\7", (2, False): b""}
+    assert BoundaryRing(path, RUN, 64).next_stamp > device.stamp >> 20
+
+
+def test_a_forecast_stands_in_for_a_boundary_that_the_device_never_came_to(path: Path) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    ring.write(0, 1, b"foreseen", forecast=True, addition=device.adds(5))
+    device.go()
+    ring.write(0, 1, b"passed", addition=device.adds(6))
+    own = own_states(path)[RUN, 0, 1]
+    assert (own.content, own.forecast, own.on_device[:1]) == (b"passed", False, b"\5")
+    device.go()
+    assert own_states(path)[RUN, 0, 1].on_device[:1] == b"\6"
+
+
+@pytest.mark.parametrize("why", ["doubt", "trust"])
+def test_forecasts_that_may_be_wrong_do_not(path: Path, why: str) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    device.doubt = int(why == "doubt")
+    ring.write(0, 1, b"foreseen", forecast=True, trusted=why != "trust", addition=device.adds(5))
+    device.go()
+    device.doubt = 1
+    ring.write(0, 1, b"passed", addition=device.adds(6))
+    assert small_records(path)[0].on_device == b""
+    device.go()
+    assert small_records(path)[0].on_device[:1] == b"\6", "a boundary is what it is"
+
+
+def test_a_copied_ring_shows_damage(path: Path) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    ring.write(0, 1, b"small", addition=device.adds(1))
+    ring.write(0, 2, b"small", addition=device.adds(2))
+    device.go()
+    seal_ring(path)
+    assert landed(path) == {(1, False): b"\1", (2, False): b"\2"}
+    data = path.read_bytes()
+    damaged = data.replace(b"\2" * 64, b"\2" * 63 + b"\3")
+    assert damaged != data
+    path.write_bytes(damaged)
+    assert landed(path) == {(1, False): b"\1", (2, False): b""}
+
+
+def test_a_ring_that_was_sealed_is_written_again(path: Path) -> None:
+    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
+    ring.write(0, 1, b"small", addition=device.adds(1))
+    device.go()
+    seal_ring(path)
+    for step in range(2, 6):
+        ring.write(0, step, b"small", addition=device.adds(step))
+    device.go()
+    assert landed(path)[5, False] == b"\5"
+
+
+# --- the boundary log of a rank whose buffers are on a device ---
+
+
+class Rank:
+    """A replica. Its buffers are in host memory, and count as a device's."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.collector = Collector({"model": self.network})
+        arena = RankArena(folder, folder / "ckpt", 0)
+        stack.callback(arena.close)
+        self.log = BoundaryLog(arena, self.collector, [self.network], lambda: self.step + 1, keeps_device_buffers=True)
+        stack.callback(self.log.close)
+        self.log.begin(RUN, 0)
+        self.step, self.ring = 0, arena.folder / "boundaries"
+
+    def forward(self) -> None:
+        self.network(torch.randn(8, 4))
+
+    def at_boundary(self) -> None:
+        self.step += 1
+        self.collector.copy(Position(step=self.step))
+        self.log.at_boundary()
+
+    def kept(self, step: int) -> dict[str, Any]:
+        """The buffers of the newest record of the step."""
+        own = own_states(self.ring)[RUN, 0, step].unpack()
+        assert not json.loads(own["buffers"]["model"]["places"])
+        return dict(own.get("on_device", {}).get("model", {}))
+
+    @property
+    def statistics(self) -> torch.Tensor:
+        return self.network.get_buffer("1.running_mean").clone()
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(buffer_block, "_is_dense", lambda tensor: False)
+    with ExitStack() as stack:
+        yield Rank(stack, tmp_path)
+
+
+def test_boundaries_and_forecasts_have_the_buffers(rank: Rank) -> None:
+    for step in range(1, 9):
+        rank.forward()
+        assert torch.equal(rank.kept(step)["1.running_mean"], rank.statistics)
+        assert own_states(rank.ring)[RUN, 0, step].trusted == (step > 1)
+        rank.at_boundary()
+        kept = rank.kept(step)
+        assert torch.equal(kept["1.running_mean"], rank.statistics)
+        assert kept["1.num_batches_tracked"] == step
+
+
+def test_forecasts_that_do_not_come_true_end(rank: Rank) -> None:
+    for _ in range(3):
+        rank.forward()
+        rank.at_boundary()
+    rank.forward()
+    assert rank.kept(4)
+    with torch.no_grad():
+        rank.network(torch.arange(32.0).view(8, 4))  # an evaluation that has left the network training
+    rank.at_boundary()
+    assert torch.equal(rank.kept(4)["1.running_mean"], rank.statistics), "the boundary has what there is"
+    for step in range(5, 12):
+        rank.forward()
+        assert not rank.kept(step)
+        rank.at_boundary()
+        assert torch.equal(rank.kept(step)["1.running_mean"], rank.statistics)
+
+
+def test_a_buffer_that_is_replaced_by_another_one_is_followed(rank: Rank) -> None:
+    for _ in range(3):
+        rank.forward()
+        rank.at_boundary()
+    rank.network.register_buffer("queue", torch.arange(40.0))
+    rank.network[1].running_mean = torch.full((6,), 7.0)
+    rank.forward()
+    rank.at_boundary()
+    kept = rank.kept(4)
+    assert torch.equal(kept["queue"], torch.arange(40.0)), kept
+    assert torch.equal(kept["1.running_mean"], rank.statistics)
