@@ -10,11 +10,12 @@ behind a collective has not begun. So two kinds of events are kept of the last b
 the update that follows it. Together with the small state in host memory as it was then (`kept`) they give the newest
 boundary that the device holds (`newest_held`).
 
-The program may be two boundaries ahead, not more (`wait_for_older`): the boundary ring in shared memory holds four.
-Training does not become slower by that, because a device with two steps in its queue has always something to do.
+At a boundary the program waits until the device has come to the update that led there (`wait_for_update`), so it is one
+boundary ahead at most. Behind a collective that never ends there is then nothing in the queue but one update: CUDA's
+queue takes about a thousand kernels, and where it was full, by the next forward, nothing at all could be saved.
 
-Rejected: to wait for the device before each update (it would be idle from the end of each backward until the program
-has queued the update, and the next forward); a second copy of the weights on the device.
+Rejected: to let the program be two boundaries ahead, for that reason; to wait before each update (the device would be
+idle until the program has queued it); a second copy of the weights on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import torch
 __all__ = ["DeviceProgress", "PassedBoundary"]
 
 _KEPT = 4
-_AHEAD = 2
 _LOOK_S = 0.005
 
 
@@ -60,7 +60,7 @@ class PassedBoundary:
 
 
 class DeviceProgress:
-    """One per collector. `follow`, `at_boundary`, `keep`, `begin_update` and `wait_for_older` belong to the training
+    """One per collector. `follow`, `at_boundary`, `keep`, `begin_update` and `wait_for_update` belong to the training
     thread; the rest may be called by any thread that holds the update gate."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -127,11 +127,12 @@ class DeviceProgress:
             newest.is_changed = bool(is_changed())
             newest.updates = self._mark()
 
-    def wait_for_older(self) -> None:
-        """Right behind a boundary: wait until the device is at most two boundaries behind the program."""
+    def wait_for_update(self) -> None:
+        """Right behind a boundary: wait until the devices have come to the first update since the one before it. The
+        update itself, which may take long, is queued, and goes on beside the program."""
         passed = tuple(self._boundaries)
-        if self.keeps_older and len(passed) > _AHEAD:
-            for event in passed[-1 - _AHEAD].events:
+        if self.keeps_older and len(passed) > 1:
+            for event in passed[-2].updates:
                 event.synchronize()
 
     @property

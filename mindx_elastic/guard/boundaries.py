@@ -82,7 +82,6 @@ class Boundaries:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 position.step,
             )
-        self._collector.devices.wait_for_older()
         self._changes.at_boundary()
 
     # --- an exception between the last update and step_end() ---

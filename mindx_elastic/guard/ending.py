@@ -63,6 +63,7 @@ class Ending:
         assert self._stopper.alarm is not None
         self._listeners.handlers.linger(self._stopper.alarm.deadline.at)
         self._stopper.after_save()
+        self._stopper.leave_with_device()
         leaving = self._stopper.exit()
         self._around.leave(self._stopper)
         self._drop_refused()

@@ -52,7 +52,7 @@ __all__ = [
 
 
 NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 4, 2
-# Forecasts: of the step under way; and the device may be two boundaries behind, for which only theirs have come.
+# Forecasts: of the step under way, and of boundaries that the program has passed and the device has not come to.
 _NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
 _MAGIC = b"mindxbr3"
 _TOP = struct.Struct("<8sQQ64s")  # magic, bytes of a place, of them for a device, run id

@@ -133,18 +133,25 @@ def test_it_waits_for_the_newest_for_as_long_as_it_is_told(device: Device, progr
     assert found is not None and found.step == 1 and asked == 2
 
 
-def test_the_program_is_at_most_two_boundaries_ahead(device: Device, progress: DeviceProgress) -> None:
-    for step in range(6):
+def test_a_boundary_waits_for_its_update_to_begin(device: Device, progress: DeviceProgress) -> None:
+    for step in range(4):
         pass_steps(progress, step)
-        progress.wait_for_older()
-    assert device.waited_for == [1, 3, 5, 7]
+        progress.wait_for_update()
+    assert device.waited_for == [2, 4, 6]
+
+
+def test_a_boundary_without_an_update_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
+    for step in range(3):
+        progress.at_boundary(step, None)
+        progress.wait_for_update()
+    assert device.waited_for == []
 
 
 def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
     progress = DeviceProgress(device)
     progress.follow([torch.zeros(1).as_subclass(OnDevice)])
     pass_steps(progress, 0, 1, 2, 3)
-    progress.wait_for_older()
+    progress.wait_for_update()
     assert device.waited_for == []
     device.done = 2
     assert progress.newest_held(lambda: False, has_updated=False) is None

@@ -281,6 +281,18 @@ def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@pytest.mark.parametrize("by", ["death", "signal"])
+@pytest.mark.parametrize("keeps_older", [False, True], ids=["host", "device"])
+def test_a_process_whose_device_waits_for_a_dead_rank_ends_at_once(
+    parts: Parts, exit_codes: list[int], by: str, keeps_older: bool
+) -> None:
+    parts.stopper.saver.collector.devices.keeps_older = keeps_older
+    parts.steps.leave_step()
+    parts.stopper.hear_death(1) if by == "death" else parts.stopper.hear_signal(signal.SIGTERM)
+    parts.stopper.leave_with_device()
+    assert bool(exit_codes) == (by == "death" and keeps_older)
+
+
 def salvage(parts: Parts) -> float:
     """The watcher saves between two steps; returns when it wants to end the process (`time.monotonic` seconds)."""
     parts.steps.leave_step()
