@@ -12,7 +12,8 @@ boundary that the device holds (`newest_held`).
 
 At a boundary the program waits until the device has come to the update that led there (`wait_for_update`), so it is one
 boundary ahead at most. Behind a collective that never ends there is then nothing in the queue but one update: CUDA's
-queue takes about a thousand kernels, and where it was full, by the next forward, nothing at all could be saved.
+queue takes about a thousand kernels, and where it was full, by the next forward, nothing at all could be saved. An
+optimizer that changes many parameters one after the other fills it by itself, so there the wait is before the update.
 
 Rejected: to let the program be two boundaries ahead, for that reason; to wait before each update (the device would be
 idle until the program has queued it); a second copy of the weights on the device.
@@ -29,10 +30,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceProgress", "PassedBoundary"]
+__all__ = ["DeviceProgress", "PassedBoundary", "fills_queue"]
 
 _KEPT = 4
+_FEW = 32
+"""Parameters that an optimizer may change one after the other, some twenty kernels each."""
 _LOOK_S = 0.005
+
+
+def fills_queue(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an update may have more kernels than a CUDA queue takes: it has many parameters, and changes each by
+    itself."""
+    if optimizer is None:
+        return False
+    options = optimizer.defaults
+    together = options.get("fused") or ("foreach" in options and options["foreach"] is not False)
+    return not together and sum(len(group["params"]) for group in optimizer.param_groups) > _FEW
 
 
 @dataclass
@@ -119,13 +132,16 @@ class DeviceProgress:
         if (newest := self.newest) is not None:
             newest.kept = kept
 
-    def begin_update(self, is_changed: Callable[[], object] = lambda: False) -> None:
+    def begin_update(self, is_changed: Callable[[], object] = lambda: False, *, is_long: bool = False) -> None:
         """An optimizer is about to queue its update. Before the update gate says so. `is_changed`: whether parameters
-        have changed since the boundary."""
+        have changed since the boundary. `is_long`: the update may fill the queue (`fills_queue`); then this waits until
+        the devices have come to it."""
         newest = self.newest
         if self.keeps_older and newest is not None and not newest.updates:
             newest.is_changed = bool(is_changed())
             newest.updates = self._mark()
+            for event in newest.updates if is_long else ():
+                event.synchronize()
 
     def wait_for_update(self) -> None:
         """Right behind a boundary: wait until the devices have come to the first update since the one before it. The

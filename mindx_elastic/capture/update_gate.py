@@ -81,8 +81,8 @@ class UpdateGate:
         """The program has updated parameters without an optimizer: no hook runs then, so no update waits here."""
         self.before_update: Callable[[], None] | None = None
         """Called in the updating thread before an optimizer steps. What it raises leaves the gate as it is."""
-        self.on_update: Callable[[], None] = lambda: None
-        """Called in the updating thread right before the gate says that an optimizer steps."""
+        self.on_update: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None
+        """Called in the updating thread right before the gate says that an optimizer steps, with it if it is known."""
         self.at_last_update: Callable[[], None] | None = None
         """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
         self.expected: set[int] = set()
@@ -158,7 +158,7 @@ class UpdateGate:
             return
         if self.before_update is not None:
             self.before_update()
-        self.on_update()
+        self.on_update(optimizer)
         with self._lock:
             if self._readers:
                 self._wait_for_readers()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.core.events import logger
@@ -49,7 +50,9 @@ class Boundaries:
         stack.callback(gate.unwatch)
         if world_size > 1:
             collector.keep_older_boundaries()
-            gate.on_update = lambda: collector.devices.begin_update(gate.changed_since_boundary)
+            gate.on_update = lambda optimizer: collector.devices.begin_update(
+                gate.changed_since_boundary, is_long=fills_queue(optimizer)
+            )
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
         collector.on_new_parameters = gate.follow

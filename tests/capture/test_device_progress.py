@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.device_progress import DeviceProgress
+from mindx_elastic.capture.device_progress import DeviceProgress, fills_queue
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UnsupportedStateError
 
@@ -138,6 +138,30 @@ def test_a_boundary_waits_for_its_update_to_begin(device: Device, progress: Devi
         pass_steps(progress, step)
         progress.wait_for_update()
     assert device.waited_for == [2, 4, 6]
+
+
+def test_an_update_that_may_fill_the_queue_waits_before_it(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0)
+    progress.begin_update(is_long=True)
+    assert device.waited_for == [2]
+
+
+@pytest.mark.parametrize(("count", "foreach", "long"), [(40, False, True), (4, False, False), (40, None, False)])
+def test_which_updates_these_are(count: int, foreach: bool | None, long: bool) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1)) for _ in range(count)], foreach=foreach)
+    assert fills_queue(optimizer) == long
+    assert not fills_queue(None)
+
+
+class OneByOne(torch.optim.Optimizer):
+    """An optimizer of a user's, which has no options for several tensors at once."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def test_an_optimizer_of_a_users_own_is_one() -> None:
+    assert fills_queue(OneByOne([nn.Parameter(torch.zeros(1)) for _ in range(40)]))
 
 
 def test_a_boundary_without_an_update_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
