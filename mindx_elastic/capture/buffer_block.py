@@ -23,7 +23,7 @@ import torch
 
 from mindx_elastic.capture.descriptions import Descriptions
 
-__all__ = ["BufferBlock", "BufferReader", "is_outside", "view_of"]
+__all__ = ["BufferBlock", "BufferReader", "DeviceRun", "is_on_device", "view_of"]
 
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
@@ -40,7 +40,7 @@ class BufferBlock:
         raw: bytes,
         slices: list[_Slice | None],
         outside: Sequence[torch.Tensor | None],
-        on_device: torch.Tensor | None = None,
+        device_copy: torch.Tensor | None = None,
     ) -> None:
         self.raw = raw
         """The bytes of all dense tensors. The gaps between them are zero, so blocks are compared whole."""
@@ -48,7 +48,7 @@ class BufferBlock:
         """The part of `raw` that each tensor is; None for one that is outside of it."""
         self.outside = outside
         """Copies of the tensors that are not plain CPU memory; None for the others and for None."""
-        self.on_device = on_device
+        self.device_copy = device_copy
         """The bytes on a device that the copies in `outside` are; None: there are none, or they are apart."""
         self._views: list[torch.Tensor | None] | None = None
 
@@ -95,8 +95,8 @@ class BufferReader:
             size += tensor.nbytes + gap
         self._keeps = [tensors[i].untyped_storage() for i in plain]  # type: ignore[union-attr]  # addresses stay valid
         self._others = [i for i, t in enumerate(tensors) if t is not None and self.slices[i] is None]
-        self.on_device = _DeviceRun.of([tensors[i] for i in self._others])  # type: ignore[misc]
-        """Where the others are in a block's `on_device`; None: they are on no device, or cannot be in one run."""
+        self.device_run = DeviceRun.of([tensors[i] for i in self._others])  # type: ignore[misc]
+        """How the others lie in a block's `device_copy`; None: they are on no device, or cannot be in one run."""
         self._not_plain = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in set(plain)]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
@@ -137,12 +137,12 @@ class BufferReader:
 
     def _with_others(self, raw: bytes, earlier: BufferBlock | None) -> BufferBlock:
         live: list[torch.Tensor] = [self.tensors[i] for i in self._others]  # type: ignore[misc]
-        run, flat = self.on_device, None
+        run, flat = self.device_run, None
         if earlier is not None and earlier.slices is self.slices and all(map(_is_cuda, live)):
             # On a device the new values arrive in the order of its queue, so the older ones stay for as long as the
             # device is at the older boundary (see `capture.device_progress`). In host memory they would be gone.
             copies: list[torch.Tensor] = [earlier.outside[i] for i in self._others]  # type: ignore[misc]
-            flat = earlier.on_device
+            flat = earlier.device_copy
             torch._foreach_copy_(copies, live) if run is None else run.copy(copies, live)
         elif run is None:
             copies = [tensor.detach().clone() for tensor in live]
@@ -155,12 +155,12 @@ class BufferReader:
         return BufferBlock(raw, self.slices, outside, flat)
 
     def read_on_device(self, earlier: BufferBlock) -> BufferBlock:
-        """`earlier`, with the tensors on the device as they are now. Where they still fit, and `on_device` is there."""
+        """`earlier`, with the tensors on the device as they are now. Where they still fit, and there is a run."""
         with torch.no_grad():
             return self._with_others(earlier.raw, earlier)
 
 
-class _DeviceRun:
+class DeviceRun:
     """How some tensors of one device lie one behind the other in one run of its memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -175,9 +175,10 @@ class _DeviceRun:
         self._kinds = [_getter(indices) for indices in kinds.values()]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> _DeviceRun | None:
+    def of(cls, tensors: Sequence[torch.Tensor]) -> DeviceRun | None:
         fit = all(
             type(t) is torch.Tensor
+            and is_on_device(t)
             and t.device == tensors[0].device
             and t.layout is torch.strided
             and t.is_contiguous()
@@ -226,9 +227,9 @@ def _getter(indices: Sequence[int]) -> Any:
     return lambda items: [items[i] for i in indices]
 
 
-def is_outside(tensor: torch.Tensor) -> bool:
-    """Whether a block has it in `outside`, for it is not plain host memory."""
-    return not _is_dense(tensor)
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether it is not in host memory."""
+    return tensor.device.type != "cpu"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -116,8 +116,8 @@ class Collector:
         self._raw_rng = RawRng()
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
-        self._described: list[object] = []  # by `_description`, see `buffers_on_device`
-        self._description = ""
+        self._described: Sequence[object] = ()  # by `_device_layout`, see `copy_from_device`
+        self._device_layout = b""
         self.devices = DeviceProgress()
         """How far the devices have come that hold state of the job."""
         self.devices.follow(self._tensors())
@@ -220,7 +220,7 @@ class Collector:
         self.devices.at_boundary(position.step, self.kept() if self.devices.keeps_older else None)
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
-        """By place, see `ModuleComponent.buffers_of_this_rank`: the boundary ring does not have them."""
+        """By place, see `ModuleComponent.buffers_of_this_rank`."""
         return [f"{n}.{b}" for n, m in self._modules.items() for b in m.buffers_of_this_rank(leads=leads)]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -306,7 +306,7 @@ class Collector:
     def volatile(self, *, everything: bool = False) -> dict[str, Any]:
         """The small part of the boundary's state that may differ from rank to rank where the weights do not. The
         generators are as `raw_rng` gives them. `everything`: also objects that are too slow to copy at each boundary,
-        or that are on a device.
+        or that are on a device; not the buffers there (`copied_from_device`).
 
         Nothing is copied. Call it in the training thread, right after `copy`, or where `state` may be called.
         """
@@ -328,22 +328,35 @@ class Collector:
             state["loose"] = loose
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
-        if everything and (own := {name: there for name, c in modules if (there := c.copied_from_device())}):
-            state["on_device"] = own
         return state
 
-    def buffers_on_device(self, of: Collection[str], *, ahead: bool) -> tuple[str, list[torch.Tensor]]:
-        """The saved buffers of the modules `of` that are on a device: one run of bytes for each module that has some,
-        and what they hold, as JSON. `ahead`: as they are now, copied in the order of the device's work, after
-        `copy_ahead`; else those of the boundary. Training thread."""
-        modules = [m for name, m in self._modules.items() if name in of]
-        runs = [m.copy_device_ahead() if ahead else m.on_device for m in modules]
-        kinds = [m.device_run for m in modules]
+    def device_nbytes(self, modules: Collection[str]) -> int:
+        """How much `copy_from_device` would give."""
+        runs = [m.device_run for name, m in self._modules.items() if name in modules]
+        return sum(run.nbytes for run in runs if run is not None)
+
+    def copy_from_device(self, modules: Collection[str], *, ahead: bool) -> tuple[bytes, list[torch.Tensor]]:
+        """The saved buffers of `modules` that are on a device: one run of bytes there for each module that has some,
+        and their layout as JSON: for each module the length of its run, and name, offset, type and shape of each
+        buffer. `ahead`: as they are now, copied in the order of the device's work, after `copy_ahead`; else those of
+        the boundary. Training thread."""
+        chosen = {name: m for name, m in self._modules.items() if name in modules and m.device_run is not None}
+        runs = [m.copy_device_ahead() if ahead else m.device_copy for m in chosen.values()]
+        kinds = [m.device_run for m in chosen.values()]
         if len(kinds) != len(self._described) or not all(map(is_, kinds, self._described)):
             self._described = kinds
-            places = {n: m.device_places() for n, m in self._modules.items() if n in of and m.device_run is not None}
-            self._description = json.dumps(places)
-        return self._description, [run for run in runs if run is not None]
+            layout = {name: m.device_layout() for name, m in chosen.items()}
+            self._device_layout = json.dumps(layout, separators=(",", ":")).encode()
+        found = [run for run in runs if run is not None]
+        return (self._device_layout, found) if len(found) == len(runs) else (b"", [])
+
+    def device_is_as_ahead(self, modules: Collection[str]) -> bool:
+        """At a boundary: whether the buffers seem to be as the last forecast has them."""
+        return all(m.device_is_as_ahead for name, m in self._modules.items() if name in modules)
+
+    def copied_from_device(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The boundary's saved buffers that were on a device, in host memory. Waits for the device."""
+        return {name: there for name, m in self._modules.items() if (there := m.copied_from_device())}
 
     def expected_nbytes(self) -> int:
         """About the size of a file of the whole state, also before the optimizers have any of theirs."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_outside, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, DeviceRun, is_on_device, view_of
 from mindx_elastic.capture.copying import copy_tree, equal_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -150,6 +150,7 @@ class ModuleComponent:
         self._reader = BufferReader(())
         self._block = self._ahead = self._reader.read()
         self._device_ahead: BufferBlock | None = None
+        self._device_versions: list[int] = []
         self._extra_copies: dict[str, Any] = {}
 
     def copy(self) -> None:
@@ -199,29 +200,41 @@ class ModuleComponent:
 
     def copy_device_ahead(self) -> torch.Tensor | None:
         """As `copy_ahead`, after it, for the buffers on a device: their bytes there, in its order of work."""
-        if self._reader.on_device is None or len(self._reader.slices) != len(self._slots):
+        reader = self._reader
+        if reader.device_run is None or len(reader.slices) != len(self._slots):
             return None
-        if self._device_ahead is None or self._device_ahead.slices is not self._reader.slices:
-            self._device_ahead = self._reader.read()
+        if self._device_ahead is None or self._device_ahead.slices is not reader.slices:
+            self._device_ahead = reader.read()
         else:
-            self._device_ahead = self._reader.read_on_device(self._device_ahead)
-        return self._device_ahead.on_device
+            self._device_ahead = reader.read_on_device(self._device_ahead)
+        self._device_versions = self._versions()
+        return self._device_ahead.device_copy
+
+    def _versions(self) -> list[int]:
+        return [t._version for t in self._reader.tensors if t is not None]
 
     @property
-    def on_device(self) -> torch.Tensor | None:
-        """The boundary's copies of the saved buffers that are on a device, as one run of bytes there; `device_places`
-        describes it. None: there are none, or they are on several."""
-        return self._block.on_device
+    def device_is_as_ahead(self) -> bool:
+        """At a boundary: whether the buffers on a device are the same ones as in `copy_device_ahead`, and, as far as
+        version counters tell, unchanged. A batch norm's forward moves that of its count."""
+        ahead = self._device_ahead
+        is_same = ahead is not None and ahead.slices is self._block.slices
+        return self.device_run is None or (is_same and self._device_versions == self._versions())
 
     @property
-    def device_run(self) -> object:
-        """The same one for as long as the run is laid out alike; None: there is none."""
-        return self._reader.on_device
+    def device_copy(self) -> torch.Tensor | None:
+        """The boundary's copies of the saved buffers that are on a device, as one run of bytes there."""
+        return self._block.device_copy
 
-    def device_places(self) -> tuple[int, list[Any]]:
+    @property
+    def device_run(self) -> DeviceRun | None:
+        """How the run is laid out, the same object for as long as it is alike; None: there is none."""
+        return self._reader.device_run
+
+    def device_layout(self) -> tuple[int, list[Any]]:
         """The bytes of the run; the name of each buffer in it, and its part of the run (`view_of`)."""
         others = [n for n, copy in zip(self._slot_names, self._block.outside, strict=False) if copy is not None]
-        run = self._reader.on_device
+        run = self._reader.device_run
         if run is None:
             return 0, []
         return run.nbytes, [[n, list(part)] for n, part in zip(others, run.slices, strict=True)]
@@ -270,7 +283,7 @@ class ModuleComponent:
         return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
-        """The saved buffers outside of host memory that other ranks may have otherwise, by name: not those that DDP
+        """The saved buffers on a device that other ranks may have otherwise, by name: not those that DDP
         broadcasts before the next forward from the rank that `leads`, nor those that the ranks make together, nor
         counters."""
         if self._is_broadcast and not leads:
@@ -279,7 +292,7 @@ class ModuleComponent:
         return [
             name
             for name, t in self.named_buffers()
-            if is_outside(t) and t.is_floating_point() and not (alike and name.startswith(alike))
+            if is_on_device(t) and t.is_floating_point() and not (alike and name.startswith(alike))
         ]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:

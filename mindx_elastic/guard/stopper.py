@@ -616,7 +616,7 @@ class Stopper:
     def leave_with_device(self) -> None:
         """Training thread, on its way out: end the process here where a device waits for a dead rank. The interpreter
         would wait for that device, until the process is killed. Seen with torch 2.11 and NCCL."""
-        if self.alarm is not None and self.alarm.kind == "peer" and self.saver.collector.devices.keeps_older:
+        if self.alarm is not None and self.alarm.kind == "peer" and self.saver.collector.devices.is_busy:
             self.leave_behind(self.alarm, "the device waits for a rank that is gone")
 
     def leave_behind(self, alarm: Alarm, why: str = "the training thread does not come back") -> None:

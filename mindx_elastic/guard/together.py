@@ -246,8 +246,13 @@ class Together:
 
     def _pack(self) -> bytes:
         """This rank's small state; empty: it is too large to travel, or cannot be packed."""
+        state = self._collector.volatile(everything=True)
+        if self._collector.buffers_of_this_rank(leads=self._ranks.rank == 0):
+            state["on_device"] = self._collector.copied_from_device()
         try:
-            packed = self._packer.pack(self._collector.volatile(everything=True))
+            packed = self._packer.pack(state)
+            if len(packed) > _MOST_SMALL_BYTES and state.pop("on_device", None):
+                packed = self._packer.pack(state)
         except UnsupportedStateError:
             return b""
         return packed if len(packed) <= _MOST_SMALL_BYTES else b""

@@ -9,7 +9,7 @@ would have reached it with exactly these. Two more places are *pinned*: the boun
 another rank of the machine has taken of the weights that all share.
 
 The ring is a file of fixed places. A place holds: sequence (odd while it is written), attempt, step, length, flags,
-digest, stamp and length of what a device adds, bytes, and the room for the device (`memory.device_buffers`).
+digest, stamp and length of what a device adds, bytes, and the room for the device (`memory.device_copies`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,14 @@ from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import ArenaFile, RankArena
-from mindx_elastic.memory.device_buffers import ROOM_HEAD, DeviceBuffers, landed_bytes, put_landed, seal_room
+from mindx_elastic.memory.device_copies import (
+    ROOM_HEAD,
+    Addition,
+    DeviceCopies,
+    landed_bytes,
+    put_landed,
+    seal_room,
+)
 from mindx_elastic.persist.packer import StatePacker
 
 __all__ = [
@@ -59,8 +66,9 @@ _TOP = struct.Struct("<8sQQ64s")  # magic, bytes of a place, of them for a devic
 _TOP_ROOM = 128
 _HEAD = struct.Struct("<QqqQQ16sQQ")  # sequence, attempt, step, length, flags, digest, the device's stamp and length
 _HEAD_ROOM = 128
+_LINE = 64
 _SEQUENCE = struct.Struct("<Q")
-_FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
+_FORECAST, _TRUSTED, _IS_PINNED, _STANDS_IN = 1, 2, 4, 8
 _BOUNDARIES = range(NUM_BOUNDARIES)
 _FORECASTS = range(NUM_BOUNDARIES, NUM_BOUNDARIES + NUM_FORECASTS)
 _PINNED = range(NUM_BOUNDARIES + NUM_FORECASTS, _NUM_PLACES)
@@ -79,8 +87,11 @@ class BoundaryRecord:
     """A forecast: the ones before it have all come true. A boundary always is."""
     pinned: bool = False
     """Kept because of a snapshot; the same boundary may be there a second time."""
-    on_device: bytes = b""
+    device_bytes: bytes = b""
     """What the rank's device had copied beside it; empty: nothing, or it had not come to that."""
+    forecast_stands_in: bool = False
+    """Of a boundary: where its `device_bytes` are missing, those of its last forecast are the same (see
+    `memory.device_copies`)."""
 
     @property
     def moment(self) -> Moment:
@@ -98,34 +109,27 @@ class _Top:
         return _HEAD_ROOM + self.capacity + self.device_room
 
 
-@dataclass(frozen=True)
-class Addition:
-    """What a device writes beside a record."""
-
-    nbytes: int
-    put: Callable[[torch.Tensor], int]
-    """Lets the device write into the place's room, which it is given. Returns the stamp that it will set there."""
-
-
 class BoundaryRing:
     """The writer's side, training thread only. `capacity` is the room of one place in bytes, `device_room` that for a
-    device's part, a multiple of 64; 0: there is none."""
+    device's part; 0: there is none."""
 
     def __init__(self, path: Path, run_id: str, capacity: int, device_room: int = 0) -> None:
         """Open or make the file; what an earlier process of the run wrote is kept until it is overwritten.
 
         Raises ArenaError when there is no room.
         """
+        capacity += -capacity % _LINE
         self._run_id = run_id.encode()[:64]
         old = _read_top(path)
         if old is not None and old.run_id == run_id and old.capacity >= capacity and old.device_room >= device_room:
             self._map_file(path, old.capacity, old.device_room)
             return
         kept = [] if old is None or old.run_id != run_id else read_ring(path)
-        device_room = max([device_room, *(ROOM_HEAD + len(record.on_device) for record in kept if record.on_device)])
+        device_room = max([device_room, *(ROOM_HEAD + len(r.device_bytes) for r in kept if r.device_bytes)])
+        device_room += -device_room % _LINE
         larger = path.with_name(f"{path.name}.new")  # not in place: a kill now must not cost the older boundaries
         larger.unlink(missing_ok=True)
-        self._map_file(larger, capacity, device_room + -device_room % 64)
+        self._map_file(larger, capacity, device_room)
         for record in reversed(kept):
             self.write_again(record)
         os.replace(larger, path)
@@ -142,18 +146,20 @@ class BoundaryRing:
         self._whole = torch.frombuffer(self._map, dtype=torch.uint8) if device_room else None
 
     @property
-    def next_stamp(self) -> int:
-        """Higher than any stamp that is there."""
-        return self._next << 24
+    def last_stamp(self) -> int:
+        """The highest that a device was to set here."""
+        return max(int(_HEAD.unpack_from(self._map, self._start(place))[6]) for place in range(_NUM_PLACES))
 
     def admits(self, device: torch.device) -> bool:
-        """Whether `device` can write into it without a wait for that."""
-        return device.type != "cuda" or self._file.pin(device)
+        """Whether `device` can write into it beside the program."""
+        return device.type == "cpu" or (device.type == "cuda" and self._file.pin(device))
 
     def write_again(self, record: BoundaryRecord) -> bool:
         """As `write`, of a record that was read from another ring."""
         kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-        addition = Addition(len(record.on_device), partial(put_landed, record.on_device)) if record.on_device else None
+        landed = record.device_bytes
+        put = partial(put_landed, landed)
+        addition = Addition(len(landed), torch.device("cpu"), put, record.forecast_stands_in) if landed else None
         return self.write(record.attempt, record.step, record.content, **kind, addition=addition)
 
     def write(
@@ -174,7 +180,7 @@ class BoundaryRing:
         places = self._pinned if pinned else self._forecasts if forecast else self._boundaries
         place = places[0]
         places.rotate(-1)
-        start = _TOP_ROOM + place * self._stride
+        start = self._start(place)
         sequence, self._next = self._next, self._next + 1
         _SEQUENCE.pack_into(self._map, start, 2 * sequence - 1)
         self._map[start + _HEAD_ROOM : start + _HEAD_ROOM + length] = content
@@ -185,6 +191,7 @@ class BoundaryRing:
             room = self._whole[start + self._stride - self.device_room : start + self._stride]
             room[16:ROOM_HEAD] = 0  # an older digest; the stamp and the doubt are the device's
             stamp, added = addition.put(room), addition.nbytes
+            flags |= _STANDS_IN * addition.forecast_stands_in
         _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest, stamp, added)
         _SEQUENCE.pack_into(self._map, start, 2 * sequence)
         return True
@@ -193,8 +200,11 @@ class BoundaryRing:
         self._whole = None
         self._file.close()
 
+    def _start(self, place: int) -> int:
+        return _TOP_ROOM + place * self._stride
+
     def _sequence(self, place: int) -> int:
-        return int(_SEQUENCE.unpack_from(self._map, _TOP_ROOM + place * self._stride)[0])
+        return int(_SEQUENCE.unpack_from(self._map, self._start(place))[0])
 
 
 def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
@@ -274,7 +284,9 @@ def _records(data: mmap.mmap, size: int) -> Iterator[tuple[int, BoundaryRecord]]
             if stamp and ROOM_HEAD + added <= top.device_room:
                 with memoryview(data) as view, _room(view, start, top) as room:
                     landed = landed_bytes(room, stamp, added, forecast=forecast)
-            yield sequence, BoundaryRecord(top.run_id, attempt, step, content, forecast, trusted, pinned, landed)
+            stands_in = bool(flags & _STANDS_IN)
+            kinds = forecast, trusted, pinned
+            yield sequence, BoundaryRecord(top.run_id, attempt, step, content, *kinds, landed, stands_in)
 
 
 BOUNDARIES_FILE = "boundaries"
@@ -302,7 +314,7 @@ class BoundaryLog:
         `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name.
         `keeps_device_buffers`: this rank's buffers on a device are its own."""
         self._also_to = also_to
-        self._devices = DeviceBuffers(collector) if keeps_device_buffers else None
+        self._copies = DeviceCopies(collector) if keeps_device_buffers else None
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
@@ -344,15 +356,23 @@ class BoundaryLog:
         """A forecast was wrong: trust none any more, nor may a later process (`_was_trusted`)."""
         self._doubted, self._trusted = True, False
         for _ in _FORECASTS:
-            self._write(self._collector.position.step, self._collector.volatile, forecast=True)
+            self._write(self._collector.position.step, self._collector.volatile, forecast=True, from_device=False)
 
     def _forward_ended(self) -> None:
         # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
         if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
+        elif self._copies is not None:
+            self._copies.note_forward()
 
     def _write(
-        self, step: int, collect: Callable[[], dict[str, Any] | None], *, forecast: bool = False, pinned: bool = False
+        self,
+        step: int,
+        collect: Callable[[], dict[str, Any] | None],
+        *,
+        forecast: bool = False,
+        pinned: bool = False,
+        from_device: bool = True,
     ) -> None:
         if self._broken:
             return
@@ -360,17 +380,10 @@ class BoundaryLog:
             state = collect()
             if state is None:
                 return
-            runs: Sequence[torch.Tensor] = ()
-            if self._devices is not None:
-                places, runs = self._devices.collect(state["buffers"], ahead=forecast)
-                state |= {"device_places": places} if runs else {}
             content = self._packers[forecast].pack(state)
+            addition = self._collect_from_device(state["buffers"], forecast) if from_device else None
             kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
-            ring = self._ring or self._open(len(content), runs)
-            if not ring.write(self._attempt, step, content, **kind, addition=self._addition(runs, forecast)):
-                self._leave_ring()
-                ring = self._open(len(content), runs)
-                ring.write(self._attempt, step, content, **kind, addition=self._addition(runs, forecast))
+            self._put(step, content, kind, addition)
             if self._also_to is not None:
                 self._also_to(self._run_id, self._attempt, step, content, **kind)
         except Exception as error:  # any error: training must go on
@@ -379,30 +392,35 @@ class BoundaryLog:
             remedy = "boundaries are no longer kept in memory, training goes on"
             logger.warning("%s; %s", error, remedy, exc_info=not expected)
 
-    def _open(self, nbytes: int, runs: Sequence[torch.Tensor]) -> BoundaryRing:
-        capacity = max(_LEAST, int(_SPARE * nbytes))
-        capacity += -capacity % 64
-        room = ROOM_HEAD + sum(run.numel() for run in runs) if runs else 0
-        path = self._arena.folder / BOUNDARIES_FILE
-        ring = self._ring = BoundaryRing(path, self._run_id, capacity, room + -room % 64)
-        if runs and self._devices is not None:
-            if ring.admits(runs[0].device):
-                self._devices.begin(runs[0].device, ring.next_stamp)
-            else:
-                self._devices = None
-                logger.info(
-                    "%s: CUDA cannot write into this memory, so buffers on the device are not kept at each boundary: a "
-                    "killed rank goes on with another one's. --snapshot-every 1 keeps them",
-                    path,
-                )
-        return ring
+    def _put(self, step: int, content: bytes, kind: dict[str, bool], addition: Addition | None) -> None:
+        for _ in range(2):  # once more in a larger ring
+            ring = self._ring or self._open(len(content), addition)
+            if addition is None or self._copies is None or not self._copies.attach(ring, addition.device):
+                addition = None
+            if ring.write(self._attempt, step, content, **kind, addition=addition):
+                return
+            self._leave_ring()
 
-    def _addition(self, runs: Sequence[torch.Tensor], forecast: bool) -> Addition | None:
-        """What the device writes beside a record: `runs`; None: there are none."""
-        if self._devices is None or not runs:
+    def _collect_from_device(self, modules: Collection[str], forecast: bool) -> Addition | None:
+        if self._copies is None:
             return None
-        queue = self._devices.queue
-        return Addition(sum(run.numel() for run in runs), lambda room: queue(room, runs, forecast=forecast))
+        try:
+            return self._copies.collect(modules, forecast=forecast)
+        except RuntimeError as error:  # no memory on the device
+            self._copies.turn_off(str(error).partition("\n")[0])
+            return None
+
+    def _open(self, nbytes: int, addition: Addition | None) -> BoundaryRing:
+        path, capacity = self._arena.folder / BOUNDARIES_FILE, max(_LEAST, int(_SPARE * nbytes))
+        room = 0 if addition is None else ROOM_HEAD + addition.nbytes
+        try:
+            self._ring = BoundaryRing(path, self._run_id, capacity, room)
+        except ArenaError as error:
+            if self._copies is None or not room:
+                raise
+            self._copies.turn_off(str(error))
+            self._ring = BoundaryRing(path, self._run_id, capacity)
+        return self._ring
 
     def close(self) -> None:
         for handle in self._handles:
@@ -411,11 +429,9 @@ class BoundaryLog:
 
     def _leave_ring(self) -> None:
         ring, self._ring = self._ring, None
-        if self._devices is not None:
-            self._devices.forget_room()
-            if not self._devices.is_done:
-                return  # the device may still write there: the memory stays for as long as the process
-        if ring is not None:
+        if ring is not None and self._copies is not None:
+            self._copies.leave(ring)
+        elif ring is not None:
             ring.close()
 
 

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mindx_elastic.capture.buffer_block import view_of
 from mindx_elastic.capture.rng import unpack_raw_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
@@ -20,6 +17,7 @@ from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
+from mindx_elastic.memory.device_copies import tensors_of
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packer import unpack_sections
@@ -51,31 +49,23 @@ class OwnState:
     trusted: bool = True
     """Of a forecast: others of this rank have come true before. False in a process's first step: then it may be used
     only where the boundary has come out as forecast on another rank."""
-    on_device: bytes = b""
-    """What its device held of its buffers, see `memory.device_buffers`; empty: nothing, or that is not known."""
+    device_bytes: bytes = b""
+    """What its device held of its buffers, see `memory.device_copies`; empty: nothing, or that is not known."""
 
     def unpack(self) -> dict[str, Any]:
         """Raises CorruptCheckpointError."""
         state = unpack_sections(self.content)
         if not isinstance(state, dict) or not isinstance(state.get("rng"), dict) or "buffers" not in state:
             raise CorruptCheckpointError("a record of the boundary ring does not hold what it should")
+        if self.device_bytes:
+            try:
+                state["on_device"] = tensors_of(self.device_bytes)
+            except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+                logger.warning("buffers of a device in the boundary ring cannot be read: %s", error)
         try:
-            if self.on_device:
-                state["on_device"] = _tensors_of(self.on_device, state["device_places"])
             return {**state, "rng": unpack_raw_rng(state["rng"])}
-        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        except ValueError as error:
             raise CorruptCheckpointError(f"a record of the boundary ring: {error}") from None
-
-
-def _tensors_of(content: bytes, places: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The buffers of each module, by name. `places`: see `Collector.buffers_on_device`."""
-    whole, start = torch.frombuffer(bytearray(content), dtype=torch.uint8), 0
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for module, (nbytes, parts) in json.loads(places).items():
-        run = whole[start : start + nbytes]
-        found[module] = {str(name): view_of(run, part) for name, part in parts}
-        start += nbytes
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +142,7 @@ def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnStat
     for the caller to ask (`OwnState.trusted`)."""
     found: dict[Moment, OwnState] = {}
     for record in _all_records(ring, owners):
-        found.setdefault(record.moment, OwnState(record.content, record.forecast, record.trusted, record.on_device))
+        found.setdefault(record.moment, OwnState(record.content, record.forecast, record.trusted, record.device_bytes))
     return found
 
 
@@ -175,9 +165,15 @@ def _all_records(ring: Path, owners: Owners | None) -> list[SmallRecord]:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
         return []
-    # The program may have passed a boundary that its device never came to. The forecast of it has come before.
-    foreseen = {r.moment: r.on_device for r in reversed(records) if r.forecast and r.trusted and r.on_device}
+    # The program may have passed a boundary that its device never came to. The last forecast of it has come before.
+    last = {record.moment: record.device_bytes for record in reversed(records) if record.forecast}
     return [
-        SmallRecord(r.content, r.forecast, r.trusted, r.on_device or foreseen.get(r.moment, b""), moment=r.moment)
+        SmallRecord(
+            r.content,
+            r.forecast,
+            r.trusted,
+            r.device_bytes or (last.get(r.moment, b"") if r.forecast_stands_in else b""),
+            moment=r.moment,
+        )
         for r in records
     ]

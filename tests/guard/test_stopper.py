@@ -14,6 +14,7 @@ import pytest
 
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.stop_step import Decision, Offer
+from mindx_elastic.capture.device_progress import DeviceProgress
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_state import StopPhase
@@ -282,15 +283,15 @@ def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("by", ["death", "signal"])
-@pytest.mark.parametrize("keeps_older", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_process_whose_device_waits_for_a_dead_rank_ends_at_once(
-    parts: Parts, exit_codes: list[int], by: str, keeps_older: bool
+    parts: Parts, exit_codes: list[int], by: str, is_busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts.stopper.saver.collector.devices.keeps_older = keeps_older
+    monkeypatch.setattr(DeviceProgress, "is_busy", is_busy)
     parts.steps.leave_step()
     parts.stopper.hear_death(1) if by == "death" else parts.stopper.hear_signal(signal.SIGTERM)
     parts.stopper.leave_with_device()
-    assert bool(exit_codes) == (by == "death" and keeps_older)
+    assert bool(exit_codes) == (by == "death" and is_busy)
 
 
 def salvage(parts: Parts) -> float:
