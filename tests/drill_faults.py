@@ -51,21 +51,23 @@ class Setting:
 
 
 SETTINGS = {
-    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 6, 48, 10, ("stop:step=20",)),
-    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 6, 48, 10, ("stop:rank=1,step=20",)),
-    "words-3": Setting(W, 3, IN_PLACE, 6, 48, 10, ("stop:rank=2,step=20",)),
-    "words-4": Setting(W, 4, IN_PLACE, 6, 48, 10, ("stop:rank=3,step=20",)),
-    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 6, 48, 10, ("stop:step=20",)),
-    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 6, 48, 10),
-    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 6, 48, 10),
-    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 3, 32, 7),
-    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 3, 32, 7),
-    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 2, 32, 7),
-    "words": Setting(W, 1, None, 9, 48, 10),
-    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 6, 48, 10),
-    "networks": Setting((NETWORKS, "out"), 1, None, 9, 48, 10),
-    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 4, 48, 10),
-    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 6, 48, 10),
+    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 90, 48, 10, ("stop:rank=1,step=20",)),
+    "words-3": Setting(W, 3, IN_PLACE, 90, 48, 10, ("stop:rank=2,step=20", "kill-in-save:rank=2,step=5,call=all")),
+    "words-4": Setting(W, 4, IN_PLACE, 80, 48, 10, ("stop:rank=3,step=20", "kill-in-save:rank=0,step=5,call=all")),
+    "words-4-restart": Setting(W, 4, AGAIN, 60, 48, 10, ("stop:rank=1,step=20",)),
+    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 90, 48, 10, ("stop:step=20",)),
+    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 90, 48, 10),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48, 10, ("kill-in-save:rank=3,step=5,call=all",)),
+    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 40, 32, 7),
+    "example-3": Setting((*TRAIN, "--limit-train", "300"), 3, IN_PLACE, 30, 32, 7),
+    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 30, 32, 7),
+    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 60, 48, 10, ("stop:step=20",)),
+    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 30, 32, 7),
+    "words": Setting(W, 1, None, 60, 48, 10),
+    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 40, 48, 10),
+    "networks": Setting((NETWORKS, "out"), 1, None, 60, 48, 10),
+    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 40, 48, 10),
+    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 30, 32, 7),
 }
 
 
