@@ -109,7 +109,7 @@ class Memory:
             if begins_again and resumed is not None:
                 self._log.begin_again(events.run_id, events.attempt, resumed.moment)
             else:
-                self._log.begin(events.run_id, events.attempt)
+                self._log.begin(events.run_id, events.attempt, has_resumed=resumed is not None)
         if self._every != 0 or donates:
             schedule = SnapshotSchedule(self._every, start=collector.position.step)
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
