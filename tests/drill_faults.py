@@ -2,11 +2,12 @@
 
     python -m tests.drill_faults --faults 1000 --seed 1 --log faults.txt [--pause-file PATH]
     python -m tests.drill_faults --only words-2 --faults 50 --seed 7 --log faults.txt
+    python -m tests.drill_faults --again benchmarks/results/long_drill.txt --log faults.txt
 
 Each setting is a loop, its number of ranks and options of the agent. The faults are shared among the settings by their
 weights, and drawn as `mindx-elastic drill --random` draws them. Whatever is not exact is printed with its reason; the
 line in the log says which setting and seed made it, so that the same faults can be had again. While the pause file
-exists no run is begun.
+exists no run is begun. `--again` makes the rows of a log once more in which something was neither exact nor as said.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.drill.drill import GOOD, Drill, Result, make_drill
-from mindx_elastic.drill.faults import parse_fault
+from mindx_elastic.drill.faults import Fault, parse_fault
 from mindx_elastic.drill.outside import Leftovers
+from mindx_elastic.drill.rows import make_rows
 from mindx_elastic.prove.runs import Command, Runs
 
 HERE = Path(__file__).parent
@@ -49,25 +51,30 @@ class Setting:
 
 
 SETTINGS = {
-    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 6, 48, 10, ("stop:step=20",)),
-    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 6, 48, 10, ("stop:rank=1,step=20",)),
-    "words-3": Setting(W, 3, IN_PLACE, 6, 48, 10, ("stop:rank=2,step=20",)),
-    "words-4": Setting(W, 4, IN_PLACE, 6, 48, 10, ("stop:rank=3,step=20",)),
-    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 6, 48, 10, ("stop:step=20",)),
-    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 6, 48, 10),
-    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 6, 48, 10),
-    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 3, 32, 7),
-    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 3, 32, 7),
-    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 2, 32, 7),
-    "words": Setting(W, 1, None, 9, 48, 10),
-    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 6, 48, 10),
-    "networks": Setting((NETWORKS, "out"), 1, None, 9, 48, 10),
-    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 4, 48, 10),
-    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 6, 48, 10),
+    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 90, 48, 10, ("stop:rank=1,step=20",)),
+    "words-3": Setting(W, 3, IN_PLACE, 90, 48, 10, ("stop:rank=2,step=20", "kill-in-save:rank=2,step=5,call=all")),
+    "words-4": Setting(W, 4, IN_PLACE, 80, 48, 10, ("stop:rank=3,step=20", "kill-in-save:rank=0,step=5,call=all")),
+    "words-4-restart": Setting(W, 4, AGAIN, 60, 48, 10, ("stop:rank=1,step=20",)),
+    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 90, 48, 10, ("stop:step=20",)),
+    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 90, 48, 10),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48, 10, ("kill-in-save:rank=3,step=5,call=all",)),
+    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 40, 32, 7),
+    "example-3": Setting((*TRAIN, "--limit-train", "300"), 3, IN_PLACE, 30, 32, 7),
+    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 30, 32, 7),
+    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 60, 48, 10, ("stop:step=20",)),
+    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 30, 32, 7),
+    "words": Setting(W, 1, None, 60, 48, 10),
+    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 40, 48, 10),
+    "networks": Setting((NETWORKS, "out"), 1, None, 60, 48, 10),
+    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 40, 48, 10),
+    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 30, 32, 7),
 }
 
 
-def run_setting(name: str, number: int, seed: int, log: Path, pause: Path | None, timeout_s: float) -> Drill:
+def run_setting(
+    name: str, number: int, seed: int, log: Path, pause: Path | None, timeout_s: float, named: Sequence[Fault] = ()
+) -> Drill:
+    """`number` faults by `seed` and those of the setting; or those that are `named` in their place."""
     setting, drill, leftovers = SETTINGS[name], Drill(), Leftovers()
     written = 0
     began = time.monotonic()
@@ -88,8 +95,8 @@ def run_setting(name: str, number: int, seed: int, log: Path, pause: Path | None
             Command(script=setting.script, agent=agent),
             runs,
             leftovers,
-            faults=[parse_fault(text) for text in setting.faults],
-            number=number,
+            faults=named or [parse_fault(text) for text in setting.faults],
+            number=0 if named else number,
             seed=seed,
             steps=setting.steps,
             in_a_row=setting.in_a_row,
@@ -119,17 +126,52 @@ def write_lines(log: Path, name: str, seed: int, results: Sequence[Result], writ
     return len(results)
 
 
+def read_bad_rows(log: Path) -> list[tuple[str, int, list[Fault]]]:
+    """Setting, seed and faults of each row of a `log` in which a result was not good: what stands in one row there is
+    in one job again. What cannot happen by itself is left out: a death in a copy on a rank that makes none."""
+    rows: list[tuple[str, int, list[Fault]]] = []
+    bad: set[int] = set()
+    for line in log.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        name, seed, text, *_, outcome = line.split(" ")
+        fault = parse_fault(text)
+        last = rows[-1] if rows else None
+        if last is None or last[:2] != (name, int(seed)) or not _follows(last[2], fault):
+            rows.append((name, int(seed), []))
+        if not (fault.at == "copy" and fault.rank):
+            rows[-1][2].append(fault)
+        if outcome not in [good.replace(" ", "-") for good in GOOD]:
+            bad.add(len(rows) - 1)
+    return [row for number, row in enumerate(rows) if number in bad and row[2]]
+
+
+def _follows(row: Sequence[Fault], fault: Fault) -> bool:
+    together = make_rows([*row, fault], len(row) + 1)
+    return len(together) == 1 and (not row or together[0][-1] == fault)
+
+
+def again(row: tuple[str, int, list[Fault]], args: argparse.Namespace) -> int:
+    name, seed, faults = row
+    return run_setting(name, 0, seed, args.log.absolute(), args.pause_file, args.timeout, faults).exit_code
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--again", type=Path, metavar="LOG")
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--pause-file", type=Path)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds without a step or output: it hangs")
     args = parser.parse_args()
     os.chdir(HERE.parent)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with what it has in memory removed
+    if args.again is not None:
+        rows = read_bad_rows(HERE.parent / args.again)
+        codes = [again(row, args) for row in rows]
+        sys.exit(any(codes))
     whole = sum(SETTINGS[name].weight for name in args.only)
     bad = 0
     for name in args.only:

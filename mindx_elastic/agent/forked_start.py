@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from mindx_elastic.agent.kept import Kept
-from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
+from mindx_elastic.agent.zygote import WORKER_DEFAULTS, ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
@@ -191,9 +191,7 @@ class ForkedStart:
                 self._start_zygote()
 
     def _start_zygote(self) -> None:
-        env = dict(os.environ)
-        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # see `agent.launcher`
-        self._zygote = Zygote(self._command, env)
+        self._zygote = Zygote(self._command, {**WORKER_DEFAULTS, **os.environ})
         self._zygote.start()
 
     def _imported(self, rank: int) -> list[str]:

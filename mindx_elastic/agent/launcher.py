@@ -35,6 +35,7 @@ from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
+from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
@@ -205,9 +206,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     if options.in_place and RejoinSettings.from_env().nccl:
         os.environ.setdefault(ERROR_HANDLING, "0")  # else torch, and its agent, end each process whose peer has died
         os.environ.setdefault(DUMP, "0")
-    # Not 1, as torch's agent sets: torch then aborts a communicator whose peer has died, and the update behind it runs.
-    os.environ.setdefault(ERROR_HANDLING, "3")
-    os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
+    for name, value in WORKER_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"
     if options.job_key_file is not None:

@@ -32,7 +32,15 @@ from typing import Any
 from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY, ROOM, ROOM_BYTES
 from mindx_elastic.core.posix import open_pidfd, read_stat
 
-__all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "ZygoteError", "take_ready_made"]
+__all__ = [
+    "IMPORT_VARIABLES",
+    "OWN_VARIABLES",
+    "WORKER_DEFAULTS",
+    "ForkedWorker",
+    "Zygote",
+    "ZygoteError",
+    "take_ready_made",
+]
 
 OWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -47,6 +55,12 @@ IMPORT_VARIABLES = (
     *("PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
 """Beginnings of variables that the interpreter, the C library, torch and numpy read before the script runs."""
+WORKER_DEFAULTS: Mapping[str, str] = {
+    # Not 1, as torch's agent sets: torch then aborts a communicator whose peer has died, and the update behind it runs.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "PYTHONHASHSEED": "0",  # sets of strings in the same order, on each node and in each attempt
+}
+"""What the agent gives its workers where the user has not set it. Imports read it, so a zygote must have it, too."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _FORK_S = 10.0
 """A fork takes milliseconds; one that takes so long never comes."""

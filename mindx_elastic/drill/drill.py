@@ -14,7 +14,7 @@ import random
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from mindx_elastic.drill.rows import Share, Start, divide, make_rows
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
-from mindx_elastic.prove.records import Life
+from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Command, Outcome, Runs
 
-__all__ = ["GOOD", "Drill", "Result", "choose_faults", "make_drill"]
+__all__ = ["GOOD", "Drill", "Result", "choose_faults", "find_copies", "make_drill"]
 
 GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
@@ -119,13 +119,14 @@ def choose_faults(
     ranks: int,
     agent: bool,
     workers: bool,
-    copies: bool,
+    copies: Mapping[int, Collection[tuple[int, int]]],
     number: int,
     seed: int,
 ) -> list[Fault]:
     """`number` faults by `seed`, of all kinds that a job like this can have. `places`: guard and step of each boundary
     but the last. `stops`: those of them from which a stop can still be saved; empty: nothing is known of that.
-    `copies`: snapshots are taken from the first step on."""
+    `copies`: by rank, the places from which on it still copies its state to shared memory. Replicas on one machine
+    leave that to one of them."""
     chance = random.Random(seed)
     kinds = [
         kind
@@ -136,8 +137,9 @@ def choose_faults(
     for _ in range(number):
         kind = chance.choice(kinds)
         guard, step = chance.choice(stops if kind.ends_in_save and stops else places)
-        possible = [at for at in kind.places if at != "copy" or copies]
-        fault = Fault(kind=kind.name, rank=chance.randrange(ranks), step=step, guard=guard, at=chance.choice(possible))
+        rank = chance.randrange(ranks)
+        possible = [at for at in kind.places if at != "copy" or (guard, step) in copies.get(rank, ())]
+        fault = Fault(kind=kind.name, rank=rank, step=step, guard=guard, at=chance.choice(possible))
         if kind.name == "kill-in-save":
             fault = replace(fault, call=chance.randint(1, 8))
         if kind.name == "clock-jump":
@@ -208,7 +210,7 @@ class _Driller(Baseline):
             ranks=self.proof.num_ranks,
             agent=self._command.agent is not None,
             workers=any(life.workers for life in first.lives),
-            copies=_option(self._command.agent or (), "--snapshot-every") not in ("", "0", "auto"),
+            copies=find_copies(first.lives, steps),
             number=self._number,
             seed=self._seed,
         )
@@ -229,6 +231,12 @@ class _Driller(Baseline):
             )
         if fault.about.workers and not any(life.workers for life in first.lives):
             raise UsageError(f"--fault {fault}: no loader of the guard has workers")
+        copies = find_copies(first.lives, self.steps_of(first)).get(fault.rank, ())
+        if fault.at == "copy" and (fault.guard, fault.step) not in copies:
+            raise UsageError(
+                f"--fault {fault}: rank {fault.rank} copies no state to shared memory from that step on; "
+                "copies are made with --snapshot-every N, and of replicas on one machine by its first rank"
+            )
 
     # --- one fault ---
 
@@ -486,6 +494,18 @@ class _Driller(Baseline):
         what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
         explained = Explained(what=what, cause="", remedy="mindx-elastic clean removes what dead jobs left in memory")
         return replace(result, outcome="left behind", explained=explained, leftovers=found)
+
+
+def find_copies(lives: Iterable[Life], steps: Sequence[Step]) -> Mapping[int, Collection[tuple[int, int]]]:
+    """By rank, the places from which on it still copies its state to shared memory before the run ends at `steps[-1]`.
+    The newest copy may be that of the boundary before."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for life in lives:
+        own = [step for step in steps[:-1] if step.series == life.series]
+        late = life.copied_every - 1
+        places = {step.place for at, step in enumerate(own) if late >= 0 and any(each.cut for each in own[at + late :])}
+        found.setdefault(life.rank, set()).update(places)
+    return found
 
 
 def _fired(fault: Fault) -> Mapping[str, Any] | None:

@@ -153,6 +153,11 @@ class Connections:
         """Whether the guard copies the state to shared memory every few steps."""
         return self.memory is not None and self.memory.takes_snapshots
 
+    @property
+    def copied_every(self) -> int:
+        """Steps between two of those copies by this rank itself; 0: it makes none."""
+        return 0 if self.memory is None else self.memory.copied_every
+
     def announce(self, found: Resumed | None) -> None:
         """Tell the agent which step is about to be loaded."""
         if self.link is not None and found is not None:

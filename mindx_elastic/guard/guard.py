@@ -341,6 +341,7 @@ class Guard(LayeredGuard):
             policies=self._policies,
             stopper=self.stopper,
             is_outside=lambda: self._evaluations.is_inside,
+            copied_every=self._around.copied_every,
         )
 
     def run(self, train: Callable[[], _T]) -> _T:

@@ -149,8 +149,10 @@ class Witness:
         policies: Sequence[ExitPolicy],
         stopper: Stopper,
         is_outside: Callable[[], bool],
+        copied_every: int,
     ) -> None:
-        """The state is back, and alarms are heard. `is_outside`: what happens now belongs to no step."""
+        """The state is back, and alarms are heard. `is_outside`: what happens now belongs to no step. `copied_every`:
+        steps between two copies of the state to shared memory by this rank; 0: it makes none."""
         key = os.path.abspath(directory), prefix
         if key not in _series:
             _series.append(key)
@@ -184,6 +186,7 @@ class Witness:
             path=None if resumed_path is None else resumed_path.name,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
+            copied_every=copied_every,
             epoch=position.epoch,
             step=position.step,
             num_batches=position.batch_num,

@@ -324,9 +324,13 @@ class BoundaryLog:
         self._broken = False
         self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in modules]
 
-    def begin(self, run_id: str, attempt: int) -> None:
-        """Keep all boundaries from here on. Not the one that the job starts from: that one is durable."""
+    def begin(self, run_id: str, attempt: int, *, has_resumed: bool = False) -> None:
+        """Keep all boundaries from here on. `has_resumed`: and the one that the job has resumed from. It is in a file,
+        but a recovery in place takes only what is in memory, and goes on from there when a rank dies before the next
+        one."""
         self._run_id, self._attempt = run_id, attempt
+        if has_resumed:
+            self._write(self._collector.position.step, self._collector.volatile)
 
     def begin_again(self, run_id: str, attempt: int, moment: Moment) -> None:
         """As `begin`, after a recovery in place at the boundary `moment`: no file has this rank's state of it, so it is

@@ -61,6 +61,12 @@ class Memory:
         """Whether this rank or another one of the machine copies the state now and then."""
         return self._snapshotter is not None and not self._snapshotter.broken
 
+    @property
+    def copied_every(self) -> int:
+        """Steps between two copies that this rank makes of its state; 0: another rank of the machine makes them, nobody
+        does, or the interval is not known yet."""
+        return 0 if self._snapshotter is None else self._snapshotter.copied_every
+
     def take_over(self, interval: int) -> None:
         """All ranks know this `interval` from an attempt before: it need not be measured again."""
         if self._every is None and interval > 0:
@@ -106,7 +112,7 @@ class Memory:
             if begins_again and resumed is not None:
                 self._log.begin_again(events.run_id, events.attempt, resumed.moment)
             else:
-                self._log.begin(events.run_id, events.attempt)
+                self._log.begin(events.run_id, events.attempt, has_resumed=resumed is not None)
         if self._every != 0 or donates:
             schedule = SnapshotSchedule(self._every, start=collector.position.step)
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.

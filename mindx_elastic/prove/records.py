@@ -85,6 +85,8 @@ class Life:
     """`time.monotonic` of the machine when it had entered."""
     workers: int = 0
     """Of its loader with the most."""
+    copied_every: int = 0
+    """Steps between two copies of its state to shared memory; 0: it makes none, or the interval was not known."""
 
 
 def read_lives(folder: Path) -> list[Life]:
@@ -109,6 +111,7 @@ def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
             names = ("series", "directory", "prefix", "resumed", "epoch", "world_size")
             life = Life(rank=rank, entered=dict(known), **{name: event[name] for name in names})
             life.pid, life.clock, life.workers = (event.get(name, 0) for name in ("pid", "clock", "workers"))
+            life.copied_every = event.get("copied_every", 0)
         elif life is None:
             return None
         elif kind == "step":

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.config import MemorySettings
 from mindx_elastic.core.signal_handlers import handlers_held
 from mindx_elastic.errors import UsageError
@@ -87,9 +88,9 @@ class Chain:
     runs: list[Outcome] = field(default_factory=list)
 
 
-_OF_WORKERS = {"PYTHONHASHSEED": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 _SET_BY_AGENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Variables that imports read, as the agent's workers have them. Where one differs, a worker is a fresh interpreter."""
+"""With `WORKER_DEFAULTS`: variables that imports read, as the agent's workers have them. Where one differs, a worker is
+a fresh interpreter."""
 
 
 class Runs:
@@ -242,7 +243,7 @@ class Runs:
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         launches = self.command.agent is not None
         if launches:
-            env = {**_OF_WORKERS, **env, **_SET_BY_AGENT}
+            env = {**WORKER_DEFAULTS, **env, **_SET_BY_AGENT}
         for number in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
             # Else Ctrl-C may leave a process that nobody knows: it would go on importing torch when all else has ended.
             with handlers_held():

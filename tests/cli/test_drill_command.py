@@ -155,3 +155,12 @@ def test_in_place_and_in_the_middle_of_a_copy(tmp_path: Path) -> None:
     agent = ["--nproc-per-node", 2, "--snapshot-every", 1, "--recover", "in-place"]
     found = drill(*words, *agent, cwd=tmp_path)
     assert [(each["outcome"], each["exit_codes"]) for each in found] == [("exact", [0])] * 2
+
+
+@pytest.mark.drill
+def test_a_death_in_the_copy_of_a_rank_that_makes_none(tmp_path: Path) -> None:
+    end = ("--", JOBS / "proved.py", "exact", "ckpt")
+    agent = ("--nproc-per-node", 2, "--snapshot-every", 1)
+    result = run("--steps", 4, "--fault", "kill:rank=1,step=2,at=copy", *agent, *end, cwd=tmp_path)
+    said = " ".join(result.stderr.split())
+    assert result.returncode == 2 and "rank 1 copies no state to shared memory from that step on" in said, said

@@ -15,7 +15,9 @@ PLACES = [(guard, step) for guard in (0, 1) for step in range(1, 40)]
 
 def test_rows_keep_all_faults_in_the_order_in_which_they_happen() -> None:
     for seed in range(20):
-        faults = choose_faults(PLACES, ranks=2, agent=True, workers=True, copies=True, number=60, seed=seed)
+        faults = choose_faults(
+            PLACES, ranks=2, agent=True, workers=True, copies={0: PLACES, 1: PLACES}, number=60, seed=seed
+        )
         rows = make_rows(faults, 8)
         assert sorted(map(str, faults)) == sorted(str(fault) for row in rows for fault in row)
         assert max(map(len, rows)) <= 8 and len(rows) < 30

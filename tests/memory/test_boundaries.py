@@ -401,6 +401,18 @@ def test_a_replicas_state_and_the_own_small_state_are_the_own_state(ranks: Ranks
             assert_same(composed, kept[step][mine])
 
 
+def test_the_boundary_that_a_job_has_resumed_from_is_kept_for_the_new_attempt(ranks: Ranks) -> None:
+    """A rank that dies in its first step has passed no other, and the others go on from this one in place."""
+    train(ranks, 2)
+    for rank, has_resumed in zip(ranks, (True, False), strict=True):
+        rank.log.begin(RUN, ATTEMPT + 1, has_resumed=has_resumed)
+    found = [own_states(rank.arena.folder / BOUNDARIES_FILE) for rank in ranks]
+    assert [(RUN, ATTEMPT + 1, 2) in each for each in found] == [True, False]
+    own = found[0][RUN, ATTEMPT + 1, 2]
+    assert own.trusted and not own.forecast
+    assert_same(ranks[0].collector.compose(ranks[1].state(), own.unpack()), ranks[0].state())
+
+
 def test_a_forecast_is_what_the_rank_would_have_had(ranks: Ranks) -> None:
     """Killed after its forward; the others reach the boundary."""
     train(ranks, 3)

@@ -95,6 +95,19 @@ def test_what_is_kept_stays_and_goes_into_an_empty_folder(tmp_path: Path) -> Non
         pass
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--recover", "in-place")], ids=["restart", "in place"])
+def test_the_workers_of_an_agent_are_forked_from_one_that_has_imported_torch(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """A variable that imports read, and that the agent sets otherwise than the proof, made each a fresh interpreter."""
+    script = write(tmp_path, "import sys\nprint('torch' in sys.modules, flush=True)\n").script
+    with Runs(Command(script=script, agent=("--nproc-per-node", "2", *options)), timeout_s=600) as runs:
+        outcome = runs.run(runs.chain())
+        lines = outcome.log.read_text().splitlines()
+    assert outcome.code == 0 and lines.count("True") == 2, lines
+
+
 def test_a_kill_needs_the_agent_and_a_snapshot_of_each_step(tmp_path: Path) -> None:
     command = Command(script=("train.py", "--lr", "1"), agent=("--nproc-per-node", "2"))
     runs = Runs(command, fresh=True)

@@ -410,6 +410,18 @@ def test_a_stop_in_the_middle_of_a_recovery_saves_what_there_is(runs: Runs) -> N
     assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
 
 
+@pytest.mark.parametrize("where", ["forward", pytest.param("update", marks=drill)])
+def test_a_death_in_the_first_step_after_a_start_from_files(runs: Runs, where: str) -> None:
+    """The boundary that the survivors go on from is that of the files, and the dead rank had passed none of its own."""
+    words = ["--epochs", "2"]
+    job, folder = runs.run(2, *words, *faults("0:4:after:term"), code=143)
+    (saved,) = {int(match[1]) for match in job.matches(r"step (\d+) saved in ")}
+    job = runs.start(folder, 2, [*words, *faults(f"1:{saved + 1}:{where}")])
+    assert job.matches(f"FAULT 1 {saved + 1} {where}") and job.matches(IN_PLACE), job.report()
+    assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
+    assert not job.matches("not bit for bit"), job.report()
+
+
 @drill
 def test_a_stop_at_the_moment_of_a_death_does_not_wait_for_the_dead_rank(runs: Runs) -> None:
     def stop(job: Job) -> None:
