@@ -93,7 +93,24 @@ def test_objects_may_have_any_name_that_kubernetes_gives() -> None:
     assert claims == ["data.7-train-shared-by-two-teams-of-the-same-floor"]
 
 
-WORDS = ("1e-4", "1e3", "0o17", "0x1F", "1_000", "1:30:00", ".5", "-.inf", "~", "null", "y", "n", "On", "no", "=", "<<")
+WORDS: tuple[str, ...] = (
+    "1e-4",
+    "1e3",
+    "0o17",
+    "0x1F",
+    "1_000",
+    "1:30:00",
+    ".5",
+    "-.inf",
+    "~",
+    "null",
+    "y",
+    "n",
+    "On",
+    "no",
+    "=",
+    "<<",
+)
 WORDS += ("2024-01-01", "", " a  b ", "a: b", "#x", "- x", "{a}", "*x", "&x", "!x", "%x", "@x", "`x`", "'", '"', "\\")
 WORDS += ("a\nb", "\t", "\x1b[0m", "\x85", "\u2028", "grün", "\U0001f600", "a" * 300, "a b " * 90, "x:", ":x", "a:b")
 
