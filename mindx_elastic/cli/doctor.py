@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, make_console, parse_size, printable
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_size, make_console, parse_size, printable
 
 if TYPE_CHECKING:
     from mindx_elastic.doctor.examine import Examination
@@ -130,7 +130,7 @@ def _print(console: Console, directory: Path, found: Examination) -> None:
     size = "size of the state not known"
     if found.state is not None:
         ranks = f"{found.state.ranks} rank{'' if found.state.ranks == 1 else 's'} here"
-        size = f"a state of {found.state.nbytes / _GIB:.3g} GiB ({found.state.source}), {ranks}"
+        size = f"a state of {human_size(found.state.nbytes)} ({found.state.source}), {ranks}"
     title = f"{directory.absolute()}: {found.grace_s:g} s of grace, {size}"
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     width = min(console.width, _WIDEST)

@@ -112,5 +112,8 @@ def test_the_older_name_of_the_size(run: Callable[..., Any], tmp_path: Path) -> 
 
 def test_a_file_in_place_of_a_directory(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    result = run("doctor", tmp_path / "x", "--measure", 0)
-    assert result.exit_code == 1 and "is a file" in result.stdout
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path, said in (("x", "is a file"), ("x/ckpt/a", "is a file"), ("link", "is a link to nothing")):
+        document = json.loads(run("doctor", tmp_path / path, "--measure", 0, "--json").stdout)
+        (finding,) = findings(document, "directory")
+        assert document["worst"] == finding["level"] == "problem" and said in finding["text"], path
