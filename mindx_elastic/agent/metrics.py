@@ -138,7 +138,8 @@ class MetricsServer:
     """Serves `metrics` over HTTP until `close`. Threads of its own."""
 
     def __init__(self, host: str, port: int, memory: Path | None = None) -> None:
-        """memory: as for `Metrics`. Raises UsageError when prometheus_client is not installed, or the port cannot be used."""
+        """memory: as for `Metrics`. Raises UsageError when prometheus_client is not installed, or the port cannot be
+        used."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
