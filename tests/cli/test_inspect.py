@@ -228,7 +228,7 @@ def test_attempts_are_shown_where_there_are_several(run: Callable[..., Any], tmp
 def test_only_damaged_files(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "resnet-1_1.safetensors").write_bytes(b"")
     result = run("inspect", tmp_path)
-    assert result.exit_code == 0
+    assert result.exit_code == 3
     assert result.stdout.splitlines()[-1] == f"no usable checkpoint found in {tmp_path}"
 
 
