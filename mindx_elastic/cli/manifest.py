@@ -19,6 +19,7 @@ class ManifestKind(str, Enum):
     KUBERNETES = "kubernetes"
     JOBSET = "jobset"
     TRAINER = "trainer"
+    VOLCANO = "volcano"
     SLURM = "slurm"
 
 
@@ -26,7 +27,7 @@ def manifest_command(
     kind: Annotated[
         ManifestKind,
         typer.Argument(
-            metavar="kubernetes|jobset|trainer|slurm", help="What runs the job; trainer is Kubeflow Trainer v2."
+            metavar="kubernetes|jobset|trainer|volcano|slurm", help="What runs the job; trainer is Kubeflow Trainer v2."
         ),
     ],
     command: Annotated[

@@ -1,4 +1,4 @@
-"""Manifests of a job under ``mindx-elastic run`` for Kubernetes, JobSet, Kubeflow Trainer v2 and Slurm.
+"""Manifests of a job under ``mindx-elastic run`` for Kubernetes, JobSet, Kubeflow Trainer v2, Volcano and Slurm.
 
 What they have in common: a graceful stop (143, 75) and an eviction cost none of the job's tries, an error of usage (2,
 126, 127) is final, the pod lives longer than the workers' grace period, and ``/dev/shm`` has room for the snapshots.
@@ -21,7 +21,7 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["KINDS", "JobNumbers", "manifest", "shared_memory_bytes"]
 
-KINDS = ("kubernetes", "jobset", "trainer", "slurm")
+KINDS = ("kubernetes", "jobset", "trainer", "volcano", "slurm")
 _AGENT_S = 15  # for the agent itself: what only memory holds, the last lines, result.json
 _SLOTS = 2
 _ROOM = 1.1  # headers, boundary rings
@@ -93,7 +93,7 @@ def manifest(kind: str, numbers: JobNumbers) -> str:
     """The text of one of `KINDS`. Raises UsageError."""
     if kind == "slurm":
         return _slurm(numbers)
-    makers = {"kubernetes": _kubernetes, "jobset": _jobset, "trainer": _trainer}
+    makers = {"kubernetes": _kubernetes, "jobset": _jobset, "trainer": _trainer, "volcano": _volcano}
     documents = makers[kind](numbers)
     shm = shared_memory_bytes(numbers) >> 30
     head = (
@@ -116,14 +116,15 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def _run(numbers: JobNumbers, endpoint: str = "") -> list[str]:
+def _run(numbers: JobNumbers, endpoint: str = "", index: str = "JOB_COMPLETION_INDEX") -> list[str]:
+    """index: the container's variable with the number of its node."""
     words = ["mindx-elastic", "run", "--nproc-per-node", str(numbers.nproc), "--grace", f"{numbers.grace_s:g}"]
     if endpoint:
         words += ["--nnodes", str(numbers.nodes), "--rdzv-backend", "c10d", "--rdzv-id", numbers.name]
         words += ["--rdzv-endpoint", f"{endpoint}:{_PORT}"]
     where = f"{_literal(numbers.mount)}/run"
     if numbers.nodes > 1:
-        where += "-$(JOB_COMPLETION_INDEX)"
+        where += f"-$({index})"
     return [*words, "--run-dir", where, *map(_literal, (*numbers.run_options, *numbers.command))]
 
 
@@ -227,6 +228,23 @@ def _trainer(numbers: JobNumbers) -> list[dict[str, Any]]:
         {"apiVersion": api, "kind": "TrainingRuntime", "metadata": {"name": name}, "spec": spec},
         {"apiVersion": api, "kind": "TrainJob", "metadata": {"name": name}, "spec": job},
     ]
+
+
+def _volcano(numbers: JobNumbers) -> list[dict[str, Any]]:
+    """Its first policy that fits an event counts, so the exit codes stand in front. It has no way to leave a stop out
+    of `maxRetry`."""
+    name, several = numbers.name, numbers.nodes > 1
+    if not numbers.restarts:
+        raise UsageError("--restarts 0: Volcano takes that for its own default, 3; give at least 1")
+    command = _run(numbers, f"{name}-node-0.{name}" if several else "", "VC_TASK_INDEX")
+    policies: list[dict[str, Any]] = [{"exitCode": code, "action": "TerminateJob"} for code in (2, 126, 127)]
+    policies += [{"event": event, "action": "RestartJob"} for event in ("PodFailed", "PodEvicted")]
+    spec: dict[str, Any] = {"schedulerName": "volcano", "minAvailable": numbers.nodes, "maxRetry": numbers.restarts}
+    if several:  # names that the pods find each other by, and VC_TASK_INDEX
+        spec["plugins"] = {"env": [], "svc": ["--publish-not-ready-addresses=true"]}
+    template = {"spec": _pod(numbers, "node", command)}
+    spec |= {"policies": policies, "tasks": [{"name": "node", "replicas": numbers.nodes, "template": template}]}
+    return [{"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": {"name": name}, "spec": spec}]
 
 
 def _slurm(numbers: JobNumbers) -> str:

@@ -148,7 +148,7 @@ LINES = [
     ("run --nproc", {"--nproc-per-node"}),
     ("run --recover ", {"restart", "in-place"}),
     ("run --snapshot-every ", {"auto", "0"}),
-    ("manifest ", {"kubernetes", "jobset", "trainer", "slurm"}),
+    ("manifest ", {"kubernetes", "jobset", "trainer", "volcano", "slurm"}),
     ("convert a b --to d", {"dcp"}),
     ("completion ", {"bash", "zsh", "fish"}),
     ("run train.py --nproc", set()),

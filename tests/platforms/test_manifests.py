@@ -60,6 +60,31 @@ def test_the_numbers_fit_each_other(kind: str, nodes: int) -> None:
     assert pod["restartPolicy"] == "Never" and spec["podReplacementPolicy"] == "Failed"
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_job_of_volcano(nodes: int) -> None:
+    """As its controller reads it: of an event's policies the first one counts, a pod's name is JOB-TASK-INDEX, and the
+    plugin svc gives it the job's name as its domain."""
+    (job,) = documents("volcano", nodes=nodes, grace_s=100, restarts=5)
+    assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
+    spec = job["spec"]
+    assert (spec["minAvailable"], spec["maxRetry"], spec["schedulerName"]) == (nodes, 5, "volcano")
+    found = [(policy.get("exitCode", policy.get("event")), policy["action"]) for policy in spec["policies"]]
+    assert found[:3] == [(2, "TerminateJob"), (126, "TerminateJob"), (127, "TerminateJob")]
+    assert found[3:] == [("PodFailed", "RestartJob"), ("PodEvicted", "RestartJob")]
+    (task,) = spec["tasks"]
+    pod = task["template"]["spec"]
+    words = pod["containers"][0]["command"]
+    assert (task["name"], task["replicas"]) == ("node", nodes)
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 115
+    if nodes > 1:
+        assert "train-node-0.train:29400" in words and "/checkpoints/run-$(VC_TASK_INDEX)" in words
+        assert set(spec["plugins"]) == {"env", "svc"}
+    else:
+        assert "plugins" not in spec and "/checkpoints/run" in words
+    with pytest.raises(UsageError, match="--restarts 0"):
+        manifest("volcano", numbers(restarts=0))
+
+
 def test_pods_of_several_nodes_find_the_first_one() -> None:
     service, job = documents("kubernetes", nodes=2)
     assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
@@ -171,6 +196,9 @@ def test_kubernetes_own_schema_accepts_the_job(nodes: int) -> None:
     for kind in ("jobset", "trainer"):
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_spec(kind, nodes=nodes)}
         checker.validate(job, checker.latest_version(), strict=True)
+    template = documents("volcano", nodes=nodes)[0]["spec"]["tasks"][0]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **template}
+    checker.validate(pod, checker.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
