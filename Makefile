@@ -67,10 +67,15 @@ $(DONE)/dev: pyproject.toml $(DONE)/torch
 
 # --- the wheel ---
 
+# What builds it, as pyproject.toml asks for it: no torch.
+$(DONE)/build: pyproject.toml | $(DONE)/venv
+	$(INSTALL) 'setuptools>=77' wheel
+	@touch $@
+
 # Built each time, since a module that was taken away leaves no newer file. build/ is removed first: setuptools would pack
 # such a module from there. The fixed date makes the wheel a function of the source, so that an unchanged one is known
 # again by its digest and not installed anew.
-wheel: $(DONE)/torch
+wheel: $(DONE)/build
 	@rm -rf build dist/mindx_elastic-*.whl
 	SOURCE_DATE_EPOCH=946684800 $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@cp ma_pre_start.sh dist/ && ls dist
@@ -78,7 +83,7 @@ wheel: $(DONE)/torch
 # --- the demo ---
 
 # Installed as a platform would, by the script beside the wheel, in place of the working tree that `make test` installs.
-demo: wheel
+demo: $(DONE)/torch wheel
 	@rm -f $(DONE)/dev
 	@export PYTHON=$(BIN)/python && source dist/ma_pre_start.sh && \
 	  $(INSTALL) "$$(ls dist/mindx_elastic-*.whl)[examples]" && \

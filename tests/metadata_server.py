@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["AWS_ACTION", "AWS_REBALANCE", "AZURE_EVENTS", "AZURE_NAME", "GCE", "MetadataServer", "hang", "reply"]
+__all__ = [
+    "AWS_ACTION",
+    "AWS_REBALANCE",
+    "AZURE_EVENTS",
+    "AZURE_NAME",
+    "GCE",
+    "MetadataServer",
+    "drip",
+    "hang",
+    "reply",
+]
 
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
 AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
@@ -37,6 +47,20 @@ def reply(body: str | bytes = b"", status: int = 200, headers: Mapping[str, str]
 def hang(handler: Handler) -> None:
     """Never answer."""
     handler.server.closing.wait()
+
+
+def drip(begin: bytes, drop: bytes) -> Behaviour:
+    """Send `begin`, and then `drop` again and again until the client has gone: each comes in time, the end never."""
+
+    def answer(handler: Handler) -> None:
+        try:
+            handler.wfile.write(begin)
+            while not handler.server.closing.wait(0.01):
+                handler.wfile.write(drop)
+        except OSError:
+            handler.server.left.set()
+
+    return answer
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -76,6 +100,8 @@ class MetadataServer(ThreadingHTTPServer):
         self.answers = dict(answers or {})
         self.token = _TOKEN
         self.closing = threading.Event()
+        self.left = threading.Event()
+        """Set when a client has gone in the middle of what `drip` sends."""
         self.requests: list[str] = []
         self._more = threading.Condition()
         self.base = f"http://127.0.0.1:{self.server_address[1]}"

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -115,9 +116,10 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["quickstart.md", "model.md"])
 def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> None:
-    (text,) = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+    text, *_ = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+    number, code = (signal.SIGINT, 130) if page == "quickstart.md" else (signal.SIGTERM, 143)
     (tmp_path / "train.py").write_text(text.replace("time.sleep(0.1)", "pass"), encoding="utf-8")
-    stopping = text.replace("time.sleep(0.1)", "guard.step == 20 and os.kill(os.getpid(), 15)")
+    stopping = text.replace("time.sleep(0.1)", f"guard.step == 20 and os.kill(os.getpid(), {int(number)})")
     (tmp_path / "stopped.py").write_text(stopping.replace("import sys\n", "import os\nimport sys\n"), encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -128,12 +130,34 @@ def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> N
     assert straight.returncode == 0, straight.stderr
     if "guard.step_end" in text:
         stopped = run("stopped.py", "ckpt")
-        assert stopped.returncode == 143, stopped.stderr
+        assert stopped.returncode == code, stopped.stderr
     again = run("train.py", "ckpt")
     assert again.returncode == 0, again.stderr
     last = [each.stdout.splitlines()[-1].partition(" - ") for each in (straight, again)]
     assert last[0][2] == last[1][2] and last[0][0] == "resumed from step None"
     assert ("guard.step_end" in text) == (last[1][0] != "resumed from step None")
+
+
+@pytest.mark.drill
+def test_the_quickstart_s_job_of_two_ranks_outlives_a_killed_one(tmp_path: Path) -> None:
+    """Its lines in front of the guard, and a SIGKILL to rank 1: it starts again by itself, with the same end."""
+    text, lines = re.findall(r"```python\n(.*?)```", text_of("quickstart.md"), re.DOTALL)
+    job = text.replace("guard = ", f"import os, signal\n{lines}guard = ", 1)
+    mortal = "guard.step == 20 and os.environ['TORCHELASTIC_RESTART_COUNT'] + os.environ['RANK'] == '01'"
+    (tmp_path / "ddp.py").write_text(job.replace("time.sleep(0.1)", "pass"), encoding="utf-8")
+    killed = job.replace("time.sleep(0.1)", f"{mortal} and os.kill(os.getpid(), signal.SIGKILL)")
+    (tmp_path / "killed.py").write_text(killed, encoding="utf-8")
+    ends = []
+    for script in ("ddp.py", "killed.py"):
+        words = ["run", "--nproc-per-node", "2", script, Path(script).stem]
+        command = [sys.executable, "-W", "error", "-m", "mindx_elastic", *words]
+        done = finish(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stderr
+        assert ("killed by SIGKILL" in done.stderr) == (script == "killed.py")
+        last = [line.partition(" - ") for line in done.stdout.splitlines()[-2:]]
+        assert [begin for begin, _, _ in last] == [f"resumed from step {20 if script == 'killed.py' else None}"] * 2
+        ends += [end for _, _, end in last]
+    assert len(set(ends)) == 1
 
 
 def convert(words: list[str], folder: Path) -> None:

@@ -511,7 +511,7 @@ class Attempt:
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
         elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
-            self._context.events.emit("membership", reason=f"{membership.num_waiting} nodes waiting")
+            self._context.events.emit("membership", reason=f"nodes waiting: {membership.num_waiting}")
             self._regroup("")
         elif not membership.lost:
             self._lost_since = None

@@ -82,7 +82,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     teller = ProgressTeller(TrainerReporter(TrainerSettings.from_env())) if options.trainer_status else None
-    metrics_server = None if options.metrics is None else MetricsServer(*options.metrics)
+    metrics_server = None if options.metrics is None else MetricsServer(*options.metrics, options.arena_base)
     signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import AttemptRecord, Totals, add_up
@@ -23,7 +24,7 @@ METRICS = {
     "mindx_step": "Last step that the rank has passed",
     "mindx_steps_total": "Steps that the rank has passed since the agent's start, those done again included",
     "mindx_step_seconds": "Mean time of the rank's last steps",
-    "mindx_durable_step": "Newest step that the rank has brought to disk; -1: none in this attempt",
+    "mindx_durable_step": "Newest step of the rank that is known to be on disk; -1: none is",
     "mindx_since_durable_seconds": "Since the rank last brought a step to disk, or has begun",
     "mindx_durable_bytes_total": "Bytes of checkpoints that the rank has written",
     "mindx_stall_seconds_total": "How long periodic saves have held up the rank's training",
@@ -48,8 +49,10 @@ class _Rank:
     stall_ns: int = 0
     alarms: int = 0
     step_s: float | None = None
+    durable_step: int = -1
 
-    def look(self, new: Status) -> None:
+    def look(self, new: Status, memory: Path | None) -> None:
+        """memory: the folder of what is only in memory."""
         old = self.status if self.status.pid == new.pid and new.boundaries >= self.status.boundaries else Status()
         passed = new.boundaries - old.boundaries
         self.steps += passed
@@ -59,26 +62,40 @@ class _Rank:
         since = old.boundary_ns or new.entered_ns
         if passed > 0 and since:
             self.step_s = max(0.0, (new.boundary_ns - since) / passed / _NS)
+        if new.pid:
+            self.durable_step = _durable_step(new, self.durable_step, memory)
         self.status = new
+
+
+def _durable_step(new: Status, before: int, memory: Path | None) -> int:
+    """`before`: that of the rank's earlier processes. What lies behind the step that a process went on from does not
+    count any more."""
+    if new.durable_step >= 0:
+        return new.durable_step
+    if new.resumed_path and (memory is None or not Path(new.resumed_path).is_relative_to(memory)):
+        return new.resumed_step
+    return min(before, new.resumed_step) if new.entered_ns else before
 
 
 class Metrics:
     """`look` belongs to the agent's main thread, `collect` to any other."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Path | None = None) -> None:
+        """memory: where shared memory is mounted; a step that was read from there is not on disk."""
+        self._memory = memory
         self._ranks: dict[int, _Rank] = {}
         self._note: tuple[Mapping[str, Mapping[int, float]], Mapping[int, int], int, Totals] = ({}, {}, 0, add_up(()))
 
     def look(self, statuses: Mapping[int, Status], records: Iterable[AttemptRecord]) -> None:
         """What the workers' pages say now, and what the agent knows of its attempts."""
         for rank, status in statuses.items():
-            self._ranks.setdefault(rank, _Rank()).look(status)
+            self._ranks.setdefault(rank, _Rank()).look(status, self._memory)
         known = {rank: each for rank, each in self._ranks.items() if each.status.pid}
         values: dict[str, Mapping[int, float]] = {
             "mindx_step": {r: each.status.step for r, each in known.items()},
             "mindx_steps_total": {r: each.steps for r, each in known.items()},
             "mindx_step_seconds": {r: each.step_s for r, each in known.items() if each.step_s is not None},
-            "mindx_durable_step": {r: each.status.durable_step for r, each in known.items()},
+            "mindx_durable_step": {r: each.durable_step for r, each in known.items()},
             "mindx_durable_bytes_total": {r: each.nbytes for r, each in known.items()},
             "mindx_stall_seconds_total": {r: each.stall_ns / _NS for r, each in known.items()},
             "mindx_alarms_total": {r: each.alarms for r, each in known.items()},
@@ -120,15 +137,16 @@ def _family(name: str, values: Mapping[tuple[str, ...], float], labels: tuple[st
 class MetricsServer:
     """Serves `metrics` over HTTP until `close`. Threads of its own."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Raises UsageError when prometheus_client is not installed, or the port cannot be used."""
+    def __init__(self, host: str, port: int, memory: Path | None = None) -> None:
+        """memory: as for `Metrics`. Raises UsageError when prometheus_client is not installed, or the port cannot be
+        used."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
             raise UsageError(
                 f"--metrics-port {port} needs prometheus_client: pip install 'mindx_elastic[metrics]'"
             ) from None
-        self.metrics = Metrics()
+        self.metrics = Metrics(memory)
         registry: Any = CollectorRegistry(auto_describe=False)
         registry.register(self.metrics)
         try:

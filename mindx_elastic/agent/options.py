@@ -312,7 +312,7 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     )
     add(
         "--metrics-host",
-        default="127.0.0.1",
+        default=None,
         metavar="HOST",
         help="address of --metrics-port; 0.0.0.0 lets other machines ask (default: 127.0.0.1)",
     )
@@ -369,6 +369,8 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
     if shutdown_timeout is not None and args.grace is None and shutdown_timeout < MIN_GRACE_S:
         logger.warning("--shutdown-timeout %s: workers get the shortest time, %g s", shutdown_timeout, MIN_GRACE_S)
         shutdown_timeout = MIN_GRACE_S
+    if args.metrics_host is not None and args.metrics_port is None:
+        raise UsageError(f"--metrics-host {args.metrics_host}: nothing is served without --metrics-port N")
     grace_s = args.grace if args.grace is not None else shutdown_timeout
     memory = MemorySettings.from_env()
     every = args.snapshot_every or os.environ.get("MINDX_SNAPSHOT_EVERY", "").strip() or "auto"
@@ -389,7 +391,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         regrow_after_s=args.regrow_after,
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
-        metrics=None if args.metrics_port is None else (args.metrics_host, args.metrics_port),
+        metrics=None if args.metrics_port is None else (args.metrics_host or "127.0.0.1", args.metrics_port),
         trainer_status=args.trainer_status,
         notices=tuple(open_source(text) for text in dict.fromkeys(args.notice or ())),
         log_level=settings.log_level,

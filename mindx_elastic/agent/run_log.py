@@ -48,6 +48,8 @@ class AgentRun:
     """The oldest first."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
     """In the order in which they ended."""
+    by_number: dict[int, AttemptRecord] = field(default_factory=dict, repr=False, compare=False)
+    """The records once more."""
 
 
 def load_runs(path: Path) -> list[AgentRun]:
@@ -134,8 +136,8 @@ def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
 
 def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
     """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
-    known = {record.attempt for record in run.records}
-    return run.ended is not None or run.summary is not None or line.get("attempt") in known
+    number = whole(line.get("attempt"))
+    return run.ended is not None or run.summary is not None or number in run.by_number
 
 
 def _add(run: AgentRun, line: dict[str, Any]) -> None:
@@ -161,9 +163,9 @@ def _add_recovery(run: AgentRun, line: dict[str, Any]) -> None:
 
 
 def _record_of(run: AgentRun, number: int) -> AttemptRecord:
-    record = next((known for known in run.records if known.attempt == number), None)
+    record = run.by_number.get(number)
     if record is None:
-        record = AttemptRecord(attempt=number)
+        record = run.by_number[number] = AttemptRecord(attempt=number)
         run.records.append(record)
     return record
 

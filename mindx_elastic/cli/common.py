@@ -6,6 +6,7 @@ Imports no torch: ``--help`` and ``--version`` must answer at once.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import sys
@@ -44,6 +45,7 @@ __all__ = [
     "is_running",
     "make_console",
     "nothing_found",
+    "parse_size",
     "printable",
     "tell_error",
     "unwrapped",
@@ -81,6 +83,7 @@ RunDirArgument = Annotated[
     ),
 ]
 
+_UNITS = {"": 0, "ki": 10, "mi": 20, "gi": 30, "ti": 40}
 _PIPE_WIDTH = 1000  # output that goes to a file or to grep is not wrapped; a table is only as wide as its content
 
 
@@ -181,6 +184,16 @@ def nothing_found(directory: str, quarantined: int, *, usable: str = "") -> str:
         files = "1 file that" if quarantined == 1 else f"{quarantined} files that"
         line += f"; its quarantine holds {files} could not be used (the .reason.txt beside each says why)"
     return line
+
+
+def parse_size(text: str) -> int:
+    """The SIZE of ``--state``: ``18GiB`` (also ``18Gi``) -> bytes. A number without a unit ends the command, as one
+    that is no size: people mean GiB by it, and others bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i)B?|B)", text.strip(), re.IGNORECASE | re.ASCII)
+    size = 0 if found is None else int(float(found[1]) * (1 << _UNITS[(found[2] or "").lower()]))
+    if not 0 < size < 1 << 50:
+        fail(f"--state {text}: give a size with its unit: 18GiB (KiB, MiB, GiB, TiB; B for bytes)")
+    return size
 
 
 def human_size(nbytes: int) -> str:

@@ -126,6 +126,11 @@ def _bash(options: Sequence[_Option], commands: Sequence[_Command]) -> Iterator[
 _mindx_elastic() {
     local current=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} command= at word
     COMPREPLY=()
+    if [[ $current == = ]]; then  # --option=, which bash cuts at the =
+        current=
+    elif [[ $before == = ]]; then
+        before=${COMP_WORDS[COMP_CWORD-2]}
+    fi
     for ((at = 1; at < COMP_CWORD; at++)); do
         word=${COMP_WORDS[at]}
         if [[ -z $command ]]; then

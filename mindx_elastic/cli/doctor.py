@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, make_console, printable
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_size, make_console, parse_size, printable
 
 if TYPE_CHECKING:
     from mindx_elastic.doctor.examine import Examination
@@ -34,15 +34,15 @@ def doctor_command(
         float | None,
         typer.Option(metavar="SECONDS", help="Grace period of the job.", show_default="MINDX_GRACE_S, or 30"),
     ] = None,
-    state_gib: Annotated[
-        float | None,
+    state: Annotated[
+        str,
         typer.Option(
-            "--state-gib",
-            metavar="G",
-            help="Size of weights and optimizer on this machine, counted once where several ranks hold the same.",
+            metavar="SIZE",
+            help="Weights and optimizer on this machine, counted once where several ranks hold the same: 18GiB.",
             show_default="from the newest checkpoint in DIR",
         ),
-    ] = None,
+    ] = "",
+    state_gib: Annotated[float | None, typer.Option("--state-gib", hidden=True)] = None,  # the older name
     nproc_per_node: Annotated[
         int,
         typer.Option("--nproc-per-node", min=0, metavar="N", help="Ranks on this machine; 0: as in the checkpoint."),
@@ -68,7 +68,7 @@ def doctor_command(
 
     \b
     [bold]Examples[/bold]
-    mindx-elastic doctor ckpt --grace 30 --state-gib 18
+    mindx-elastic doctor ckpt --grace 30 --state 18GiB
     mindx-elastic doctor ckpt --nproc-per-node 8       the state's size comes from the newest checkpoint there
     mindx-elastic doctor ckpt --json | jq '.findings[] | select(.level == "problem")'
     """
@@ -76,15 +76,18 @@ def doctor_command(
 
     if grace is not None and not MIN_GRACE_S <= grace <= 86400:
         fail(f"--grace {grace:g}: give {MIN_GRACE_S:g} to 86400 seconds")
+    if state_gib is not None and state:
+        fail("--state and --state-gib mean the same: give --state alone")
     if state_gib is not None and not 0 < state_gib <= 1 << 20:
         fail(f"--state-gib {state_gib:g}: give a number of GiB above 0")
+    state_bytes = None if state_gib is None else int(state_gib * _GIB)
     from mindx_elastic.doctor.examine import Wish, examine
     from mindx_elastic.doctor.finding import Level, worst
 
     wish = Wish(
         directory=directory,
         grace_s=grace,
-        state_bytes=None if state_gib is None else int(state_gib * _GIB),
+        state_bytes=parse_size(state) if state else state_bytes,
         ranks=nproc_per_node,
         measure_s=measure,
     )
@@ -127,7 +130,7 @@ def _print(console: Console, directory: Path, found: Examination) -> None:
     size = "size of the state not known"
     if found.state is not None:
         ranks = f"{found.state.ranks} rank{'' if found.state.ranks == 1 else 's'} here"
-        size = f"a state of {found.state.nbytes / _GIB:.3g} GiB ({found.state.source}), {ranks}"
+        size = f"a state of {human_size(found.state.nbytes)} ({found.state.source}), {ranks}"
     title = f"{directory.absolute()}: {found.grace_s:g} s of grace, {size}"
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     width = min(console.width, _WIDEST)

@@ -62,7 +62,7 @@ def inspect_command(
     0  something was found and shown (with --verify: and every digest is right)
     1  --verify found damage, or the one file asked for cannot be used
     2  wrong usage, for example no such path
-    3  no checkpoint was found
+    3  no checkpoint was found, or none that can be used
 
     \b
     [bold]Examples[/bold]
@@ -107,7 +107,7 @@ def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(make_console(), report)
-    if not inventory.entries:
+    if not good:
         return EXIT_NOTHING
     return EXIT_BAD if any((findings or {}).values()) else 0
 

@@ -93,7 +93,7 @@ def _common(
     \b
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
-    mindx-elastic doctor ckpt --state-gib 18      before the first run: is the disk fast enough, is anything wrong?
+    mindx-elastic doctor ckpt --state 18GiB       before the first run: is the disk fast enough, is anything wrong?
     mindx-elastic prove -- train.py               stop and resume it, compare every step, name the first difference
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost, how long it took, still the same?
     mindx-elastic inspect ckpt                    list the checkpoints, newest first

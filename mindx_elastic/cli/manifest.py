@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mindx_elastic.cli.common import fail
+from mindx_elastic.cli.common import fail, parse_size
 
 __all__ = ["ManifestKind", "manifest_command"]
 
@@ -19,6 +19,7 @@ class ManifestKind(str, Enum):
     KUBERNETES = "kubernetes"
     JOBSET = "jobset"
     TRAINER = "trainer"
+    VOLCANO = "volcano"
     SLURM = "slurm"
 
 
@@ -26,7 +27,7 @@ def manifest_command(
     kind: Annotated[
         ManifestKind,
         typer.Argument(
-            metavar="kubernetes|jobset|trainer|slurm", help="What runs the job; trainer is Kubeflow Trainer v2."
+            metavar="kubernetes|jobset|trainer|volcano|slurm", help="What runs the job; trainer is Kubeflow Trainer v2."
         ),
     ],
     command: Annotated[
@@ -58,7 +59,7 @@ def manifest_command(
     mindx-elastic manifest kubernetes --state 18GiB --nproc 8 --gpus 8 -- train.py /checkpoints | kubectl apply -f -
     mindx-elastic manifest slurm --state 2GiB --nproc 4 -- train.py ckpt > train.sbatch
     """
-    from mindx_elastic.platforms.manifests import JobNumbers, manifest, parse_size
+    from mindx_elastic.platforms.manifests import JobNumbers, manifest
 
     try:
         options = tuple(shlex.split(run_options))

@@ -62,9 +62,15 @@ def report_command(
     except OSError as error:
         fail(f"{log} cannot be read: {error.strerror or error}")
     if story is None:
-        typer.echo(printable(f"no agent has run in {path}"))
+        text = f"no agent has run in {path}"
+        empty = {"schema": JSON_SCHEMA, "run_dir": str(path), "page": None, "size_bytes": 0}
+        typer.echo(json.dumps({**empty, "attempts": 0, "torn_lines": 0}, indent=2) if as_json else printable(text))
         raise typer.Exit(EXIT_NOTHING)
     data = make_page(story).encode("utf-8", "backslashreplace")
+    if os.path.lexists(output) and not output.is_file():  # a device would be replaced by a file of its name
+        fail(f"{output} is {'a folder' if output.is_dir() else 'no regular file'}: give the name of a file")
+    if any(output.exists() and output.samefile(source) for source in story.sources):
+        fail(f"{output} is a log that the page is made from: give another name")
     temp = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temp.write_bytes(data)

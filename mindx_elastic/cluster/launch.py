@@ -167,6 +167,9 @@ def _is_here(host: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Start what the command line asks for; returns the exit code. Main thread."""
     plan = plan_of(arguments)
+    if plan.command[0] == sys.executable and not Path(plan.command[1]).exists():
+        # Without --join nothing else tells it: each process says so in a log of its own.
+        raise UsageError(f"{plan.command[1]}: no such file")
     for note in plan.notes:
         print(f"mindx-elastic msrun: {note}", file=sys.stderr)
     job = _Job(plan)

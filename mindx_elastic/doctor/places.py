@@ -71,9 +71,11 @@ def look_at_directory(
     """All that can be said of `directory`, which need not exist. `measure_s`: how long to write; 0: not at all."""
     folder = existing_part(directory)
     name = printable(directory)
-    if directory.exists() and not directory.is_dir():
-        yield problem("directory", f"{name} is a file", "give a directory")
-        return
+    for part in (directory, *directory.absolute().parents):
+        if os.path.lexists(part) and not part.is_dir():
+            what = "is a link to nothing" if not part.exists() else "is a file" if part.is_file() else "is no folder"
+            yield problem("directory", f"{printable(part)} {what}", "give a directory")
+            return
     yield _place(directory, allow_shared=allow_shared)
     mount = find_mount(folder, _mounts_here())
     kind = mount.kind if mount is not None else "unknown"
@@ -84,6 +86,9 @@ def look_at_directory(
             f"{where} is in memory: a checkpoint there does not outlive the machine",
             "give a directory on a disk, or on a file system that all nodes see",
         )
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        yield problem("directory", f"{where} is mounted read-only", "mount it with rw, or give another directory")
+        return
     if not os.access(folder, os.W_OK | os.X_OK):
         yield problem(
             "directory",

@@ -32,7 +32,7 @@ class State:
     """Ranks of this machine."""
     is_replicated: bool = True
     """Each of them may hold all of it."""
-    source: str = "--state-gib"
+    source: str = "--state"
     """Where the figure comes from, for a person."""
 
     @property
@@ -71,7 +71,7 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
     left_s = max(0.0, grace_s - _AGREEMENT_S - disk.small_file_s)
     if state is None:
         text = f"{speed}: {gib(disk.bytes_per_s * left_s)} fit into {grace_s:g} s of grace"
-        yield unknown("disk speed", text, "give the size of your state (--state-gib) or a directory with a checkpoint")
+        yield unknown("disk speed", text, "give the size of your state (--state) or a directory with a checkpoint")
         return
     need_s, alone_s = (nbytes / disk.bytes_per_s for nbytes in (state.agreed_bytes, state.alone_bytes))
     figures |= {"need_s": need_s, "need_alone_s": alone_s}

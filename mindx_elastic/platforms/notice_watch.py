@@ -22,7 +22,7 @@ __all__ = ["NoticeWatch", "StopNotice"]
 _SILENT_S = 30.0  # a look that takes longer is named: each part of it has a limit, but a server may send drop by drop
 _STALE_S = 300.0  # a machine that lives on for so long after its end was not taken away
 _RESERVE_S = 2.0  # for the agent itself, when the workers are gone
-_MOST_SAID = 20
+_MOST_SAID = 5  # different lines about one source; one that says something else each time would fill the log
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NoticeWatch:
         self._lock = threading.Lock()
         self._found: Notice | None = None
         self._looking_since: dict[Source, float] = {}
-        self._said: set[str] = set()
+        self._said: dict[str, set[str]] = {}
 
     def start(self) -> NoticeWatch:
         for source in self._sources:
@@ -104,10 +104,11 @@ class NoticeWatch:
         return over or old
 
     def _say(self, name: str, what: str, then: str = "; it goes on being asked, and stops nothing by this") -> None:
-        """Once each. Any thread."""
-        line = f"--notice: {name}: {what}{then}"
+        """Once each, and not without end. Any thread."""
         with self._lock:
-            if line in self._said or len(self._said) >= _MOST_SAID:
+            said = self._said.setdefault(name, set())
+            if what in said or len(said) >= _MOST_SAID:
                 return
-            self._said.add(line)
-        logger.warning("%s", line)
+            said.add(what)
+            last = "; what else is wrong with it is not told" if len(said) == _MOST_SAID else ""
+        logger.warning("%s", f"--notice: {name}: {what}{then}{last}")

@@ -18,18 +18,20 @@ A source never decides by guess: what it does not understand is a ValueError, wh
 
 from __future__ import annotations
 
+import io
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.values import real
@@ -94,13 +96,63 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-_OPENER = build_opener(ProxyHandler({}), _NoRedirects)  # a proxy has metadata of its own machine
+class _Bounded(io.RawIOBase):
+    """What a socket sends, for some seconds from now on. A socket's own timeout begins anew with each byte, so a server
+    that sends its answer drop by drop could keep the thread that has asked for hours."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._raw, self._ends = sock, sock.makefile("rb", buffering=0), time.monotonic() + _TOTAL_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._ends - time.monotonic()
+        try:
+            if left_s > 0:
+                self._sock.settimeout(min(_TIMEOUT_S, left_s))
+                return self._raw.readinto(buffer)
+        except TimeoutError:
+            if left_s >= _TIMEOUT_S:
+                raise
+        raise TimeoutError(f"no whole answer within {_TOTAL_S:g} s")
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Bounded(sock))
+
+
+class _Connection(HTTPConnection):
+    response_class = _Response
+
+
+class _SecureConnection(HTTPSConnection):
+    response_class = _Response
+
+
+class _Plain(HTTPHandler):
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _Secure(HTTPSHandler):
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_SecureConnection, req)
+
+
+_OPENER = build_opener(ProxyHandler({}), _NoRedirects, _Plain, _Secure)  # a proxy has metadata of its own machine
 
 
 def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
     """Send one request, without proxies and redirects; at most `_MAX_BYTES` are read, for some seconds at most. Any
     status is an answer. Raises OSError or ValueError."""
-    ends = time.monotonic() + _TOTAL_S
     request = Request(url, headers=dict(headers), method=method)
     try:
         response: HTTPResponse | HTTPError
@@ -114,8 +166,6 @@ def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
                 body += chunk
                 if len(body) > _MAX_BYTES:
                     raise ValueError(f"an answer of more than {_MAX_BYTES >> 10} KiB")
-                if time.monotonic() > ends:
-                    raise ValueError(f"an answer that takes more than {_TOTAL_S:g} s")
             return Answer(int(response.status or 0), body, {k.lower(): v for k, v in response.headers.items()})
     except HTTPException as error:
         raise ValueError(f"no HTTP ({type(error).__name__})") from None
@@ -126,7 +176,8 @@ def _expect(answer: Answer, what: str, *none: int) -> bytes | None:
     if answer.status in none:
         return None
     if answer.status != 200:
-        raise ValueError(f"{what} answers with status {answer.status}")
+        hint = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
+        raise ValueError(f"{what} answers with status {answer.status}{hint}")
     return answer.body
 
 

@@ -36,7 +36,8 @@ def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[byte
         status = os.fstat(fd)
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"is larger than {limit >> 20} MiB")
+        size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit >> 10} KiB"
+        raise ValueError(f"is larger than {size}")
     return data, status
 
 

@@ -73,7 +73,8 @@ class _Scale:
             x = self.x(self.start + at)
             lines.append(f'<line class="tick" x1="{x}" y1="0" x2="{x}" y2="{y}"/>')
             words = span(at) if at else "0"
-            lines.append(f'<text x="{x}" y="{y + 14}" text-anchor="middle">{words}</text>')
+            anchor = "end" if x > WIDTH - _RIGHT - 40 else "middle"  # words at the edge would be cut off
+            lines.append(f'<text x="{x}" y="{y + 14}" text-anchor="{anchor}">{words}</text>')
             at += gap
         return "".join(lines)
 

@@ -10,11 +10,11 @@ import itertools
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.ledger import FAILED, AttemptRecord
+from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
 from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
 from mindx_elastic.agent.run_log import AgentRun, load_runs
 from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation
@@ -163,7 +163,8 @@ def _bounded(run: AgentRun) -> AgentRun:
     """Without numbers that nothing can be drawn from; they are taken as unknown. Changes `run`."""
     run.started, run.ended = _time(run.started), _time(run.ended)
     for record in run.records:
-        for name, value in asdict(record).items():
+        for each in fields(record):
+            name, value = each.name, getattr(record, each.name)
             if name != "attempt" and isinstance(value, (int, float)):
                 setattr(record, name, _time(value) if isinstance(value, float) else _count(value))
     return run
@@ -324,7 +325,7 @@ def shares_of(
     """
     detect = save = restart = load = redone = 0.0
     for record in records:
-        if record.outcome == FAILED:
+        if record.outcome not in (None, FINISHED, STOPPED):  # failed, or restarted for other nodes
             known = [record.detect_s, record.save_s, record.restart_s, record.first_step_s]
             marks = [0.0]
             for value in known:

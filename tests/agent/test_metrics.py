@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent.ledger import AttemptRecord
-from mindx_elastic.agent.metrics import METRICS, MetricsServer
+from mindx_elastic.agent.metrics import METRICS, Metrics, MetricsServer
 from mindx_elastic.agent.options import parse
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import UsageError
@@ -79,6 +79,29 @@ def test_counters_go_on_over_a_restart(server: MetricsServer) -> None:
     assert found['mindx_stall_seconds_total{rank="0"}'] == 2
 
 
+def test_the_step_on_disk_is_known_over_a_restart() -> None:
+    """A process that has saved nothing yet: the step that it went on from is on disk, unless it came from memory."""
+    pytest.importorskip("prometheus_client")
+    metrics = Metrics(Path("/dev/shm"))
+
+    def durable() -> float:
+        (family,) = (each for each in metrics.collect() if each.name == "mindx_durable_step")
+        return float(family.samples[0].value)
+
+    begun = page(step=100, boundaries=100)
+    for status, step in (
+        (begun, -1),
+        (replace(begun, durable_step=90), 90),
+        (page(pid=8, entered_ns=0), 90),
+        (page(pid=8, resumed_step=100, resumed_path="/dev/shm/a/slot_0.safetensors"), 90),
+        (page(pid=9, resumed_step=80, resumed_path="/dev/shm/a/slot_0.safetensors"), 80),
+        (page(pid=10, resumed_step=100, resumed_path="/disk/c-100.safetensors"), 100),
+        (page(pid=11), -1),  # begun anew
+    ):
+        metrics.look({0: status}, [])
+        assert durable() == step, status
+
+
 def test_before_the_first_look_only_the_node_is_known(server: MetricsServer) -> None:
     assert read(server)["mindx_workers"] == 0 and not any("{" in name for name in read(server))
 
@@ -108,6 +131,12 @@ def test_nothing_is_served_unless_it_is_asked_for(tmp_path: Path) -> None:
     base = ["--run-dir", str(tmp_path)]
     assert parse([*base, __file__]).options.metrics is None
     assert parse([*base, "--metrics-port", "9100", __file__]).options.metrics == ("127.0.0.1", 9100)
+
+
+def test_an_address_without_a_port_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match=r"--metrics-host 0\.0\.0\.0: nothing is served without --metrics-port"):
+        parse(["--metrics-host", "0.0.0.0", "--run-dir", str(tmp_path / "run"), str(tmp_path / "train.py")])
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import typer
 
-from mindx_elastic.cli.common import human_age, human_size, printable
+from mindx_elastic.cli.common import human_age, human_size, parse_size, printable
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,15 @@ def test_untrusted_text_becomes_one_plain_line() -> None:
     assert printable("Größe 模型 [red]") == "Größe 模型 [red]"
     assert printable("a\nb\x1b[31m\x07") == "a\\nb\\x1b[31m\\x07"
     assert printable(b"caf\xe9".decode("utf-8", "surrogateescape")) == "caf\\udce9"
+
+
+@pytest.mark.parametrize(("text", "size"), [("18GiB", 18 << 30), ("1.5Gi", 3 << 29), ("512 MiB", 1 << 29), ("7B", 7)])
+def test_sizes_that_are_given(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0B", "-1GiB", "1GB2", "many", "18", "18G", "9999999TiB", "1\u0663GiB"])
+def test_what_is_no_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        parse_size(text)
+    assert "--state" in capsys.readouterr().err

@@ -28,13 +28,13 @@ def findings(document: dict[str, Any], check: str) -> list[dict[str, Any]]:
 
 
 def test_a_directory_that_is_not_there_yet(run: Callable[..., Any], tmp_path: Path) -> None:
-    result = run("doctor", tmp_path / "ckpt", "--state-gib", "0.001", *BRIEF, "--json")
+    result = run("doctor", tmp_path / "ckpt", "--state", "1.024MiB", *BRIEF, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == (document["worst"] == "problem")
     assert list(tmp_path.iterdir()) == [], "it leaves nothing, and makes no directory"
     (speed, *_) = findings(document, "disk speed")
     assert "need" in speed["text"] and speed["figures"]["bytes_per_s"] > 0 and speed["figures"]["grace_s"] == 30
-    assert document["state_bytes"] == int(0.001 * (1 << 30))
+    assert document["state_bytes"] == int(1.024 * (1 << 20))
     checks = {finding["check"] for finding in document["findings"]}
     assert {"owners", "directory", "disk space", "shared memory", "limits", "clock", "torch", "variables"} <= checks
     assert all(finding["remedy"] for finding in document["findings"] if finding["level"] != "good")
@@ -49,7 +49,7 @@ def test_the_size_comes_from_the_newest_checkpoint(run: Callable[..., Any], tree
 
 
 def test_too_large_for_the_disk_is_1(run: Callable[..., Any], tmp_path: Path) -> None:
-    result = run("doctor", tmp_path, "--state-gib", 1 << 20, *BRIEF)
+    result = run("doctor", tmp_path, "--state", "1023TiB", *BRIEF)
     assert result.exit_code == 1
     assert "a stop cannot save" in " ".join(result.stdout.split()) and "->" in result.stdout
 
@@ -98,12 +98,22 @@ def test_narrow_terminals(run: Callable[..., Any], tmp_path: Path) -> None:
         assert max(map(len, lines[1:-1])) <= max(columns, words + 30)
 
 
-@pytest.mark.parametrize("words", [("--grace", "0"), ("--state-gib", "0"), ("--measure", "100")])
+@pytest.mark.parametrize("words", [("--grace", "0"), ("--state-gib", "0"), ("--state", "18"), ("--measure", "100")])
 def test_wrong_usage_is_2(run: Callable[..., Any], tmp_path: Path, words: tuple[str, str]) -> None:
     assert run("doctor", tmp_path, *words).exit_code == 2
 
 
+def test_the_older_name_of_the_size(run: Callable[..., Any], tmp_path: Path) -> None:
+    document = json.loads(run("doctor", tmp_path, "--state-gib", "0.5", "--measure", "0", "--json").stdout)
+    assert document["state_bytes"] == 1 << 29
+    assert "--state-gib" not in run("doctor", "--help").stdout
+    assert run("doctor", tmp_path, "--state-gib", "1", "--state", "1GiB").exit_code == 2
+
+
 def test_a_file_in_place_of_a_directory(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    result = run("doctor", tmp_path / "x", "--measure", 0)
-    assert result.exit_code == 1 and "is a file" in result.stdout
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path, said in (("x", "is a file"), ("x/ckpt/a", "is a file"), ("link", "is a link to nothing")):
+        document = json.loads(run("doctor", tmp_path / path, "--measure", 0, "--json").stdout)
+        (finding,) = findings(document, "directory")
+        assert document["worst"] == finding["level"] == "problem" and said in finding["text"], path

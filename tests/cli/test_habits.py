@@ -148,7 +148,7 @@ LINES = [
     ("run --nproc", {"--nproc-per-node"}),
     ("run --recover ", {"restart", "in-place"}),
     ("run --snapshot-every ", {"auto", "0"}),
-    ("manifest ", {"kubernetes", "jobset", "trainer", "slurm"}),
+    ("manifest ", {"kubernetes", "jobset", "trainer", "volcano", "slurm"}),
     ("convert a b --to d", {"dcp"}),
     ("completion ", {"bash", "zsh", "fish"}),
     ("run train.py --nproc", set()),
@@ -179,13 +179,15 @@ def test_a_tab_in_a_real_bash(scripts: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     typed = (
         f'source {scripts["bash"]}\nmindx-elastic() {{ echo "got:$*" >> out; }}\n'
-        "mindx-elastic insp\t chec\t --verif\t\nmindx-elastic run --recover in\t --run-dir chec\t\nexit\n"
+        "mindx-elastic insp\t chec\t --verif\t\nmindx-elastic run --recover in\t --run-dir chec\t\n"
+        "mindx-elastic run --recover=in\t --notice=az\t\nexit\n"
     )
     env = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": "/dev/null"}
     run_in_terminal(["bash", "--norc", "-c", f"cd {tmp_path} && exec bash --norc -i"], env=env, typed=typed)
     assert (tmp_path / "out").read_text().splitlines() == [
         "got:inspect checkpoints/ --verify",
         "got:run --recover in-place --run-dir checkpoints/",
+        "got:run --recover=in-place --notice=azure",
     ]
 
 

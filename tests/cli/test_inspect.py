@@ -189,6 +189,13 @@ def test_nothing_found_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
     assert json.loads(run("inspect", tmp_path, "--json").stdout)["steps"] == []
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "resnet-1_1.safetensors"])
+def test_only_files_that_cannot_be_used_are_3(run: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\xff" * 64)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 3 and name in result.stdout and "no usable checkpoint found" in result.stdout
+
+
 def test_only_a_quarantine_is_mentioned(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "resnet-1_1.safetensors").write_bytes(b"")
     quarantine(tmp_path / "resnet-1_1.safetensors", "empty", tmp_path)
@@ -221,7 +228,7 @@ def test_attempts_are_shown_where_there_are_several(run: Callable[..., Any], tmp
 def test_only_damaged_files(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "resnet-1_1.safetensors").write_bytes(b"")
     result = run("inspect", tmp_path)
-    assert result.exit_code == 0
+    assert result.exit_code == 3
     assert result.stdout.splitlines()[-1] == f"no usable checkpoint found in {tmp_path}"
 
 

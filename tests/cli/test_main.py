@@ -51,7 +51,7 @@ def test_the_option_set() -> None:
         "status": ["--interval", "--json", "--watch", "path"],
         "top": ["--interval", "path"],
         "report": ["--checkpoints", "--json", "--output", "-o", "path"],
-        "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state-gib", "directory"],
+        "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state", "--state-gib", "directory"],
         "msrun": ["arguments"],
         "completion": ["shell"],
         "pause": ["--json", "--timeout", "path"],

@@ -22,7 +22,7 @@ def test_what_stands_behind_the_dashes_is_the_program(run: Callable[..., Any]) -
 @pytest.mark.parametrize(
     "words",
     [
-        ("volcano", "--state", "1GiB", "--", "train.py"),
+        ("nomad", "--state", "1GiB", "--", "train.py"),
         ("jobset", "--", "train.py"),
         ("jobset", "--state", "1GiB"),
         ("jobset", "--state", "1GiB", "--run-options", "'", "--", "train.py"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cluster.launch import make_parser, plan_of
+from mindx_elastic.cluster.launch import main, make_parser, plan_of
 from mindx_elastic.errors import UsageError
 from tests.cluster.processes import free_port
 from tests.harness import JOBS, Job, _environment
@@ -83,6 +83,13 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], why: str) -> None
 def start(*arguments: object, **env: str) -> Job:
     command = [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", *ONE, f"--master_port={free_port()}"]
     return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
+
+
+def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"nofile\.py: no such file"):
+        main([*ONE, "nofile.py"])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.drill

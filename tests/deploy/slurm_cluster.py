@@ -45,7 +45,7 @@ SchedulerType=sched/backfill
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 JobRequeue=1
-KillWait=30
+KillWait=600
 ReturnToService=2
 MpiDefault=none
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000 State=UNKNOWN

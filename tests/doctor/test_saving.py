@@ -55,7 +55,7 @@ def test_the_remedy_of_a_slow_disk_is_enough() -> None:
 
 def test_without_a_size_it_says_what_fits() -> None:
     (found,) = judge_time(disk(2), None, 31)
-    assert found.level is Level.UNKNOWN and "60 GiB fit into 31 s" in found.text and "--state-gib" in found.remedy
+    assert found.level is Level.UNKNOWN and "60 GiB fit into 31 s" in found.text and "--state" in found.remedy
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,17 @@ from typing import Any
 
 from tests.harness import Job, run_job, start_agent
 
-__all__ = ["check", "check_killed", "run", "written"]
+__all__ = ["by_seed", "check", "check_killed", "run", "written"]
 
 _WRITTEN = r"^(STEP|MEAN|VALUE|EVAL|LOG|HASH) .*"
 _PID = re.compile(r"^((?:STEP|MEAN|VALUE) \S+ \S+) \d+ ")
+
+
+def by_seed(seed: int, steps: int, rank: int = 0, apart: int = 2) -> list[list[str]]:
+    """Three stops, at steps that the seed chooses: never one behind the other, as ranks may agree on the next step.
+    `apart`: at least so many steps; more than a window of accumulation has, for the stop waits for its end."""
+    chosen = [apart * place + 1 for place in sorted(random.Random(seed).sample(range((steps - 1) // apart), 3))]
+    return [["--stop-at", str(step), "--stop-rank", str(rank)] for step in chosen]
 
 
 def written(*jobs: Job) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.stopping import check, check_killed, run, written
+from tests.integrations.stopping import by_seed, check, check_killed, run, written
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -22,12 +22,34 @@ ACCELERATE = [
     pytest.param(
         3, ["--stop-at", "3", "--stop-rank", "2"], ["--samples", "100"], id="3 ranks", marks=pytest.mark.drill
     ),
+    pytest.param(
+        1,
+        by_seed(1, 27),
+        ["--seedable", "--workers", "2", "--drop-last", "--freeze"],
+        id="a sampler seeded by the epoch",
+        marks=pytest.mark.drill,
+    ),
+    pytest.param(
+        2,
+        by_seed(2, 30, rank=1, apart=4),
+        ["--split", "--seedable", "--workers", "1", "--accumulate", "3", "--evaluate"],
+        id="2 ranks, three stops",
+        marks=pytest.mark.drill,
+    ),
+    pytest.param(1, by_seed(3, 30), ["--compile", "--accumulate", "2"], id="compiled", marks=pytest.mark.drill),
+    pytest.param(
+        2,
+        by_seed(4, 13, rank=1),
+        ["--compile", "--drop-last", "--freeze"],
+        id="2 ranks, compiled",
+        marks=pytest.mark.drill,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "stop", "options"), ACCELERATE)
 def test_a_loop_with_accelerate_goes_on_where_it_was_stopped(
-    tmp_path: Path, ranks: int, stop: list[str], options: list[str]
+    tmp_path: Path, ranks: int, stop: list[str] | list[list[str]], options: list[str]
 ) -> None:
     check("accelerate", tmp_path, ranks, stop, options)
 
@@ -77,6 +99,12 @@ LIGHTNING = [
         ["--validate", "1.0", *_BEST],
         id="2 ranks, in a validation",
         marks=pytest.mark.drill,
+    ),
+    pytest.param(
+        1, by_seed(5, 30), ["--validate", "0.5", *_BEST, "--workers", "2"], id="three stops", marks=pytest.mark.drill
+    ),
+    pytest.param(
+        2, by_seed(6, 15, rank=1), ["--validate", "1.0", *_BEST], id="2 ranks, three stops", marks=pytest.mark.drill
     ),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,11 @@ import pytest
 import torch
 
 from mindx_elastic.errors import UsageError
-from tests.integrations.stopping import check, check_killed, run, written
+from tests.integrations.stopping import by_seed, check, check_killed, run, written
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
-
-
-def by_seed(seed: int, steps: int, rank: int = 0) -> list[list[str]]:
-    """Three stops, at steps that the seed chooses: never one behind the other, as ranks may agree on the next step."""
-    chosen = [2 * place + 1 for place in sorted(random.Random(seed).sample(range((steps - 1) // 2), 3))]
-    return [["--stop-at", str(step), "--stop-rank", str(rank)] for step in chosen]
 
 
 _EVERY_4 = ["eval_strategy=steps", "eval_steps=4", "save_strategy=steps", "save_steps=4", "save_total_limit=2"]

@@ -30,6 +30,10 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--split", action="store_true")
 parser.add_argument("--stream", action="store_true", help="samples that come without a length")
+parser.add_argument("--seedable", action="store_true", help="the library's own sampler, seeded by the epoch")
+parser.add_argument("--drop-last", action="store_true")
+parser.add_argument("--compile", action="store_true")
+parser.add_argument("--freeze", action="store_true", help="the first layer does not learn")
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--samples", type=int, default=76)
@@ -88,18 +92,29 @@ torch.manual_seed(0)
 random.seed(0)
 torch.set_num_threads(1)
 config: Any = None
-if args.split or args.stream:
+if args.split or args.stream or args.seedable:
     from accelerate.utils import DataLoaderConfiguration
 
-    config = DataLoaderConfiguration(split_batches=args.split, dispatch_batches=False)
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate, dataloader_config=config)
+    config = DataLoaderConfiguration(
+        split_batches=args.split, dispatch_batches=False, use_seedable_sampler=args.seedable, data_seed=7
+    )
+accelerator = Accelerator(
+    cpu=True,
+    gradient_accumulation_steps=args.accumulate,
+    dataloader_config=config,
+    dynamo_backend="aot_eager" if args.compile else None,
+)
 model: Any = torch.nn.Sequential(
     torch.nn.Linear(20, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 2)
 )
+if args.freeze:
+    model[0].requires_grad_(False)
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 data: Any = Stream() if args.stream else Noisy(args.samples)
-loader: Any = DataLoader(data, batch_size=8, shuffle=None if args.stream else True, num_workers=args.workers)
+loader: Any = DataLoader(
+    data, 8, shuffle=None if args.stream else True, num_workers=args.workers, drop_last=args.drop_last
+)
 held_out: Any = DataLoader(Noisy(16), batch_size=8)
 counter = Counter()
 accelerator.register_for_checkpointing(counter)

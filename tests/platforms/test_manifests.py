@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.manifests import JobNumbers, manifest, parse_size, shared_memory_bytes
+from mindx_elastic.platforms.manifests import JobNumbers, manifest, shared_memory_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +60,31 @@ def test_the_numbers_fit_each_other(kind: str, nodes: int) -> None:
     assert pod["restartPolicy"] == "Never" and spec["podReplacementPolicy"] == "Failed"
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_job_of_volcano(nodes: int) -> None:
+    """As its controller reads it: of an event's policies the first one counts, a pod's name is JOB-TASK-INDEX, and the
+    plugin svc gives it the job's name as its domain."""
+    (job,) = documents("volcano", nodes=nodes, grace_s=100, restarts=5)
+    assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
+    spec = job["spec"]
+    assert (spec["minAvailable"], spec["maxRetry"], spec["schedulerName"]) == (nodes, 5, "volcano")
+    found = [(policy.get("exitCode", policy.get("event")), policy["action"]) for policy in spec["policies"]]
+    assert found[:3] == [(2, "TerminateJob"), (126, "TerminateJob"), (127, "TerminateJob")]
+    assert found[3:] == [("PodFailed", "RestartJob"), ("PodEvicted", "RestartJob")]
+    (task,) = spec["tasks"]
+    pod = task["template"]["spec"]
+    words = pod["containers"][0]["command"]
+    assert (task["name"], task["replicas"]) == ("node", nodes)
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 115
+    if nodes > 1:
+        assert "train-node-0.train:29400" in words and "/checkpoints/run-$(VC_TASK_INDEX)" in words
+        assert set(spec["plugins"]) == {"env", "svc"}
+    else:
+        assert "plugins" not in spec and "/checkpoints/run" in words
+    with pytest.raises(UsageError, match="--restarts 0"):
+        manifest("volcano", numbers(restarts=0))
+
+
 def test_pods_of_several_nodes_find_the_first_one() -> None:
     service, job = documents("kubernetes", nodes=2)
     assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
@@ -74,23 +99,71 @@ def test_shared_memory_has_room_for_two_snapshots() -> None:
     assert 2 * (1 << 30) < shared_memory_bytes(found) <= 4 * (1 << 30)
 
 
-@pytest.mark.parametrize(("text", "size"), [("18GiB", 18 << 30), ("1.5Gi", 3 << 29), ("512 MiB", 1 << 29), ("7", 7)])
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1GiB", "1GB2", "many", "18G", "9999999TiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--state"):
-        parse_size(text)
-
-
 @pytest.mark.parametrize(
-    "more", [{"name": "Train"}, {"name": "a" * 50}, {"command": ()}, {"mount": "x"}, {"claim": "a: b"}]
+    "more",
+    [
+        *({"name": "Train"}, {"name": "a" * 50}, {"name": "train\n"}, {"command": ()}, {"command": ("a\0b",)}),
+        *({"mount": "x"}, {"mount": "/a:b"}, {"claim": "a: b"}, {"claim": "a" * 254}, {"claim": "a..b"}),
+        *({"image": ""}, {"image": "train: latest"}),
+    ],
 )
 def test_what_cannot_be_a_job_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         numbers(**more)
+
+
+def test_objects_may_have_any_name_that_kubernetes_gives() -> None:
+    pod = job_spec("kubernetes", claim="data.7-train-shared-by-two-teams-of-the-same-floor", faults="0")["template"]
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"] if v["name"] == "checkpoints"]
+    assert claims == ["data.7-train-shared-by-two-teams-of-the-same-floor"]
+
+
+WORDS: tuple[str, ...] = (
+    "1e-4",
+    "1e3",
+    "0o17",
+    "0x1F",
+    "1_000",
+    "1:30:00",
+    ".5",
+    "-.inf",
+    "~",
+    "null",
+    "y",
+    "n",
+    "On",
+    "no",
+    "=",
+    "<<",
+)
+WORDS += ("2024-01-01", "", " a  b ", "a: b", "#x", "- x", "{a}", "*x", "&x", "!x", "%x", "@x", "`x`", "'", '"', "\\")
+WORDS += ("a\nb", "\t", "\x1b[0m", "\x85", "\u2028", "grün", "\U0001f600", "a" * 300, "a b " * 90, "x:", ":x", "a:b")
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "jobset", "trainer"])
+def test_words_of_the_program_are_texts_to_every_yaml_reader(kind: str) -> None:
+    """kubectl's reader takes ``1e-4`` for a number and ``y`` for true, PyYAML's does not: what is quoted is a text to
+    both."""
+    text = manifest(kind, numbers(command=("train.py", *WORDS)))
+    found = [list(yaml.load_all(text, loader)) for loader in (yaml.SafeLoader, yaml.BaseLoader)]
+    for documents_ in found:
+        template = documents_[-1]["spec"]
+        if kind == "trainer":
+            command = template["trainer"]["command"]
+        else:
+            template = template["replicatedJobs"][0]["template"]["spec"] if kind == "jobset" else template
+            command = template["template"]["spec"]["containers"][0]["command"]
+        assert command[-len(WORDS) :] == list(WORDS)
+    plain = [t for t in yaml.scan(text) if isinstance(t, yaml.ScalarToken) and t.plain]
+    assert not {"1e-4", "1e3", "0o17", "y", "n"} & {token.value for token in plain}
+
+
+def test_kubernetes_puts_nothing_in_place_of_a_word() -> None:
+    """It would put a variable of the container in place of ``$(NAME)``, and ``$`` in place of ``$$``."""
+    words = job_spec("kubernetes", command=("train.py", "$(PYTHONUNBUFFERED)", "5$", "$$"), nodes=2)
+    command = words["template"]["spec"]["containers"][0]["command"]
+    assert command[-3:] == ["$$(PYTHONUNBUFFERED)", "5$$", "$$$$"]
+    assert "/checkpoints/run-$(JOB_COMPLETION_INDEX)" in command, "this one is meant"
 
 
 def test_the_batch_script_is_the_one_of_the_repository() -> None:
@@ -108,6 +181,11 @@ def test_a_batch_script_has_the_numbers(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(tmp_path / "s")], check=False).returncode == 0
     with pytest.raises(UsageError, match="one node"):
         manifest("slurm", numbers(nodes=2))
+    with pytest.raises(UsageError, match="--grace 86400"):
+        manifest("slurm", numbers(grace_s=86400))
+    for word in ('"$@" &\n', "and 60 s before the end", "#SBATCH --job-name=train\n"):  # pieces of the script itself
+        script = manifest("slurm", numbers(command=("train.py", word)))
+        assert script.count("#SBATCH --signal=B:TERM@60") == 1
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -118,6 +196,9 @@ def test_kubernetes_own_schema_accepts_the_job(nodes: int) -> None:
     for kind in ("jobset", "trainer"):
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_spec(kind, nodes=nodes)}
         checker.validate(job, checker.latest_version(), strict=True)
+    template = documents("volcano", nodes=nodes)[0]["spec"]["tasks"][0]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **template}
+    checker.validate(pod, checker.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -24,6 +24,7 @@ from tests.metadata_server import (
     AZURE_NAME,
     GCE,
     MetadataServer,
+    drip,
     hang,
     reply,
 )
@@ -188,6 +189,34 @@ def test_a_server_that_hangs_is_left(server: MetadataServer, monkeypatch: pytest
         open_source(f"gce={server.base}").look()
 
 
+@pytest.mark.parametrize(
+    ("begin", "drop"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX: ", b"y"),
+        (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n", b"{"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+    ],
+    ids=["a header", "headers", "a status", "a body", "the length of a chunk"],
+)
+def test_an_answer_that_comes_drop_by_drop_is_left(
+    server: MetadataServer, monkeypatch: pytest.MonkeyPatch, begin: bytes, drop: bytes
+) -> None:
+    monkeypatch.setattr(notices, "_TOTAL_S", 0.3)
+    server.answers["/n"] = drip(begin, drop)
+    with pytest.raises(OSError, match=r"no whole answer within 0\.3 s"):
+        open_source(f"{server.base}/n").look()
+    assert server.left.wait(60), "the connection is closed"
+
+
+def test_a_redirect_is_not_followed(server: MetadataServer) -> None:
+    server.answers["/n"] = reply("", 302, {"Location": f"{server.base}/other"})
+    server.answers["/other"] = reply('{"stop": true}')
+    with pytest.raises(ValueError, match=r"status 302 \(redirects are not followed\)"):
+        open_source(f"{server.base}/n").look()
+
+
 def test_proxies_are_not_asked(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert open_source(f"aws={server.base}").look() is None
@@ -275,6 +304,21 @@ def test_an_error_is_named_once_and_stops_nothing(error: Exception, caplog: pyte
     watching, heard = watch(fail)
     assert watching.poll() is None and not heard.is_set()
     assert len(caplog.messages) == 1 and "told" in caplog.messages[0]
+
+
+def test_a_source_that_says_something_else_each_time_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    counted = iter(range(10**9))
+    enough = threading.Event()
+
+    def fail() -> Notice | None:
+        if (number := next(counted)) > 50:
+            enough.set()
+        raise ValueError(f"nonsense number {number}")
+
+    watching = NoticeWatch([Told(fail)]).start()
+    assert enough.wait(60)
+    watching.close()
+    assert len(caplog.messages) == 5 and caplog.messages[-1].endswith("what else is wrong with it is not told")
 
 
 def test_a_source_that_never_comes_back_is_named(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord
+from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, AttemptRecord
 from mindx_elastic.report.drawing import span, thin
 from mindx_elastic.report.page import make_page
 from mindx_elastic.report.story import shares_of, tell
@@ -102,6 +102,8 @@ def test_where_the_time_went() -> None:
     assert shares.pop("productive") == pytest.approx(300 - 10 - 7 - 1 - 3 - 4)
     expected = {"redone": 10, "detect": 0.5, "save": 1.5, "restart": 1, "resume": 4, "in place": 1, "paused": 3}
     assert shares == pytest.approx({**expected, "first start": 4})
+    other = AttemptRecord(attempt=0, outcome=NEW_NODE, step_reached=50, **times)
+    assert {share.name for share in shares_of([other, done], {}, 300.0, 4.0)} >= {"restart", "resume"}
     squeezed = shares_of([failed], {0: 100.0}, 2.0, 0.0)
     assert sum(share.seconds for share in squeezed) == pytest.approx(2.0), "logs that contradict themselves"
 
@@ -156,6 +158,15 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     assert page.count("<rect") < 7000 and "marks are not shown" in page
 
 
+def test_a_crash_loop_of_thousands_of_attempts_makes_a_small_page(tmp_path: Path) -> None:
+    log = record_run(tmp_path)
+    line = '{"time": %d, "event": "attempt_start", "attempt": %d, "started": %d}\n'
+    log.write_text("".join(line % (10**9 + n, n, 10**9 + n) for n in range(20_000)))
+    story = tell(log)
+    assert story is not None and len(story.run.records) == 20_000
+    assert len(make_page(story)) < 2_000_000
+
+
 @pytest.mark.parametrize("content", ['{"time": 1e999, "event": "agent_start"}', '{"time": 1, "event": "agent_start"}'])
 def test_a_log_with_hardly_anything(tmp_path: Path, content: str) -> None:
     (tmp_path / "events.jsonl").write_text(content)
@@ -171,7 +182,15 @@ def test_the_command(run: Callable[..., Any], tmp_path: Path) -> None:
     assert run("report", tmp_path / "run", "-o", tmp_path / "no" / "r.html").exit_code == 2
     assert run("report", tmp_path / "run", "--checkpoints", tmp_path, "-o", page).exit_code == 2
     (tmp_path / "empty").mkdir()
+    log = tmp_path / "run" / "events.jsonl"
+    before = log.read_bytes()
+    for name, said in ((log, "is a log"), (tmp_path / "empty", "is a folder"), (Path("/dev/null"), "no regular file")):
+        result = run("report", tmp_path / "run", "-o", name)
+        assert result.exit_code == 2 and said in result.stderr
+    assert log.read_bytes() == before and Path("/dev/null").is_char_device()
     assert run("report", tmp_path / "empty", "-o", page).exit_code == 3
+    result = run("report", tmp_path / "empty", "-o", page, "--json")
+    assert result.exit_code == 3 and json.loads(result.stdout)["page"] is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "empty", "r.html", "run"]
 
 
