@@ -224,6 +224,13 @@ class Connections:
         finally:
             self.link.between(False)
 
+    def keep_in_memory(self, timeout_s: float, gone: Sequence[int]) -> bool:
+        """The last boundary could not be written to disk, and ranks `gone` of this machine have died: whether it is in
+        shared memory, for the next start. Any thread that holds the update gate and has found it clean."""
+        first = self._ranks.rank - self._ranks.local_rank
+        copies = all(rank in gone for rank in range(first, self._ranks.rank))  # what all hold, for all of the machine
+        return self.memory is not None and not self.keeps_nothing and self.memory.keep(timeout_s, whole=copies)
+
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""
         saved = stopper.saved_step if stopper.path is not None else None

@@ -77,12 +77,14 @@ class Stopper:
         last_resort: LastResort,
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
+        keep_in_memory: Callable[[float, Sequence[int]], bool] = lambda timeout_s, gone: False,
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage | None = None,
         member: Member | None = None,
     ) -> None:
-        """already_durable: the file that has the last boundary already; None: there is none. peers_gone: the ranks of
-        this machine whose processes are gone. page: where the agent reads, None without one."""
+        """already_durable: the file that has the last boundary already; None: there is none. keep_in_memory: see
+        `Connections`. peers_gone: the ranks of this machine whose processes are gone. page: where the agent reads, None
+        without one."""
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         self.saver, self.ranks, self.settings, self.events = saver, ranks, settings, events
         self.policies = tuple(policies)
@@ -102,7 +104,8 @@ class Stopper:
         self.pauses = Pauses(
             step_gate, exchange.pauses, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause
         )
-        self._already_durable, self._page, self._member = already_durable, page, member
+        self._already_durable, self._keep_in_memory = already_durable, keep_in_memory
+        self._page, self._member = page, member
         self._last_resort, self._relay = last_resort, relay
         self._stop_decision: Decision | None = None
         self._ran_on_from: int | None = None
@@ -229,6 +232,7 @@ class Stopper:
         self._last_resort.arm(alarm, alarm.deadline.at - max(self._reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
         if self._page is not None:
             self._page.set_text("reason", alarm.reason)
+            self._page.set(asked_code=alarm.exit_code if alarm.is_asked_for else -1)
             self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns())
         return True
 
@@ -362,6 +366,8 @@ class Stopper:
     def dismiss(self) -> None:
         """Any thread: the training has ended, and the alarm with it."""
         self.state.finished = True
+        if self._page is not None:
+            self._page.set(asked_code=-1)
         self.step_gate.open_until(None)
 
     def exit(self) -> GracefulExit:
@@ -543,6 +549,7 @@ class Stopper:
             expected = isinstance(error, (SaveError, UnsupportedStateError))
             logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
             self.events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
+            self._keep_unsaved(alarm, step)
             self.state.move(StopPhase.FAILED)
             return
         self._note_saved(result.path, step)
@@ -553,6 +560,17 @@ class Stopper:
             "durable", step=step, reason=alarm.reason, duration_s=since, nbytes=result.nbytes, path=str(result.path)
         )
         self.state.move(StopPhase.SAVED)
+
+    def _keep_unsaved(self, alarm: Alarm, step: int) -> None:
+        """The last boundary could not be written: keep it in shared memory."""
+        try:
+            gone = [rank for rank in self.peers_gone() if self._died(rank)]
+            is_kept = self._keep_in_memory(max(0.0, alarm.deadline.remaining_s() / 4), gone)
+        except Exception as error:  # the save has failed already, and the job must leave in time
+            logger.error("step %d could not be kept in shared memory either: %s", step, error, exc_info=True)
+            return
+        if is_kept:
+            logger.warning("step %d is kept in shared memory, where the same command on this machine finds it", step)
 
     def _save(self, alarm: Alarm, policies: Sequence[ExitPolicy], *, agreed: bool) -> SaveResult:
         """Once more where the device has gone on while an older boundary was read: it holds a newer one then."""
