@@ -76,6 +76,8 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
                 cells, own = _closure_of(value), [*vars(value).items(), *_defaults_of(value)]
                 waiting.extend((n, where, child, depth + 1) for n, child in cells if of_callers.get(n) != id(child))
                 waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in own)
+        elif positions and isinstance(value, torch.optim.Optimizer):  # also a kept one: no state_dict has these
+            waiting.extend((f"{name}.{n}", place, child, _DEPTH) for n, child in _own_numbers(value))
         elif positions and isinstance(value, type):
             if id(value) not in known and depth < _DEPTH and not is_library(value.__module__):
                 known.add(id(value))
@@ -135,6 +137,13 @@ def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     for name, value in [*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
         if type(value) in _CONTAINERS:
+            yield name, value
+
+
+def _own_numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What a class of the program's keeps in attributes, the number of its steps, say."""
+    for name, value in attributes_of(optimizer).items():
+        if type(value) in _PLAIN and not name.startswith("_"):
             yield name, value
 
 

@@ -237,3 +237,24 @@ def test_what_changes_in_containers_of_the_standard_library_and_in_defaults_is_f
     changed = {name.split('"')[1] for name in after if after[name] != before.get(name)}
     expected = {"window[-1]", "votes[4]", "sums['loss']", "best['loss']", "scaled.calls", "scaled.seen['last']"}
     assert expected <= changed
+
+
+class Warming(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], lr=0.1)
+        self.warmed = 0
+
+
+def test_what_an_optimizer_has_in_attributes_is_found_though_the_guard_keeps_it() -> None:
+    optimizer = Warming()
+
+    def looked_at() -> dict[str, str]:
+        return own_variables(sys._getframe(1), {id(optimizer)}, positions=True)
+
+    before = looked_at()
+    optimizer.warmed += 1
+    after = looked_at()
+    changed = {name.split('"')[1] for name in after if after[name] != before.get(name)}
+    assert "optimizer.warmed" in changed
