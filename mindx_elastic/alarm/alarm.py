@@ -50,10 +50,11 @@ class Alarm:
     the agent makes with a signal."""
 
     @property
-    def is_asked_for(self) -> bool:
-        """Somebody wants the job to stop; else something is wrong with it. SIGTERM does not count: an agent also sends
-        it after a failure."""
-        return self.kind in _ASKED_FOR and self.signum != signal.SIGTERM and (self.kind, self.signum) != _ORPHAN
+    def asked_code(self) -> int:
+        """`exit_code` where somebody wants the job to stop; -1: something is wrong with it. SIGTERM does not count: an
+        agent also sends it after a failure."""
+        asked = self.kind in _ASKED_FOR and self.signum != signal.SIGTERM and (self.kind, self.signum) != _ORPHAN
+        return self.exit_code if asked else -1
 
     def to_request(self) -> dict[str, Any]:
         """The stop request that asks the other ranks to stop for this alarm; `Alarms.of_peer` reads it."""

@@ -129,7 +129,7 @@ class Status:
     planned_steps: int = 0
     """Steps of the whole training, as far as its loops tell; 0: they do not."""
     asked_code: int = -1
-    """The exit code of the stop under way, if it was asked for (`Alarm.is_asked_for`); -1: there is none."""
+    """The exit code of the stop under way, if it was asked for (`Alarm.asked_code`); -1: there is none."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""

@@ -77,7 +77,6 @@ class Stages:
             events=saver.events,
             already_durable=lambda: None if saver.flags.waiting else already_durable(),
             peers_gone=peers.look,
-            keep_in_memory=around.keep_in_memory,
             page=around.page,
             last_resort=self._last_resort,
             relay=relay,

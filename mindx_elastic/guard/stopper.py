@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -77,14 +76,12 @@ class Stopper:
         last_resort: LastResort,
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
-        keep_in_memory: Callable[[float, Sequence[int]], bool] = lambda timeout_s, gone: False,
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage | None = None,
         member: Member | None = None,
     ) -> None:
-        """already_durable: the file that has the last boundary already; None: there is none. keep_in_memory: see
-        `Connections`. peers_gone: the ranks of this machine whose processes are gone. page: where the agent reads, None
-        without one."""
+        """already_durable: the file that has the last boundary already; None: there is none. peers_gone: the ranks of
+        this machine whose processes are gone. page: where the agent reads, None without one."""
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         self.saver, self.ranks, self.settings, self.events = saver, ranks, settings, events
         self.policies = tuple(policies)
@@ -104,8 +101,7 @@ class Stopper:
         self.pauses = Pauses(
             step_gate, exchange.pauses, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause
         )
-        self._already_durable, self._keep_in_memory = already_durable, keep_in_memory
-        self._page, self._member = page, member
+        self._already_durable, self._page, self._member = already_durable, page, member
         self._last_resort, self._relay = last_resort, relay
         self._stop_decision: Decision | None = None
         self._ran_on_from: int | None = None
@@ -232,8 +228,7 @@ class Stopper:
         self._last_resort.arm(alarm, alarm.deadline.at - max(self._reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
         if self._page is not None:
             self._page.set_text("reason", alarm.reason)
-            self._page.set(asked_code=alarm.exit_code if alarm.is_asked_for else -1)
-            self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns())
+            self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
 
     def _log_alarm(self, alarm: Alarm) -> None:
@@ -549,7 +544,7 @@ class Stopper:
             expected = isinstance(error, (SaveError, UnsupportedStateError))
             logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
             self.events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
-            self._keep_unsaved(alarm, step)
+            self.saver.keep_unsaved(step, alarm.deadline.remaining_s() / 4)
             self.state.move(StopPhase.FAILED)
             return
         self._note_saved(result.path, step)
@@ -560,17 +555,6 @@ class Stopper:
             "durable", step=step, reason=alarm.reason, duration_s=since, nbytes=result.nbytes, path=str(result.path)
         )
         self.state.move(StopPhase.SAVED)
-
-    def _keep_unsaved(self, alarm: Alarm, step: int) -> None:
-        """The last boundary could not be written: keep it in shared memory."""
-        try:
-            gone = [rank for rank in self.peers_gone() if self._died(rank)]
-            is_kept = self._keep_in_memory(max(0.0, alarm.deadline.remaining_s() / 4), gone)
-        except Exception as error:  # the save has failed already, and the job must leave in time
-            logger.error("step %d could not be kept in shared memory either: %s", step, error, exc_info=True)
-            return
-        if is_kept:
-            logger.warning("step %d is kept in shared memory, where the same command on this machine finds it", step)
 
     def _save(self, alarm: Alarm, policies: Sequence[ExitPolicy], *, agreed: bool) -> SaveResult:
         """Once more where the device has gone on while an older boundary was read: it holds a newer one then."""
@@ -583,8 +567,9 @@ class Stopper:
                 if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
                     raise
                 end, agreed = time.monotonic() + _DEVICE_S, False
-                waits = partial(_is_before, end)
-                if problem := choose_held_boundary(self.saver.collector, None, self.update_gate, waits):
+                if problem := choose_held_boundary(
+                    self.saver.collector, None, self.update_gate, lambda end=end: time.monotonic() < end
+                ):
                     raise UnsupportedStateError("the state", problem) from error
         raise AssertionError("the last try has returned or raised")
 
@@ -675,7 +660,3 @@ class Stopper:
             raise
         finally:
             self.step_gate.open_until(0)
-
-
-def _is_before(end: float) -> bool:
-    return time.monotonic() < end
