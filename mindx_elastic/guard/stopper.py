@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -567,9 +568,8 @@ class Stopper:
                 if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
                     raise
                 end, agreed = time.monotonic() + _DEVICE_S, False
-                if problem := choose_held_boundary(
-                    self.saver.collector, None, self.update_gate, lambda end=end: time.monotonic() < end
-                ):
+                waits = partial(_is_before, end)
+                if problem := choose_held_boundary(self.saver.collector, None, self.update_gate, waits):
                     raise UnsupportedStateError("the state", problem) from error
         raise AssertionError("the last try has returned or raised")
 
@@ -660,3 +660,7 @@ class Stopper:
             raise
         finally:
             self.step_gate.open_until(0)
+
+
+def _is_before(end: float) -> bool:
+    return time.monotonic() < end
