@@ -146,6 +146,9 @@ def conclude(
     if stop is StopKind.FAULT:
         return Ending(outcome="stopped", code=_code(left[0]) if left else EXIT_TEMPORARY, cause=cause)
     if failed or stop is StopKind.FAILURE:
+        asked = next((end for end in exits if _was_asked(end)), None)
+        if asked is not None and asked.status is not None:
+            return Ending(outcome="stopped", code=asked.status.asked_code, cause=asked.status.reason, first=asked)
         return _failure(failed, left, cause, rank)
     if stop is StopKind.MEMBERSHIP:
         if cause:
@@ -158,6 +161,12 @@ def conclude(
     if _code(first) == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=reason, first=first, elsewhere=True)
     return Ending(outcome="stopped", code=_code(first), cause=reason or describe(first), first=first)
+
+
+def _was_asked(end: WorkerExit) -> bool:
+    """Whether a rank was on its way out because somebody wants the job to stop: then a failure beside it is no reason
+    to start the job again. With code 0 the program says that it has done all: that needs all ranks."""
+    return meaning(end) is not Meaning.FAILED and end.status is not None and end.status.asked_code > 0
 
 
 def _failure(failed: Sequence[WorkerExit], left: Sequence[WorkerExit], cause: str, rank: int) -> Ending:

@@ -469,7 +469,10 @@ class Recovery:
         except ERRORS as error:
             logger.debug("the board cannot be written to: %s", error)
         # Whether there is a restart after a finish is said when all ranks of the node have ended.
+        stops = any(status.asked_code > 0 for status in self._workers.statuses().values())
         what_then = "" if self._has_finished else "; the job is restarted"
+        if stops:
+            what_then = "; the job stops"
         if keeps is not None:
             what_then = f"; {keeps.size} ranks go on in their processes, if nothing in these depends on their number"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)

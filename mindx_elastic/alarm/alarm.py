@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindx_elastic.alarm.deadline import Deadline
@@ -22,6 +22,8 @@ REFUSAL = "unmanaged"
 """The kind of an `UnmanagedStateError` that leaves the block: every rank stops, and no policy saves anything."""
 REQUEST_KINDS = ALARM_KINDS | {REFUSAL}
 """What a rank may ask the others to stop for."""
+_ASKED_FOR = frozenset({"signal", "flag", "fault", "request"})
+_ORPHAN = ("signal", None)
 _LEAST_GRACE_S = 3.0  # an unsealed request cannot shorten the grace period further
 _LEAST_SEALED_GRACE_S = 0.5
 _MAX_GRACE_S = 86400.0
@@ -44,7 +46,15 @@ class Alarm:
     origin: int = 0
     """Rank that heard it first."""
     signum: int | None = None
-    """The signal's number, for kind ``signal``; None there: the agent of `origin` is gone."""
+    """The signal's number, for kind ``signal``; None there: the agent of `origin` is gone. Also of a ``request`` that
+    the agent makes with a signal."""
+
+    @property
+    def asked_code(self) -> int:
+        """`exit_code` where somebody wants the job to stop; -1: something is wrong with it. SIGTERM does not count: an
+        agent also sends it after a failure."""
+        asked = self.kind in _ASKED_FOR and self.signum != signal.SIGTERM and (self.kind, self.signum) != _ORPHAN
+        return self.exit_code if asked else -1
 
     def to_request(self) -> dict[str, Any]:
         """The stop request that asks the other ranks to stop for this alarm; `Alarms.of_peer` reads it."""
@@ -78,7 +88,7 @@ class Alarms:
 
     def of_agent_signal(self, signum: int) -> Alarm:
         """The signal with which the agent stops its workers, in a process whose policies do not ask for signals."""
-        return self.of_request(signal_name(signum), exit_code("signal", signum=signum))
+        return replace(self.of_request(signal_name(signum), exit_code("signal", signum=signum)), signum=signum)
 
     def of_exception(self, error: BaseException) -> Alarm:
         reason = f"exception: {type(error).__name__}: {error}"[:_MAX_EXCEPTION]

@@ -44,9 +44,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mindx_elastic.capture.optimizer_versions import OptimizerVersions
 
 __all__ = ["GateState", "UpdateGate"]
 
@@ -108,14 +111,18 @@ class UpdateGate:
         self._parameters: Sequence[torch.Tensor] = ()
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
+        self._optimizers = OptimizerVersions()
         self._is_new = False  # the parameters are others than at the last boundary
 
     @property
     def state(self) -> GateState:
         return self._state
 
-    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Install the optimizer hooks and remember whose version counters to compare."""
+    def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
+        """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
+        guard was given; from here on they are `named`."""
+        optimizers = list(optimizers)
+        self.named, self._optimizers = frozenset(map(id, optimizers)), OptimizerVersions(optimizers)
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._total = sum(self._versions)
@@ -208,6 +215,7 @@ class UpdateGate:
             before, self._state = self._state, GateState.PASSING
         copy_volatile()  # runs code of the program (`state_dict`), so not under the lock
         versions = list(map(_version_of, self._parameters))
+        self._optimizers.note()
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
@@ -235,6 +243,7 @@ class UpdateGate:
             self._updates = {}
             self._versions = [p._version for p in self._parameters]
             self._total = sum(self._versions)
+        self._optimizers.note()
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
@@ -311,10 +320,13 @@ class UpdateGate:
                 self._versions, self._total = versions, sum(versions)
 
     def changed_since_boundary(self) -> str | None:
-        """A text if parameters were changed outside of any optimizer, else None. Call it holding the gate."""
+        """A text if parameters, or the state of optimizers, were changed outside of any optimizer, else None. Call it
+        holding the gate."""
         now = list(map(_version_of, self._parameters))
         if now == self._versions:
-            return None
+            if (count := self._optimizers.num_changed()) == 0:
+                return None
+            return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
 

@@ -40,7 +40,7 @@ _FIELDS = (
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
     *("accumulates", "save_every_s"),
     *("durable_step", "durable_ns", "durable_bytes", "stall_ns"),
-    "planned_steps",
+    *("planned_steps", "asked_code"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -128,6 +128,8 @@ class Status:
     """How long periodic saves have held up its training."""
     planned_steps: int = 0
     """Steps of the whole training, as far as its loops tell; 0: they do not."""
+    asked_code: int = -1
+    """The exit code of the stop under way, if it was asked for (`Alarm.asked_code`); -1: there is none."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""
@@ -158,7 +160,7 @@ class StatusPage:
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("q")
-        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step", "durable_step"):
+        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step", "durable_step", "asked_code"):
             self._words[_INDEX[name]] = -1
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING

@@ -120,7 +120,7 @@ class AgentLink:
             modules_path(self._folder, self._rank).write_text("\n".join(list(sys.modules)), errors="replace")
         self.page.set_text("run_id", run_id)
         self.page.set_text("arena", "" if arena is None else str(arena))
-        self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), phase=WorkerPhase.TRAINING)
+        self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), asked_code=-1, phase=WorkerPhase.TRAINING)
 
     def pass_boundary(self, step: int, loss: object, planned: int, *, cut: bool) -> None:
         """Training thread: a step has ended. `planned`: steps of the whole training; 0: not known."""

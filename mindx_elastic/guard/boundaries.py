@@ -45,8 +45,7 @@ class Boundaries:
         self.has_passed = False
         """A boundary was passed since the start."""
         gate = self.gate = UpdateGate()
-        gate.watch(collector.parameters)
-        gate.named = frozenset(map(id, collector.optimizers()))
+        gate.watch(collector.parameters, collector.optimizers())
         stack.callback(gate.unwatch)
         if world_size > 1:
             collector.keep_older_boundaries()

@@ -107,6 +107,7 @@ class Connections:
         """The guard is about to be entered again in this process, which keeps its memory open."""
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
+        saver.keep_in_memory = self._keep_in_memory
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self._interval = IntervalPart(0 if self.memory is None else self.memory.interval)
         self._nodes = NodesPart(copies, ranks, store_host())
@@ -229,6 +230,12 @@ class Connections:
             yield
         finally:
             self.link.between(False)
+
+    def _keep_in_memory(self, timeout_s: float) -> bool:
+        """See `Saver.keep_in_memory`. Any thread that holds the update gate and has found it clean."""
+        first, gone = self._ranks.rank - self._ranks.local_rank, self._saver.gone()
+        copies = all(rank in gone for rank in range(first, self._ranks.rank))  # what all hold, for all of the machine
+        return self.memory is not None and not self.keeps_nothing and self.memory.keep(timeout_s, whole=copies)
 
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""

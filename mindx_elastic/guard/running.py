@@ -22,6 +22,7 @@ from torch import nn
 from mindx_elastic.agreement.connect import open_ahead, open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
+from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
@@ -53,6 +54,7 @@ from mindx_elastic.rejoin.protocol import InMemory, Report
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
+_CARRIED = frozenset({"signal", "flag", "request", "fault"})  # not what a death or an error has brought
 _FINISHES_S = 0.2
 """Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
 cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
@@ -66,17 +68,25 @@ _is_running = False  # `run_in_place` has been called
 class EnterAgain(BaseException):
     """Leaves the block of a guard that is to be entered again."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, stopper: Stopper) -> None:
         super().__init__("the guard is entered again")
         self.entry = entry
+        self._stopper = stopper
+
+    @property
+    def unanswered(self) -> Alarm | None:
+        """Once the guard is closed: the stop that was asked for while it was being left; None: none was."""
+        alarm = self._stopper.alarm
+        return alarm if alarm is not None and alarm.kind in _CARRIED else None
 
 
 class Place:
     """A guard's part in recoveries in place, for one entry. Training thread."""
 
-    def __init__(self, member: Member, entry: Entry | None, begun: AsBegun) -> None:
-        """`entry`: what the last recovery has agreed on; None: there was none. `begun`: see `guard.as_begun`."""
-        self.member, self.entry, self.begun = member, entry, begun
+    def __init__(self, member: Member, entry: Entry | None, begun: AsBegun, unanswered: Alarm | None = None) -> None:
+        """`entry`: what the last recovery has agreed on; None: there was none. `begun`: see `guard.as_begun`.
+        `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open."""
+        self.member, self.entry, self.begun, self._unanswered = member, entry, begun, unanswered
 
     @property
     def name(self) -> str:
@@ -111,6 +121,8 @@ class Place:
         member.page.set(in_place=part, generation=member.generation)
         if self.entry is not None:
             member.entered()
+        if (alarm := self._unanswered) is not None:
+            stopper.watcher.post(lambda: stopper.hear(alarm))
 
     def comes_out(self, error: BaseException | None, stopper: Stopper) -> bool:
         """Whether the block has been left, with `error`, because another rank has died."""
@@ -142,7 +154,7 @@ class Place:
             around.link.stays = True
         for parameter in stopper.saver.collector.parameters:
             parameter.grad = None
-        return EnterAgain(entry)
+        return EnterAgain(entry, stopper)
 
 
 def _end_if_broken(error: BaseException | None) -> None:
@@ -166,15 +178,16 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
         member.laid_out = laid_out
         entry = _join(targets(), member)
     member.has_entered = True
+    unanswered: Alarm | None = None
     built = AsBuilt(targets()) if may_stay() else None
     begun = AsBegun(targets()) if begun is None else begun
     begun.look_at_groups()
     try:
         while True:
             try:
-                return block(Place(member, entry, begun))
+                return block(Place(member, entry, begun, unanswered))
             except EnterAgain as again:
-                entry = again.entry
+                entry, unanswered = again.entry, again.unanswered
                 begun.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
@@ -184,7 +197,7 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
                 _close(member)
                 stop.__context__ = stop.__cause__ = stop.__traceback__ = None
                 _members.clear()
-                entry, smaller = None, new_member()
+                entry, unanswered, smaller = None, None, new_member()
                 if smaller is None:
                     break
                 _members.append(smaller)

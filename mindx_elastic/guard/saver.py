@@ -96,6 +96,8 @@ class Saver:
         """Saves with the other ranks at an agreed stop; None: the ranks have not met for that."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
+        self.keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
+        """Puts the last boundary into shared memory; returns whether it is there. For whoever holds the update gate."""
         self.first_save: FirstSave | None = None
         """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
         self.newest: tuple[int, Path] | None = None
@@ -381,6 +383,14 @@ class Saver:
             self._write(path, self.collector.state(), info, finish=lambda path: self._finish(policy, path, math.inf))
         except (OSError, UnsupportedStateError) as error:
             self._report(error, info)
+
+    def keep_unsaved(self, step: int, timeout_s: float) -> None:
+        """A dying save of boundary `step` has failed: keep it in shared memory. The caller holds the update gate."""
+        try:
+            if self.keep_in_memory(max(0.0, timeout_s)):
+                logger.warning("step %d is kept in shared memory, where the next start on this machine finds it", step)
+        except Exception as error:  # the save has failed already, and the job must leave in time
+            logger.error("step %d could not be kept in shared memory either: %s", step, error, exc_info=True)
 
     def began_from(self, base: CheckpointInfo) -> None:
         """Note in every later file that the attempt went on from `base`: a start that would not be exact at the first

@@ -229,7 +229,7 @@ class Stopper:
         self._last_resort.arm(alarm, alarm.deadline.at - max(self._reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
         if self._page is not None:
             self._page.set_text("reason", alarm.reason)
-            self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns())
+            self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
 
     def _log_alarm(self, alarm: Alarm) -> None:
@@ -362,6 +362,8 @@ class Stopper:
     def dismiss(self) -> None:
         """Any thread: the training has ended, and the alarm with it."""
         self.state.finished = True
+        if self._page is not None:
+            self._page.set(asked_code=-1)
         self.step_gate.open_until(None)
 
     def exit(self) -> GracefulExit:
@@ -543,6 +545,7 @@ class Stopper:
             expected = isinstance(error, (SaveError, UnsupportedStateError))
             logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
             self.events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
+            self.saver.keep_unsaved(step, alarm.deadline.remaining_s() / 4)
             self.state.move(StopPhase.FAILED)
             return
         self._note_saved(result.path, step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Sized
 from contextlib import suppress
 from types import FrameType, FunctionType
@@ -33,6 +33,8 @@ _BLOCK, _MOST_BLOCKS = 4096, 64
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, tuple, set, deque, *_DICTS)
 _LONGEST_KEY = 32
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 
@@ -71,9 +73,11 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
             if id(value) not in known and depth < _DEPTH and not is_library(str(value.__module__)):
                 known.add(id(value))
                 where = f"{value.__name__}() in {os.path.basename(value.__code__.co_filename)}"
-                children = _closure_of(value)
-                waiting.extend((n, where, child, depth + 1) for n, child in children if of_callers.get(n) != id(child))
-                waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in list(vars(value).items()))
+                cells, own = _closure_of(value), [*vars(value).items(), *_defaults_of(value)]
+                waiting.extend((n, where, child, depth + 1) for n, child in cells if of_callers.get(n) != id(child))
+                waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in own)
+        elif positions and isinstance(value, torch.optim.Optimizer):  # also a kept one: no state_dict has these
+            waiting.extend((f"{name}.{n}", place, child, _DEPTH) for n, child in _own_numbers(value))
         elif positions and isinstance(value, type):
             if id(value) not in known and depth < _DEPTH and not is_library(value.__module__):
                 known.add(id(value))
@@ -81,9 +85,12 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
                 waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in children)
         elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
             known.add(id(value))
-            if isinstance(value, Sized) and type(value) in (list, tuple, dict, set, deque):
+            if isinstance(value, Sized) and type(value) in _CONTAINERS:
                 found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
             waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in _children(value))
+            if positions and type(value) is deque:  # a full one has the same length for ever
+                items = [("[0]", value[0]), ("[-1]", value[-1])] if value else []
+                waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in items)
     return found
 
 
@@ -124,6 +131,22 @@ def _closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
+def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Containers that are made once, with the function: each call without the argument goes on with them."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    for name, value in [*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
+        if type(value) in _CONTAINERS:
+            yield name, value
+
+
+def _own_numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What a class of the program's keeps in attributes, the number of its steps, say."""
+    for name, value in attributes_of(optimizer).items():
+        if type(value) in _PLAIN and not name.startswith("_"):
+            yield name, value
+
+
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     kind = kind_of(type(value))
     if kind == "instance":
@@ -135,7 +158,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".dataset", attributes_of(value).get("dataset")
     elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
-    elif type(value) is dict and len(value) <= _MOST_ITEMS:
+    elif type(value) in _DICTS and len(value) <= _MOST_ITEMS:
         items = list(value.items())
         yield from ((f"[{key!r}]", item) for key, item in items if type(key) is int or _is_name(key))
 

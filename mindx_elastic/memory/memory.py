@@ -137,6 +137,10 @@ class Memory:
         """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""
         return self._snapshotter is not None and self._snapshotter.take_last()
 
+    def keep(self, timeout_s: float, *, whole: bool) -> bool:
+        """See `Snapshotter.keep`."""
+        return self._snapshotter is not None and self._snapshotter.keep(timeout_s, whole=whole)
+
     def settle(self) -> None:
         """Wait for a snapshot in progress; there is no other until the next boundary. Training thread."""
         if self._snapshotter is not None:

@@ -101,6 +101,7 @@ class Snapshotter:
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
         self._extra = False
+        self._one_copy = threading.Lock()  # a dying save may come beside the training thread
         self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
         self._reserved = self._reserving = self._hurry = False
@@ -243,7 +244,11 @@ class Snapshotter:
         return snapshot
 
     def _copy(self) -> int | None:
-        """Training thread, or the copier while the gate is lent. The slot, if the copy is good."""
+        """Training thread, the copier while the gate is lent, or who holds the gate. The slot, if the copy is good."""
+        with self._one_copy:
+            return self._copy_alone()
+
+    def _copy_alone(self) -> int | None:
         collector = self._collector
         try:
             changed = self._why_changed
@@ -317,6 +322,24 @@ class Snapshotter:
             if self._taken != position.step:  # what is there may be another run's
                 self._copy()
             return not self.broken
+
+    def keep(self, timeout_s: float, *, whole: bool) -> bool:
+        """Keep the last boundary, due or not, because it could not be written to disk. Any thread that holds the update
+        gate and has found it clean. Waits `timeout_s` for a copy in progress. `whole`: also what another rank of the
+        machine would copy for all. Returns whether it is there."""
+        self._hurry = True
+        try:
+            self.drain(timeout_s)
+            if self.broken or self._working:
+                return False
+            if self._instead is not None and not whole:
+                return True  # what is this rank's own is in its ring since the boundary
+            step = self._collector.position.step
+            if self._taken != step:
+                self._copy()
+            return self._taken == step
+        finally:
+            self._hurry = False
 
     def donate(self) -> Path | None:
         """Copy the last boundary for other processes of the machine, which map it, and return the file. None: it could

@@ -475,11 +475,11 @@ class Member:
         `more_s`: beyond the usual."""
         end = time.monotonic() + self._timeout_s + more_s
         while (left := end - time.monotonic()) > 0:
+            if host is not None and host.is_stopping():  # also where all is there already
+                raise RejoinFailed("the job is being stopped")
             found = board.wait(keys, min(left, look_s))
             if found is not None:
                 return found
-            if host is not None and host.is_stopping():
-                raise RejoinFailed("the job is being stopped")
             if unless and (note := board.read([unless]).get(unless)) is not None:
                 raise self._refused(note, "it has been given up")
         raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")

@@ -26,9 +26,10 @@ def guarded(
     reason: str = "",
     phase: WorkerPhase = WorkerPhase.LEFT,
     sent: tuple[int, ...] = (),
+    asked: int = -1,
 ) -> WorkerExit:
-    """One with a guard that says it leaves with `left`."""
-    status = Status(pid=10 + rank, phase=phase, exit_code=left, reason=reason)
+    """One with a guard that says it leaves with `left`; `asked`: the code of a stop that somebody has asked for."""
+    status = Status(pid=10 + rank, phase=phase, exit_code=left, reason=reason, asked_code=asked)
     return WorkerExit(rank=rank, pid=10 + rank, code=code, status=status, sent=frozenset(sent))
 
 
@@ -160,3 +161,30 @@ def test_for_a_new_node() -> None:
     assert conclude([guarded(143, left=143)], StopKind.MEMBERSHIP).outcome == "membership"
     assert conclude([end(-TERM, sent=(TERM,))], StopKind.MEMBERSHIP).outcome == "membership"
     assert conclude([end(1), end(-TERM, 1, sent=(TERM,))], StopKind.MEMBERSHIP).outcome == "failed"
+
+
+@pytest.mark.parametrize("stop", [None, StopKind.FAILURE])
+@pytest.mark.parametrize(
+    "other",
+    [
+        guarded(75, 1, left=75, reason="flag file /x", asked=75),
+        guarded(-KILL, 1, phase=WorkerPhase.STOPPING, reason="flag file /x", sent=(KILL,), asked=75),
+    ],
+    ids=["it has left", "the agent has ended it"],
+)
+def test_a_failure_beside_a_stop_that_was_asked_for_restarts_nothing(stop: StopKind | None, other: WorkerExit) -> None:
+    ending = conclude([end(-KILL), other], stop, cause="no recovery in place: rank 1: the job is being stopped")
+    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 75, "flag file /x")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        guarded(0, 1, left=0, reason="trained enough", asked=0),
+        guarded(75, 1, left=75, reason="rank 0 is gone"),
+        guarded(1, 1, reason="exception: ValueError: x", asked=75),
+    ],
+    ids=["the program says that it has done all", "because of the failure", "it has failed, too"],
+)
+def test_a_failure_beside_other_ends_restarts_the_job(other: WorkerExit) -> None:
+    assert conclude([end(-KILL), other], None).outcome == "failed"

@@ -334,3 +334,39 @@ def test_unwatch_removes_every_hook() -> None:
     gate.unwatch()
     gate.unwatch()
     assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+
+
+class _Replacing(torch.optim.SGD):
+    """Its steps make new tensors, as one that keeps its state elsewhere between them."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for entry in self.state.values():
+            entry["momentum_buffer"] = entry["momentum_buffer"].clone()
+        return result
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, _Replacing])
+def test_optimizer_state_that_is_changed_by_hand_is_no_state_of_the_boundary(kind: type[torch.optim.SGD]) -> None:
+    """A program that decays or clears the momentum at the head of a step."""
+    layer = torch.nn.Linear(2, 2)
+    optimizer = kind(layer.parameters(), lr=0.1, momentum=0.9)
+    gate = UpdateGate()
+    gate.watch(list(layer.parameters()), [optimizer])
+    try:
+        for change in ("mul", "clear", "replace", ""):
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            gate.pass_boundary(lambda: None)
+            with gate.hold(0.0) as problem:
+                assert problem is None
+            if change == "mul":
+                optimizer.state[layer.bias]["momentum_buffer"].mul_(0.9)
+            elif change == "clear":
+                optimizer.state.clear()
+            elif change == "replace":
+                optimizer.state[layer.weight] = {"momentum_buffer": torch.zeros(2, 2)}
+            with gate.hold(0.0) as problem:
+                assert ("optimizers' state" in str(problem)) == bool(change)
+    finally:
+        gate.unwatch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -211,3 +211,50 @@ def test_a_list_that_the_guard_keeps_is_left_out() -> None:
 
 def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:
     assert f'"stopping.bad" ({PLACE})' in found_in(0)
+
+
+def test_what_changes_in_containers_of_the_standard_library_and_in_defaults_is_found() -> None:
+    """A full window has always the same length, a counter the same keys."""
+
+    def scaled(x: float, calls: list[int] = [], *, seen: dict[str, int] = {}) -> float:  # noqa: B006
+        calls.append(1)
+        seen["last"] = len(calls)
+        return x * len(calls)
+
+    window, votes, sums, best = deque([1.0] * 3, maxlen=3), Counter({4: 1}), defaultdict(float), OrderedDict(loss=2.0)
+    sums["loss"] = 0.0
+
+    def looked_at() -> dict[str, str]:
+        scaled(1.0)
+        return own_variables(sys._getframe(1), (), positions=True)
+
+    before = looked_at()
+    window.append(5.0)
+    votes[4] += 1
+    sums["loss"] += 1.0
+    best["loss"] = 1.0
+    after = looked_at()
+    changed = {name.split('"')[1] for name in after if after[name] != before.get(name)}
+    expected = {"window[-1]", "votes[4]", "sums['loss']", "best['loss']", "scaled.calls", "scaled.seen['last']"}
+    assert expected <= changed
+
+
+class Warming(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], lr=0.1)
+        self.warmed = 0
+
+
+def test_what_an_optimizer_has_in_attributes_is_found_though_the_guard_keeps_it() -> None:
+    optimizer = Warming()
+
+    def looked_at() -> dict[str, str]:
+        return own_variables(sys._getframe(1), {id(optimizer)}, positions=True)
+
+    before = looked_at()
+    optimizer.warmed += 1
+    after = looked_at()
+    changed = {name.split('"')[1] for name in after if after[name] != before.get(name)}
+    assert "optimizer.warmed" in changed

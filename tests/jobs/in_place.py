@@ -96,6 +96,7 @@ def parse() -> argparse.Namespace:
         default="no",
         help="what the function does at its beginning",
     )
+    parser.add_argument("--decay", action="store_true", help="each step begins with less momentum, by hand")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--meanwhile", action="append", default=[])
     parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
@@ -289,6 +290,9 @@ class Trainer:
         args, faults, step = self.args, self.faults, self.step
         say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
         self.count += args.inside == "count"
+        if args.decay:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].mul_(0.9)
         faults.at(step, "start")
         if args.step_s:
             time.sleep(args.step_s)

@@ -1,15 +1,18 @@
 """Faults at the stages of a recovery in place, inside of the process that takes part in it.
 
 ``WHO:STAGE:WHAT``. WHO is ``new`` (a process that takes a dead rank's place) or the number of a survivor. STAGE is one
-of `STAGES`. WHAT is a signal to the process itself (``kill``, ``stop``), ``term`` or ``terms`` (one or two SIGTERMs to
-the agent), or ``flag`` (the job's flag file). Each happens once in a job and prints ``MEANWHILE who stage``.
+of `STAGES`. WHAT is a signal to the process itself (``kill``, ``stop``, ``usr1``: a SIGUSR1, and wait until it was
+heard), ``term`` or ``terms`` (one or two SIGTERMs to the agent), or ``flag`` (the job's flag file). Each happens once
+in a job and prints ``MEANWHILE who stage``.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,16 @@ from mindx_elastic.rejoin.member import Member
 
 __all__ = ["STAGES", "InRecovery"]
 
-STAGES = ("start", "guard", "leave", "out", "donate", "connect", "restore", "ready")
+STAGES = ("start", "guard", "leave", "out", "donate", "connect", "closed", "restore", "ready")
 """The program's first line behind its rank and its last one before the guard (of a new process); before a survivor
-agrees, before the reports are read, before the state is given away, before the new connections, before the state is
-taken, and before the training goes on."""
+agrees, before the reports are read, before the state is given away, before the new connections, when a survivor has all
+and closes its guard, before the state is taken, and before the training goes on."""
 _PLACES = (
     (Member, "leave", "leave"),
     (Member, "_verdict", "out"),
     (Member, "_donate", "donate"),
     (groups, "connect", "connect"),
+    (Member, "closed", "closed"),
     (ReentryPart, "follow", "restore"),
     (Member, "entered", "ready"),
 )
@@ -73,6 +77,8 @@ class InRecovery:
         agent = int(os.environ["MINDX_AGENT_PID"])
         if what in ("kill", "stop"):
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+        elif what == "usr1":
+            self._send_and_wait(signal.SIGUSR1)
         elif what in ("term", "terms"):
             for _ in range(2 if what == "terms" else 1):
                 os.kill(agent, signal.SIGTERM)
@@ -80,3 +86,19 @@ class InRecovery:
             os.kill(agent, signal.SIGKILL)
         else:
             (self._folder.parent / "graceful_exit.json").write_text('{"GracefulExit": 1}')
+
+    @staticmethod
+    def _send_and_wait(signum: signal.Signals) -> None:
+        heard = threading.Event()
+
+        class Look(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if f"{signum.name} heard" in record.getMessage():
+                    heard.set()
+
+        look = Look()
+        logger = logging.getLogger("mindx_elastic")
+        logger.addHandler(look)
+        os.kill(os.getpid(), signum)
+        assert heard.wait(100.0), f"{signum.name} was not heard"
+        logger.removeHandler(look)

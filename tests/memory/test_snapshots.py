@@ -473,3 +473,27 @@ def test_any_measurement_gives_a_power_of_two(plain: list[float], trials: list[f
         schedule.note(step_s, extra=True)
     interval = schedule.proposal()
     assert interval is not None and 2 <= interval <= 1 << 14 and interval & (interval - 1) == 0
+
+
+def test_a_boundary_that_the_disk_had_no_room_for_is_kept_though_no_snapshot_is_due(make: Make) -> None:
+    worker = make(every=100)
+    worker.train(3)
+    assert worker.kept() == []
+    worker.forward()  # the training thread goes on with the next step
+    with worker.gate.hold(0.0) as problem:
+        assert problem is None
+        assert worker.snapshotter.keep(WAIT_S, whole=True)
+    assert worker.kept() == [3]
+
+
+def test_a_boundary_that_shared_memory_has_no_room_for_is_not_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    worker = make(every=100)
+    worker.train(3)
+    worker.snapshotter.drain(WAIT_S)
+    monkeypatch.setattr(snapshots, "copy_snapshot", full)
+    with worker.gate.hold(0.0):
+        assert not worker.snapshotter.keep(WAIT_S, whole=True)
+    assert any(outcome.startswith("failed: ") for outcome in worker.outcomes())

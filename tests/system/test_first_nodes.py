@@ -44,9 +44,13 @@ def test_the_first_node_lost_at_any_place_of_a_step(tmp_path: Path, where: str, 
     args = ("--evaluate", "no_grad", "--save-every", 5, *STEP_S)
     undisturbed = plain(tmp_path, 2, 1, *args)
     nodes, survivors = replace(tmp_path, 2, 1, f"0:{step}:{where}:{what}", *args)
-    assert nodes.end == undisturbed.end, nodes.report()
     if not why_not(survivors):
         check(nodes, survivors, undisturbed, {0})
+        return
+    # Its agent had begun to replace the worker, and the store of that is gone: a restart, which has no records.
+    hashes, samples = undisturbed.end
+    assert nodes.end[1] == samples, nodes.report()
+    assert nodes.end[0] == hashes or nodes.found("random numbers begin anew"), nodes.report()
 
 
 @drill

@@ -20,6 +20,7 @@ drill = pytest.mark.drill
 JOB = "in_place.py"
 IN_PLACE = r"recovery \d+ in place: ranks? ([\d, ]+) replaced, all ranks train on from step (\d+)"
 WHY = r"no recovery in place: (.*)"
+PATIENT = ("--rejoin-timeout", "120")
 PLAIN = {"--fault": 1, "--catch": 1, "--resources": 0, "--hold-at": 1}
 """Options that do not change what is trained, and how many words follow."""
 
@@ -368,6 +369,19 @@ def test_a_counter_that_no_guard_keeps_is_named(runs: Runs) -> None:
     job, _ = runs.run(2, "--epochs", 1, "--inside", "count", *faults("1:8:forward"), options=patient)
     check_in_place(job, [1])
     assert job.matches(r'count" \(.*the ranks that live on and the new one differ in this'), job.report()
+
+
+@drill
+@pytest.mark.parametrize("options", [(), ("--snapshot-every", "1")], ids=["restart", "snapshots"])
+def test_optimizer_state_that_the_program_changes_by_hand_is_not_changed_twice(
+    runs: Runs, options: Sequence[str]
+) -> None:
+    """The survivor has done so in the step that is done again."""
+    job, _ = runs.run(2, "--epochs", 2, "--decay", *faults("1:8:forward"), options=(*options, *PATIENT))
+    if options:
+        check_in_place(job, [1])
+    else:
+        assert any("cut off in an update" in match[1] for match in job.matches(WHY)), job.report()
 
 
 @drill

@@ -85,7 +85,11 @@ def test_a_process_stands_still(runs: Runs, order: str) -> None:
 @drill
 @pytest.mark.parametrize(("what", "code"), [("term", 143), ("terms", 143), ("flag", 75)])
 @pytest.mark.parametrize(
-    "where", ["0:leave", "0:donate", "0:connect", "0:ready", "new:start", "new:connect", "new:restore", "new:ready"]
+    "where",
+    [
+        *("0:leave", "2:out", "0:donate", "0:connect", "2:restore", "0:ready"),
+        *("new:start", "new:connect", "new:restore", "new:ready"),
+    ],
 )
 def test_the_job_is_stopped(runs: Runs, where: str, what: str, code: int) -> None:
     """It saves what there is, and the same command ends as if nothing had been."""
@@ -94,6 +98,17 @@ def test_the_job_is_stopped(runs: Runs, where: str, what: str, code: int) -> Non
     assert len(job.matches("^MEANWHILE ")) == 1, job.report()
     with suppress(FileNotFoundError):
         (folder / "graceful_exit.json").unlink()
+    again = runs.start(folder, 3, WORDS, PATIENT)
+    assert again.hashes() == runs.undisturbed(3, WORDS)[0], again.report()
+    assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=drill)])
+def test_a_stop_that_a_survivor_hears_when_it_leaves_its_guard_is_not_lost(runs: Runs, rank: int) -> None:
+    """All is agreed on by then: it is answered as soon as the ranks train again."""
+    job, folder = runs.run(3, *WORDS, *meanwhile(f"{rank}:closed:usr1"), options=PATIENT, code=138)
+    assert len(job.matches("^MEANWHILE ")) == 1, job.report()
+    assert job.matches(IN_PLACE), job.report()
     again = runs.start(folder, 3, WORDS, PATIENT)
     assert again.hashes() == runs.undisturbed(3, WORDS)[0], again.report()
     assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
@@ -126,10 +141,12 @@ def test_the_disk_is_full(runs: Runs, order: str) -> None:
         orders = meanwhile(order) if order else faults("1:8:forward")
         job = runs.start(folder, 2, [*words, *orders], PATIENT, meanwhile=go_when_it_is_full, code=1 if order else 0)
         if order:
+            assert len(job.matches("^MEANWHILE ")) == 1, job.report()
             for file in disk.glob("filler*"):
                 file.unlink()
-            job = runs.start(folder, 2, ["--epochs", "2"], PATIENT)
-            assert job.matches(r"READY 0 \d+ 7$"), job.report()
+            again = runs.start(folder, 2, ["--epochs", "2"], PATIENT)
+            assert again.matches(r"READY 0 \d+ 7$"), f"{job.report()}\n\n{again.report()}"
+            job = again
         else:
             check_in_place(job, [1])
             assert job.matches("No space left on device; the training goes on"), job.report()
