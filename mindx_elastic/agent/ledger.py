@@ -258,6 +258,8 @@ class Ledger:
         reached = min((status.step for status in statuses.values()), default=-1)
         began = _began(attempt, statuses.values())
         saved = max((status.saved_step for status in statuses.values()), default=-1)
+        if ending.outcome == "finished":  # what is on disk in the end is whole
+            saved = max((saved, *(status.durable_step for status in statuses.values())))
         saved_ns = max((status.saved_ns for status in statuses.values()), default=0)
         failed = ending.outcome == "failed"
         self.update(

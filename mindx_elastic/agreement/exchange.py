@@ -80,8 +80,8 @@ class Exchange(Protocol):
         Raises TimeoutError naming who is missing, UntrustedMessageError for a value that its rank has not written.
         """
 
-    def try_collect(self, name: str) -> list[str] | None:
-        """The values of all ranks if they are all there by now. Any thread, never blocks long.
+    def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
+        """The values of all ranks, or of `ranks`, if they are all there by now. Any thread, never blocks long.
 
         Raises when the store is gone.
         """
@@ -177,7 +177,7 @@ class LocalExchange(Gathering):
     def collect(self, name: str, timeout_s: float) -> list[str]:
         return [self._values[name]]
 
-    def try_collect(self, name: str) -> list[str] | None:
+    def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         return [self._values[name]]
 
     def derive(self, text: str) -> str:

@@ -524,12 +524,16 @@ class StoreExchange(Gathering):
         if on_met is not None:
             on_met()
 
-    def try_collect(self, name: str) -> list[str] | None:
-        keys = [f"told/{name}/{r}" for r in range(self.world_size)]
+    def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
+        ranks = range(self.world_size) if ranks is None else ranks
+        keys = [f"told/{name}/{r}" for r in ranks]
 
         def ask() -> list[str] | None:
             with self._lock:
-                return self._open_all(keys, self._store.multi_get(keys)) if self._store.check(keys) else None
+                if not self._store.check(keys):
+                    return None
+                found = zip(ranks, keys, self._store.multi_get(keys), strict=True)
+                return [self._open_start(key, message, rank) for rank, key, message in found]
 
         # In the middle of a training: a store that is slow now may be asked again when it matters.
         return self._bounded(ask, self._answer_s, give_up=False)

@@ -173,21 +173,22 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Said:
+    step: int
     share: str
     """`Held.key`; empty: the rank divides nothing."""
     small: bytes
 
     def encode(self) -> str:
-        return json.dumps([self.share, base64.b64encode(self.small).decode()])
+        return json.dumps([self.step, self.share, base64.b64encode(self.small).decode()])
 
     @classmethod
     def decode(cls, text: str) -> _Said:
         """Raises ValueError or TypeError."""
-        share, small = json.loads(text)
-        if not isinstance(share, str):
+        step, share, small = json.loads(text)
+        if type(step) is not int or not isinstance(share, str):
             raise ValueError("not what a rank says of its share")
         try:
-            return cls(share, base64.b64decode(small, validate=True))
+            return cls(step, share, base64.b64decode(small, validate=True))
         except binascii.Error as error:
             raise ValueError(str(error)) from None
 
@@ -218,13 +219,13 @@ class Together:
     def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
         """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
         own = self.share(self.part.group, tree, tensors)
-        mine = _Said("" if own is None else own.key, self._pack())
+        mine = _Said(step, "" if own is None else own.key, self._pack())
         if not self._exchange.tell(_ROUND, mine.encode()):
             return Agreed(None)
         decision = self._exchange.decide(_ROUND, step, timeout_s)
         if decision.step != step:
             logger.info("the ranks do not save together (%s): each writes all of its state", decision.reason)
-            return Agreed(None)
+            return Agreed(None, self._small_states_of(step))
         try:
             said = [_Said.decode(text) for text in self._exchange.try_collect(_ROUND) or ()]
         except Exception as error:
@@ -234,6 +235,19 @@ class Together:
             return Agreed(None)
         small = {rank: said[rank].small for rank in self._neighbours() if said[rank].small}
         return Agreed(own if own is not None and self._is_alike(said) else None, small)
+
+    def _small_states_of(self, step: int) -> dict[int, bytes]:
+        """What neighbours have told of the boundary `step` by now, though not all ranks have: one that has died since
+        took its own along."""
+        found: dict[int, bytes] = {}
+        for rank in self._neighbours():
+            try:
+                for said in map(_Said.decode, self._exchange.try_collect(_ROUND, [rank]) or ()):
+                    if said.step == step and said.small:
+                        found[rank] = said.small
+            except Exception as error:
+                logger.debug("the small state of rank %d cannot be read: %s", rank, error)
+        return found
 
     def share(self, group: Group, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
         """What this rank of `group` writes of a state that was flattened to `tree` and `tensors`; None: all of it."""

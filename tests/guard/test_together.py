@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -128,3 +131,55 @@ def test_a_rank_that_has_not_saved_says_so_and_covers_nobody() -> None:
 def test_a_rank_that_has_written_all_waits_for_nobody() -> None:
     covered, exchange = settle(Decision(None), [2], agreed=Agreed(None))
     assert covered == [] and exchange.announced == [("durable", 7)]
+
+
+# --- the small states of neighbours ---
+
+
+class _Rounds(_Exchange):
+    """The others have told something; one may be dead by now."""
+
+    def __init__(self, decision: Decision, told: dict[int, str]) -> None:
+        super().__init__(decision)
+        self.told = told
+
+    def tell(self, name: str, value: str) -> bool:
+        self.told[0] = value
+        return True
+
+    def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
+        wanted = range(3) if ranks is None else ranks
+        return [self.told[rank] for rank in wanted] if all(rank in self.told for rank in wanted) else None
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({}, {}),
+        ({1: (7, b"one")}, {1: b"one"}),
+        ({1: (6, b"of another step"), 2: (7, b"two")}, {2: b"two"}),
+        ({1: (7, b""), 2: (7, b"two")}, {2: b"two"}),
+    ],
+)
+def test_what_a_rank_had_told_before_it_died_is_kept(
+    monkeypatch: pytest.MonkeyPatch, told: dict[int, tuple[int, bytes]], kept: dict[int, bytes]
+) -> None:
+    texts = {rank: json.dumps([step, "", base64.b64encode(small).decode()]) for rank, (step, small) in told.items()}
+    exchange = _Rounds(Decision(None, "rank 1 is gone"), texts)
+    part = SavesPart([], [], [], 0, can=False)
+    together = Together(
+        cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), cast("Trust", None), part
+    )
+    monkeypatch.setattr(together, "_pack", lambda: b"mine")
+    assert together.agree(7, {}, {}, 1.0) == Agreed(None, kept)
+    assert json.loads(exchange.told[0])[0] == 7
+
+
+def test_text_that_is_no_small_state_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = _Rounds(Decision(None, "rank 1 is gone"), {1: "[]", 2: '[7, "", "?"]'})
+    part = SavesPart([], [], [], 0, can=False)
+    together = Together(
+        cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), cast("Trust", None), part
+    )
+    monkeypatch.setattr(together, "_pack", lambda: b"mine")
+    assert together.agree(7, {}, {}, 1.0) == Agreed(None, {})

@@ -75,7 +75,7 @@ class BoardExchange(LocalExchange):
             raise TimeoutError(f"rank {self.rank} waited for {name!r}")
         return self._read(keys, keys)  # type: ignore[arg-type]
 
-    def try_collect(self, name: str) -> list[str] | None:
+    def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         return self._read(keys, keys) if self._wait(keys, 0.0) else None  # type: ignore[arg-type]
 
