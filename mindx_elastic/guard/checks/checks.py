@@ -566,15 +566,15 @@ class Checks:
 
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
-        told = self._attributes.look(
+        for what, remedy in self._attributes.look(
             named,
             kept.has,
             lambda: [place.f_code.co_filename for place in program_frames(frame)],
+            optimizers=self._named_optimizers(),
             own=self._own,
             hosts=self._hosts,
-        )
-        if told is not None:
-            self._unmanaged.risk(*told)
+        ):
+            self._unmanaged.risk(what, remedy)
 
 
 def _shown(found: Found) -> str:

@@ -1,4 +1,5 @@
-"""Finds state in plain attributes of named modules: a queue, a step count, a temperature, a flag. No state_dict has it.
+"""Finds state in plain attributes of named modules and optimizers: a queue, a step count, a temperature, a flag. No
+state_dict has it.
 
 A value that differs between two looks is not enough: most such values are caches (`self.attn = weights`), or are set by
 the loop from the epoch. What is told must also go on from its own last value, as the source of the module's class and
@@ -54,17 +55,19 @@ class ModuleAttributes:
         is_kept: Callable[[torch.Tensor], bool],
         files: Callable[[], Collection[str]],
         *,
+        optimizers: Mapping[str, object] | None = None,
         own: Mapping[str, object] | None = None,
         hosts: Mapping[str, object] | None = None,
-    ) -> tuple[str, str] | None:
-        """What is known against them, and what to write. `modules`: the named ones. `files`: gives the program's.
-        `own`: objects beside them (callbacks) that a layer asks for their state; `hosts`: others that are the layer's.
+    ) -> list[tuple[str, str]]:
+        """What is known against them, and what to write. `modules`, `optimizers`: the named ones. `files`: gives the
+        program's. `own`: objects beside them (callbacks) that a layer asks for their state; `hosts`: others that are
+        the layer's.
         """
         now: dict[_Key, Any] = {}
         found: dict[_Key, object] = {}
         certain: set[_Key] = set()
-        own, hosts = own or {}, hosts or {}
-        for path, module in (*_parts(modules), *own.items(), *hosts.items()):
+        optimizers, own, hosts = optimizers or {}, own or {}, hosts or {}
+        for path, module in (*_parts(modules), *optimizers.items(), *own.items(), *hosts.items()):
             for name, value in _plain(module, is_kept):
                 key = path, name
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
@@ -83,11 +86,13 @@ class ModuleAttributes:
                 break
         self._before = now
         if not found:
-            return None
+            return []
         self._done.update(found)
         sources = _Classes(files())
         told = {k: m for k, m in found.items() if k in certain or sources.carries(m, k[1])}
-        return _words(told, now, own, hosts) if told else None
+        steps = {key: told.pop(key) for key in [*told] if key[0] in optimizers}
+        words = [_words_of_optimizers(steps)] if steps else []
+        return [*words, _words(told, now, own, hosts)] if told else words
 
 
 def _parts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -105,6 +110,15 @@ def _plain(module: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[
         is_state = type(value) is torch.Tensor and not value.is_inference() and value.grad_fn is None
         if type(value) in _NUMBERS or (is_state and not is_kept(value)):
             yield name, value
+
+
+def _words_of_optimizers(told: Mapping[_Key, object]) -> tuple[str, str]:
+    names = [f'"{path}.{name}"' for path, name in told]
+    are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
+    what = f"{listed(names, 6)} {are} of a named optimizer, in no state_dict, and the training carries the values from "
+    what += "one step into another"
+    name = next(iter(told))[1]
+    return what, f'Keep it in a parameter group (self.param_groups[0]["{name}"]), which state_dict() has'
 
 
 def _words(
