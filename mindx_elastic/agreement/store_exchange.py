@@ -494,12 +494,10 @@ class StoreExchange(Gathering):
                 raise TimeoutError(
                     f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} ({error})"
                 ) from error
-            return self._open_all(keys, self._store.multi_get(keys))
+            return self._open_all(keys, self._store.multi_get(keys), range(self.world_size))
 
-    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes]) -> list[str]:
-        return [
-            self._open_start(key, message, rank) for rank, (key, message) in enumerate(zip(keys, messages, strict=True))
-        ]
+    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes], ranks: Iterable[int]) -> list[str]:
+        return [self._open_start(key, text, rank) for rank, key, text in zip(ranks, keys, messages, strict=True)]
 
     def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
         """Rank 0: the nonces and the texts of the first values of all ranks."""
@@ -530,10 +528,7 @@ class StoreExchange(Gathering):
 
         def ask() -> list[str] | None:
             with self._lock:
-                if not self._store.check(keys):
-                    return None
-                found = zip(ranks, keys, self._store.multi_get(keys), strict=True)
-                return [self._open_start(key, message, rank) for rank, key, message in found]
+                return self._open_all(keys, self._store.multi_get(keys), ranks) if self._store.check(keys) else None
 
         # In the middle of a training: a store that is slow now may be asked again when it matters.
         return self._bounded(ask, self._answer_s, give_up=False)

@@ -63,7 +63,9 @@ class Ending:
         assert self._stopper.alarm is not None
         self._listeners.handlers.linger(self._stopper.alarm.deadline.at)
         self._stopper.after_save()
-        self._stopper.leave_with_device()
+        if self._stopper.alarm.kind == "peer" and self._saver.collector.devices.is_busy:
+            # The interpreter would wait for the device, until the process is killed. Seen with torch 2.11 and NCCL.
+            self._stopper.leave_behind(self._stopper.alarm, "the device waits for a rank that is gone")
         leaving = self._stopper.exit()
         self._around.leave(self._stopper)
         self._drop_refused()

@@ -616,12 +616,6 @@ class Stopper:
         if not self.coming_out and (is_connecting or not if_connecting):
             self.leave_behind(alarm)
 
-    def leave_with_device(self) -> None:
-        """Training thread, on its way out: end the process here where a device waits for a dead rank. The interpreter
-        would wait for that device, until the process is killed. Seen with torch 2.11 and NCCL."""
-        if self.alarm is not None and self.alarm.kind == "peer" and self.saver.collector.devices.is_busy:
-            self.leave_behind(self.alarm, "the device waits for a rank that is gone")
-
     def leave_behind(self, alarm: Alarm, why: str = "the training thread does not come back") -> None:
         """Watcher, or the last resort where the watcher hangs: end the process without the training thread."""
         if self.finished:

@@ -61,12 +61,15 @@ __all__ = [
 NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 4, 2
 # Forecasts: of the step under way, and of boundaries that the program has passed and the device has not come to.
 _NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
-_MAGIC = b"mindxbr3"
+_MAGIC, _MAGIC_BEFORE = b"mindxbr3", b"mindxbr2"
 _TOP = struct.Struct("<8sQQ64s")  # magic, bytes of a place, of them for a device, run id
 _TOP_ROOM = 128
 _HEAD = struct.Struct("<QqqQQ16sQQ")  # sequence, attempt, step, length, flags, digest, the device's stamp and length
 _HEAD_ROOM = 128
 _LINE = 64
+# Of a ring of version 0.1, which is read and not written: it has no room for a device, and two forecasts.
+_TOP_BEFORE, _HEAD_BEFORE, _HEAD_ROOM_BEFORE = struct.Struct("<8sQ64s"), struct.Struct("<QqqQQ16s"), 64
+_NUM_PLACES_BEFORE = 8
 _SEQUENCE = struct.Struct("<Q")
 _FORECAST, _TRUSTED, _IS_PINNED, _STANDS_IN = 1, 2, 4, 8
 _BOUNDARIES = range(NUM_BOUNDARIES)
@@ -103,10 +106,24 @@ class _Top:
     run_id: str
     capacity: int
     device_room: int
+    is_of_0_1: bool = False
+
+    @property
+    def head_room(self) -> int:
+        return _HEAD_ROOM_BEFORE if self.is_of_0_1 else _HEAD_ROOM
+
+    @property
+    def num_places(self) -> int:
+        return _NUM_PLACES_BEFORE if self.is_of_0_1 else _NUM_PLACES
 
     @property
     def stride(self) -> int:
-        return _HEAD_ROOM + self.capacity + self.device_room
+        return self.head_room + self.capacity + self.device_room
+
+    def has_room_for(self, run_id: str, capacity: int, device_room: int) -> bool:
+        """Whether the ring can be written on."""
+        fits = self.capacity >= capacity and self.device_room >= device_room
+        return self.run_id == run_id and fits and not self.is_of_0_1
 
 
 class BoundaryRing:
@@ -121,7 +138,7 @@ class BoundaryRing:
         capacity += -capacity % _LINE
         self._run_id = run_id.encode()[:64]
         old = _read_top(path)
-        if old is not None and old.run_id == run_id and old.capacity >= capacity and old.device_room >= device_room:
+        if old is not None and old.has_room_for(run_id, capacity, device_room):
             self._map_file(path, old.capacity, old.device_room)
             return
         kept = [] if old is None or old.run_id != run_id else read_ring(path)
@@ -237,6 +254,8 @@ def seal_ring(path: Path) -> None:
         size = os.fstat(fd).st_size
         with mmap.mmap(fd, size) as data, memoryview(data) as view:
             for start, top in _places(data, size):
+                if not top.device_room:
+                    break
                 *_, stamp, length = _HEAD.unpack_from(data, start)
                 with _room(view, start, top) as room:
                     if stamp and ROOM_HEAD + length <= top.device_room:
@@ -260,24 +279,31 @@ def _parse_top(data: bytes) -> _Top | None:
     if len(data) < _TOP.size:
         return None
     magic, capacity, device_room, run_id = _TOP.unpack(data[: _TOP.size])
-    return _Top(run_id.rstrip(b"\0").decode("utf-8", "replace"), capacity, device_room) if magic == _MAGIC else None
+    if is_of_0_1 := magic == _MAGIC_BEFORE:
+        (magic, capacity, run_id), device_room = _TOP_BEFORE.unpack(data[: _TOP_BEFORE.size]), 0
+    elif magic != _MAGIC:
+        return None
+    return _Top(run_id.rstrip(b"\0").decode("utf-8", "replace"), capacity, device_room, is_of_0_1)
 
 
 def _places(data: mmap.mmap, size: int) -> Iterator[tuple[int, _Top]]:
     """Where each begins."""
     top = _parse_top(data[:_TOP_ROOM]) if size >= _TOP_ROOM else None
-    if top is not None and size == _TOP_ROOM + _NUM_PLACES * top.stride:
-        for place in range(_NUM_PLACES):
+    if top is not None and size == _TOP_ROOM + top.num_places * top.stride:
+        for place in range(top.num_places):
             yield _TOP_ROOM + place * top.stride, top
 
 
 def _records(data: mmap.mmap, size: int) -> Iterator[tuple[int, BoundaryRecord]]:
     """Sound records, and the place of each in the order of writing."""
     for start, top in _places(data, size):
-        sequence, attempt, step, length, flags, digest, stamp, added = _HEAD.unpack_from(data, start)
+        if top.is_of_0_1:
+            (sequence, attempt, step, length, flags, digest), stamp, added = _HEAD_BEFORE.unpack_from(data, start), 0, 0
+        else:
+            sequence, attempt, step, length, flags, digest, stamp, added = _HEAD.unpack_from(data, start)
         if sequence == 0 or sequence % 2 or length > top.capacity:
             continue
-        content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
+        content = data[start + top.head_room : start + top.head_room + length]
         if xxhash.xxh3_128_digest(content) == digest:
             forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED))
             landed = b""

@@ -55,7 +55,7 @@ class Addition:
     """The record is of a boundary, and as far as the program sees the last forecast of it has come true."""
 
 
-class Ring(Protocol):
+class _Ring(Protocol):
     """Of a `BoundaryRing`: what is needed of it here."""
 
     @property
@@ -71,7 +71,7 @@ class DeviceCopies:
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
-        self._ring: Ring | None = None
+        self._ring: _Ring | None = None
         self._stamps: torch.Tensor | None = None  # stamp and doubt, on the device
         self._last_stamp = 0
         self._foreseen: tuple[bytes, Sequence[torch.Tensor]] | None = None
@@ -141,7 +141,7 @@ class DeviceCopies:
             torch.maximum(self._stamps[1:], differs.to(torch.int64), out=self._stamps[1:])
         return True
 
-    def attach(self, ring: Ring, device: torch.device) -> bool:
+    def attach(self, ring: _Ring, device: torch.device) -> bool:
         """Use `ring` from here on. Returns whether `device` is to write into it."""
         if self._is_off:
             return False
@@ -174,7 +174,7 @@ class DeviceCopies:
             self._queued.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
         return self._last_stamp
 
-    def leave(self, ring: Ring) -> None:
+    def leave(self, ring: _Ring) -> None:
         """Close `ring`, as soon as the device writes into it no more."""
         queued, self._queued = list(self._queued.values()), {}
         self._ring = self._forecast_room = None
@@ -185,7 +185,7 @@ class DeviceCopies:
                 each[0].close()
 
 
-_left: list[tuple[Ring, list[torch.cuda.Event]]] = []
+_left: list[tuple[_Ring, list[torch.cuda.Event]]] = []
 """Rings that a device may still write into. Their memory stays."""
 
 

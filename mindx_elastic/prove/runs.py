@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,6 +92,13 @@ class Chain:
 _SET_BY_AGENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """With `WORKER_DEFAULTS`: variables that imports read, as the agent's workers have them. Where one differs, a worker is
 a fresh interpreter."""
+
+
+def _threads_of(agent: Sequence[str]) -> dict[str, str]:
+    """What torch's agent sets besides, where it has several workers."""
+    words = [part for word in agent for part in word.replace("_", "-").split("=", 1)]
+    named = dict(pairwise(words)).get("--nproc-per-node", "1")
+    return {} if named == "1" else {"OMP_NUM_THREADS": "1"}
 
 
 class Runs:
@@ -243,7 +251,7 @@ class Runs:
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         launches = self.command.agent is not None
         if launches:
-            env = {**WORKER_DEFAULTS, **env, **_SET_BY_AGENT}
+            env = {**WORKER_DEFAULTS, **_threads_of(self.command.agent or ()), **env, **_SET_BY_AGENT}
         for number in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
             # Else Ctrl-C may leave a process that nobody knows: it would go on importing torch when all else has ended.
             with handlers_held():

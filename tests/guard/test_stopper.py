@@ -14,7 +14,6 @@ import pytest
 
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.stop_step import Decision, Offer
-from mindx_elastic.capture.device_progress import DeviceProgress
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_state import StopPhase
@@ -280,18 +279,6 @@ def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", lambda code, relay: codes.append(code))
     return codes
-
-
-@pytest.mark.parametrize("by", ["death", "signal"])
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
-def test_a_process_whose_device_waits_for_a_dead_rank_ends_at_once(
-    parts: Parts, exit_codes: list[int], by: str, is_busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceProgress, "is_busy", is_busy)
-    parts.steps.leave_step()
-    parts.stopper.hear_death(1) if by == "death" else parts.stopper.hear_signal(signal.SIGTERM)
-    parts.stopper.leave_with_device()
-    assert bool(exit_codes) == (by == "death" and is_busy)
 
 
 def salvage(parts: Parts) -> float:
