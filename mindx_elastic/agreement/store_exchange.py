@@ -496,7 +496,7 @@ class StoreExchange(Gathering):
                 ) from error
             return self._open_all(keys, self._store.multi_get(keys), range(self.world_size))
 
-    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes], ranks: Iterable[int]) -> list[str]:
+    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes], ranks: Sequence[int]) -> list[str]:
         return [self._open_start(key, text, rank) for rank, key, text in zip(ranks, keys, messages, strict=True)]
 
     def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
