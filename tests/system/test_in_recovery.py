@@ -105,8 +105,8 @@ def test_the_job_is_stopped(runs: Runs, where: str, what: str, code: int) -> Non
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=drill)])
 def test_a_stop_that_a_survivor_hears_when_it_leaves_its_guard_is_not_lost(runs: Runs, rank: int) -> None:
-    """Where all is agreed on by then, it is answered as soon as the ranks train again. Where another rank still waits for
-    the new one, it hears of the stop from this one, and calls the recovery off."""
+    """Where all is agreed on by then, it is answered as soon as the ranks train again. Where another rank still waits
+    for the new one, it hears of the stop from this one, and calls the recovery off."""
     job, folder = runs.run(3, *WORDS, *meanwhile(f"{rank}:closed:usr1"), options=PATIENT, code=138)
     assert len(job.matches("^MEANWHILE ")) == 1, job.report()
     assert job.matches(IN_PLACE) or job.matches("no recovery in place: the job is being stopped"), job.report()
