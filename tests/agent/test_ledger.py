@@ -423,6 +423,14 @@ def test_a_clean_run_is_not_eventful(account: Ledger) -> None:
     assert (record.outcome, record.cause, record.detect_s) == ("finished", None, None)
 
 
+@pytest.mark.parametrize(("outcome", "saved"), [("finished", 30), ("stopped", 17)])
+def test_a_finished_run_has_its_last_step_on_disk(account: Ledger, outcome: Any, saved: int) -> None:
+    """In any other end the ranks' own newest files need not be of one step."""
+    pages = {0: page(step=30, saved_step=17, durable_step=30), 1: page(step=30, saved_step=17)}
+    account.end_attempt(attempt(pages, failed_at=None, noticed_at=None), Ending(outcome=outcome, code=0))
+    assert account.records[0].saved_step == saved
+
+
 def test_what_the_crash_loop_is_told(account: Ledger) -> None:
     pages = {0: page(step=8, resumed_step=5, resumed_path="/x", boundaries=3), 1: page(step=7, resumed_step=5)}
     failure = account.failure(attempt(pages, failed_at=None, noticed_at=None), KILLED)
