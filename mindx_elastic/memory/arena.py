@@ -265,6 +265,16 @@ class RankArena:
     def newest(self) -> SlotRecord:
         return max((self.record(index) for index in range(NUM_SLOTS)), key=lambda record: record.sequence)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that another process could use."""
+        files = {path.name for path in self.folder.iterdir()} - {
+            "lock",
+            "commit",
+            *(slot.path.name for slot in self.slots),
+        }
+        return not files and all(self.record(index).state is SlotState.EMPTY for index in range(NUM_SLOTS))
+
     def remove(self) -> None:
         """The job has ended well: take everything away, see `remove_rank`."""
         remove_rank(self.folder, self.close)

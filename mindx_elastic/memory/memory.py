@@ -169,9 +169,9 @@ class Memory:
         return self._arena
 
     def close(self, *, keep: bool) -> None:
-        """`keep`: the next start may need it; else everything is removed."""
+        """`keep`: the next start may need what is there; else everything is removed."""
         self.release()
-        if keep:
+        if keep and not self._arena.is_empty:
             self._arena.close()
         else:
             self._arena.remove()

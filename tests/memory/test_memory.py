@@ -103,6 +103,14 @@ def test_it_is_opened_where_there_is_something(place: Place, every: int | None, 
     assert list(place.base.iterdir()) == []
 
 
+def test_where_nothing_is_there_nothing_is_kept(place: Place) -> None:
+    """A start that has failed leaves no folder behind."""
+    memory = place.open(1)
+    assert memory is not None
+    memory.close(keep=True)
+    assert place.left() == [] and list(place.base.iterdir()) == []
+
+
 def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(place: Place) -> None:
     memory = place.open(1)
     assert memory is not None
