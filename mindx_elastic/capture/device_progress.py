@@ -193,14 +193,6 @@ class DeviceProgress:
         self._held = boundary
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the devices have still to do what this thread has queued. False where they have failed."""
-        try:
-            return any(not self._cuda.current_stream(device).query() for device in self._devices)
-        except RuntimeError:
-            return False
-
-    @property
     def has_gone_back(self) -> bool:
         """Whether another boundary counts than the newest one of the program, or that one behind an update."""
         return self._held is not None

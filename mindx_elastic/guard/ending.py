@@ -63,9 +63,10 @@ class Ending:
         assert self._stopper.alarm is not None
         self._listeners.handlers.linger(self._stopper.alarm.deadline.at)
         self._stopper.after_save()
-        if self._stopper.alarm.kind == "peer" and self._saver.collector.devices.is_busy:
-            # The interpreter would wait for the device, until the process is killed. Seen with torch 2.11 and NCCL.
-            self._stopper.leave_behind(self._stopper.alarm, "the device waits for a rank that is gone")
+        if self._stopper.alarm.kind == "peer" and self._saver.collector.devices.is_used:
+            # The interpreter, torch's way out and a communicator without its peer wait for the device, or for each
+            # other, until the process is killed. Seen with torch 2.11 and NCCL, with and without work in the queue.
+            self._stopper.leave_behind(self._stopper.alarm, "the device may wait for a rank that is gone")
         leaving = self._stopper.exit()
         self._around.leave(self._stopper)
         self._drop_refused()

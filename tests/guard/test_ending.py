@@ -1,4 +1,4 @@
-"""How a process leaves whose device waits for a rank that is gone."""
+"""How a process leaves whose device may wait for a rank that is gone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Left(Exception):
     """The process would have ended."""
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("kind", ["peer", "signal"])
-def test_a_process_whose_device_waits_for_a_dead_rank_ends_at_once(kind: str, is_busy: bool) -> None:
+def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str, on_device: bool) -> None:
     alarm = SimpleNamespace(kind=kind, deadline=SimpleNamespace(at=0.0))
     saved: list[str] = []
 
@@ -33,14 +33,14 @@ def test_a_process_whose_device_waits_for_a_dead_rank_ends_at_once(kind: str, is
     )
     listeners = SimpleNamespace(handlers=SimpleNamespace(linger=lambda at: None))
     saver: Any = SimpleNamespace(
-        collector=SimpleNamespace(devices=SimpleNamespace(is_busy=is_busy)),
+        collector=SimpleNamespace(devices=SimpleNamespace(is_used=on_device)),
         events=SimpleNamespace(emit=lambda *args, **facts: None),
     )
     stages: Any = SimpleNamespace(stopper=stopper, listeners=listeners)
     around: Any = SimpleNamespace(leave=lambda stopper: None)
     ending = Ending(stages, around, saver, final=(), periodic=(), has_resumed=False)
-    if kind == "peer" and is_busy:
-        with pytest.raises(Left, match="waits for a rank that is gone"):
+    if kind == "peer" and on_device:
+        with pytest.raises(Left, match="may wait for a rank that is gone"):
             ending.leave()
     else:
         assert ending.leave().code == 75
