@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -299,9 +300,21 @@ class OptimizerComponent:
 
 def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of `state`, its tensors apart: with this rank's part of each DTensor."""
+    tables = state.get("state")
+    if type(tables) is dict and _are_of_tensors(tables):
+        # Of most optimizers, and they are thousands: asked and copied without a call for each.
+        copies = dict(zip(tables, map(dict.copy, tables.values()), strict=True))
+        rest = _with_local_parts({**state, "state": None})
+        return {**rest, "state": copies}
     if _has_dtensor(state):
         return dict(map_tensors(state, local_part))
     return dict(map_containers(state))
+
+
+def _are_of_tensors(tables: dict[Any, Any]) -> bool:
+    if {*map(type, tables.values())} != {dict}:
+        return False
+    return {*map(type, chain.from_iterable(map(dict.values, tables.values())))} == {torch.Tensor}
 
 
 _PLAIN = frozenset((torch.Tensor, int, float, bool, str, type(None)))

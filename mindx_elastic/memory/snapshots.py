@@ -39,6 +39,7 @@ from mindx_elastic.persist.format import (
     NO_DIGEST,
     CheckpointInfo,
     HeaderDraft,
+    RememberedTables,
     TensorEntry,
     flatten,
     place_tensors,
@@ -104,6 +105,7 @@ class Snapshotter:
         self._one_copy = threading.Lock()  # a dying save may come beside the training thread
         self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
+        self._tables = RememberedTables()
         self._reserved = self._reserving = self._hurry = False
         self._ahead = 0  # bytes to get before the first boundary
         self.broken = False
@@ -238,7 +240,7 @@ class Snapshotter:
 
     def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
-        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
+        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out, self._tables)
         self._nbytes = snapshot.nbytes
         self._laid_out = replace(snapshot, tensors={})  # keeps no tensor alive
         return snapshot
@@ -422,11 +424,15 @@ class SnapshotLayout:
 
 
 def lay_out(
-    state: object, info: CheckpointInfo, layout: Mapping[str, Any] | None, earlier: SnapshotLayout | None = None
+    state: object,
+    info: CheckpointInfo,
+    layout: Mapping[str, Any] | None,
+    earlier: SnapshotLayout | None = None,
+    tables: RememberedTables | None = None,
 ) -> SnapshotLayout:
     """Find out what `state` will look like as a file; nothing is copied. `earlier`: one whose places are taken over
-    where the tensors are of the same names, types and shapes. Raises UnsupportedStateError."""
-    tree, tensors = flatten(state)
+    where the tensors are of the same names, types and shapes. `tables`: see `flatten`. Raises UnsupportedStateError."""
+    tree, tensors = flatten(state, tables)
     kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     if earlier is not None and earlier.kinds == kinds:
         entries, draft = earlier.entries, earlier.draft

@@ -30,6 +30,7 @@ import torch
 
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
+from mindx_elastic.persist.tables import RememberedTables, Table
 
 __all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
 
@@ -39,14 +40,18 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
+_TABLES_DEPTH = 2
+"""Deepest place of a table that is worth remembering: an object, or what is in it."""
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
 NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no structures
 
 
-def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
+def flatten(state: object, tables: RememberedTables | None = None) -> tuple[Tree, dict[str, torch.Tensor]]:
     """Split `state` into a JSON tree and the tensors that it refers to by name.
+
+    `tables`: of states like this one; what is the same is taken over, and must not be changed in the tree.
 
     The tensors are views of the state's own memory wherever that is possible (see `dtypes.to_stored`); nothing big is
     copied. Tensors with the same storage, offset, shape, strides and type appear once. Names are readable paths such
@@ -55,13 +60,14 @@ def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
     Raises UnsupportedStateError, which names the place, for anything that would not come back as it was: sparse,
     quantized, nested and meta tensors, tensor subclasses, arbitrary objects.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(tables)
     return encoder.encode(state, "", 0), encoder.tensors
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, tables: RememberedTables | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._tables = tables
         # Most tensors are alone at their address, so that an identity is worked out for few of them.
         self._first: dict[int, torch.Tensor] = {}
         self._first_name: dict[int, str] = {}
@@ -88,7 +94,9 @@ class _Encoder:
     def _items(self, values: Iterable[object], where: str, depth: int) -> list[Tree]:
         return [self.encode(item, f"{where}.{index}", depth + 1) for index, item in enumerate(values)]
 
-    def _list(self, value: list[object], where: str, depth: int) -> Tree:
+    def _list(self, value: list[Any], where: str, depth: int) -> Tree:
+        if {*map(type, value)} == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
+            return value.copy()  # an optimizer's list of parameters has thousands
         return self._items(value, where, depth)
 
     def _tuple(self, value: tuple[object, ...], where: str, depth: int) -> Tree:
@@ -105,6 +113,15 @@ class _Encoder:
             self._in_key = outer
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
+        tables = self._tables
+        if tables is None or depth > _TABLES_DEPTH or (table := Table.of(value)) is None:
+            return self._any_dict(value, where, depth)
+        if not self._first.keys().isdisjoint(table.addresses):  # memory that has a name of another place
+            return self._any_dict(value, where, depth)
+        known = tables.recall(where, table, self.tensors, self._first, self._first_name)
+        return tables.keep(where, table, self._any_dict(value, where, depth)) if known is None else known
+
+    def _any_dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
         if {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:  # type: ignore[index]
             inner, encode = depth + 1, self.encode
             tensor: Callable[[Any, str, int], Tree] = self._tensor

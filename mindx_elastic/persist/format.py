@@ -56,6 +56,7 @@ from mindx_elastic.persist.entries import (
 )
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree, flatten
 from mindx_elastic.persist.shared_json import SharedJson
+from mindx_elastic.persist.tables import RememberedTables, tree_text
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Header",
     "HeaderDraft",
     "Held",
+    "RememberedTables",
     "TensorEntry",
     "draft_header",
     "flatten",
@@ -347,7 +349,7 @@ class HeaderDraft:
             "mindx.schema": SCHEMA if held is None else SCHEMA_DIVIDED,
             "mindx.header_digest": NO_DIGEST,
             "mindx.checkpoint": info.to_json(),
-            "mindx.tree": json.dumps(tree, separators=(",", ":")),
+            "mindx.tree": tree_text(tree),
             "mindx.digests": self._digests,
         }
         if layout:

@@ -1,0 +1,164 @@
+"""Remembers what `flatten` has made of the tables of a state, for the next state that has the same ones.
+
+A table is a dict of tensors (a module's state), or a dict of such dicts (an optimizer's, by parameter). In a snapshot
+at every step all of them are the same but for the values. What the tree says of a table depends on its keys, on the
+kind of each tensor, and on which of them share memory. That is compared column by column, at the speed of C, and takes
+a small part of what making the tree and its text anew takes. Nothing here keeps a tensor alive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["RememberedTables", "Table", "tree_text"]
+
+Tree = Any
+
+_FEWEST = 4
+"""Tensors of a table; for fewer it is not worth it."""
+_COMPOSED_DEPTH = 3
+"""Levels of a tree in which tables are looked for: the object, ``state`` in it, the table."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_address, _strides, _is_negated = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg
+_columns_of = attrgetter("dtype", "requires_grad", "shape")
+
+
+class _Columns(NamedTuple):
+    """What the tree of a table depends on."""
+
+    keys: list[Any]
+    key_types: list[type]
+    """1, 1.0 and True are equal."""
+    inner_keys: list[tuple[str, ...]]
+    """Of a dict of dicts."""
+    types: list[type]
+    kinds: list[tuple[Any, ...]]
+    strides: list[tuple[int, ...]]
+    negated: list[bool]
+    first_at: list[int]
+    """For each tensor the number of the first one at its address."""
+
+
+class Table:
+    """A table as it is now."""
+
+    def __init__(self, columns: _Columns, tensors: list[torch.Tensor], addresses: list[int]) -> None:
+        self.columns, self.tensors, self.addresses = columns, tensors, addresses
+
+    @classmethod
+    def of(cls, value: Mapping[Any, Any]) -> Table | None:
+        """None: `value` is no table, or one of few or of unusual tensors."""
+        items: list[Any] = [*value.values()]
+        types = {*map(type, items)}
+        inner: list[tuple[str, ...]] = []
+        if types == {dict}:
+            inner = [*map(tuple, items)]
+            if {*map(type, chain.from_iterable(inner))} != {str}:
+                return None
+            items = [*chain.from_iterable(map(dict.values, items))]
+            types = {*map(type, items)}
+        if len(items) < _FEWEST or not types <= _TENSORS:
+            return None
+        try:
+            addresses, strides = [*map(_address, items)], [*map(_strides, items)]
+            negated = [*map(_is_negated, items)]
+        except RuntimeError:  # a sparse one, say
+            return None
+        if not all(addresses):  # an empty tensor
+            return None
+        first: dict[int, int] = {}
+        first_at = [*map(first.setdefault, addresses, range(len(items)))]
+        keys = [*value]
+        columns = _Columns(
+            keys, [*map(type, keys)], inner, [*map(type, items)], [*map(_columns_of, items)], strides, negated, first_at
+        )
+        return cls(columns, items, addresses)
+
+
+class _TableTree(dict[str, Any]):
+    """The tree of a table, with its text."""
+
+    text: str
+
+
+class _Remembered(NamedTuple):
+    columns: _Columns
+    tree: _TableTree
+    names: list[str]
+    """Of the tensors, in their order."""
+    detached: bool
+    """Some have a gradient of their own, so that they are named without it."""
+
+
+class RememberedTables:
+    """By place in the state. One per series of states; one thread at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Remembered] = {}
+
+    def recall(
+        self,
+        where: str,
+        table: Table,
+        tensors: MutableMapping[str, torch.Tensor],
+        first: MutableMapping[int, torch.Tensor],
+        first_name: MutableMapping[int, str],
+    ) -> Tree | None:
+        """The tree of an equal table at the same place, whose tensors are added to `tensors`, `first` and
+        `first_name` (see `flatten`); None: there was none."""
+        known = self._known.get(where)
+        if known is None or known.columns != table.columns or not tensors.keys().isdisjoint(known.names):
+            return None
+        named = [*map(torch.Tensor.detach, table.tensors)] if known.detached else table.tensors
+        tensors.update(zip(known.names, named, strict=True))
+        first.update(zip(table.addresses, table.tensors, strict=True))
+        first_name.update(zip(table.addresses, known.names, strict=True))
+        return known.tree
+
+    def keep(self, where: str, table: Table, tree: Tree) -> Tree:
+        """`tree` was made of `table`, none of whose tensors has been met before. Returns it, to be used."""
+        columns = table.columns
+        views = [*zip(columns.kinds, columns.strides, columns.negated, strict=True)]
+        self._known.pop(where, None)
+        if any(columns.negated) or any(views[i] != view for i, view in zip(columns.first_at, views, strict=True)):
+            return tree  # stored otherwise than it is, or one memory seen in several ways
+        nodes: Sequence[Any] = [node for _, node in tree["$map"]] if "$map" in tree else [*tree.values()]
+        if columns.inner_keys:
+            nodes = [*chain.from_iterable(map(dict.values, nodes))]
+        names = [node["$tensor"] for node in nodes]
+        if "~" in "".join(names) or any("dtype" in node for node in nodes):
+            return tree  # a name that depends on others, or a type that the file has under another name
+        remembered = _TableTree(tree)
+        remembered.text = _encode(tree)
+        self._known[where] = _Remembered(columns, remembered, names, any(grad for _, grad, _ in columns.kinds))
+        return remembered
+
+
+def tree_text(tree: Tree) -> str:
+    """The JSON of a tree; that of remembered tables is not made anew."""
+    return _text(tree, 0)
+
+
+def _text(node: Tree, depth: int) -> str:
+    if type(node) is _TableTree:
+        return node.text
+    if depth < _COMPOSED_DEPTH and type(node) is dict and _TableTree in map(type, _within(node, depth)):
+        return "{" + ",".join([f"{_encode(key)}:{_text(value, depth + 1)}" for key, value in node.items()]) + "}"
+    return _encode(node)
+
+
+def _within(node: dict[str, Any], depth: int) -> list[Tree]:
+    """The values of `node`, and of the dicts in it, as deep as tables are looked for."""
+    values = [*node.values()]
+    if depth + 1 < _COMPOSED_DEPTH:
+        for value in tuple(values):
+            if type(value) is dict:
+                values += _within(value, depth + 1)
+    return values
