@@ -1,6 +1,7 @@
 """What a guard costs a training on a CUDA device: an idle step, and a snapshot of the whole state in shared memory.
 
     python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 60] [--methods idle,synchronous,...]
+        [--ranks 2]
 
 *Idle*: blocks of steps with and without a guard alternate in one process; a block ends with a wait for the device, so
 that its time is the device's, too. `added` is what a step takes longer, `host` what `step_end` takes in the training
@@ -29,13 +30,16 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bench_snapshot
 import mindx_elastic as mx
 from bench_snapshot import SHM, Training, parse_sizes
+from mindx_elastic.capture.device_progress import DeviceProgress
 
 METHODS = ("synchronous", "overlapped", "dcp", "torch.save")
 _GIB = 1 << 30
@@ -65,6 +69,8 @@ class Job:
         torch.manual_seed(0)
         model, batch = CASES[case]()
         self.model, self.batch = model.cuda(), batch.cuda()
+        if dist.is_initialized():
+            self.model = nn.parallel.DistributedDataParallel(self.model, device_ids=[0])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10**6)
         self.scaler = torch.amp.GradScaler("cuda")
@@ -105,31 +111,44 @@ def block(job: Job, steps: int, end_step: Callable[[torch.Tensor], object]) -> f
     return (_clock() - began) / steps
 
 
-def measure_idle(case: str, rounds: int, steps: int) -> None:
+def measure_idle(case: str, rounds: int, steps: int, folder: Path) -> None:
     job = Job(case)
     bare: list[float] = []
     added: list[float] = []
+    unwaited: list[float] = []
     host: list[float] = []
     waits = 0
-    with tempfile.TemporaryDirectory() as folder:
-        bare.append(block(job, steps, lambda loss: None))
-        for _ in range(rounds):
-            with job.guard(Path(folder)) as guard:
-                seconds = block(job, steps, lambda loss: guard.step_end(loss=loss))
-                torch.cuda.synchronize()
-                for _ in range(steps):
-                    loss = job.step()
-                    began = _clock()
-                    guard.step_end(loss=loss)
-                    host.append(_clock() - began)
+    is_alone = not dist.is_initialized()
+    bare.append(block(job, steps, lambda loss: None))
+    for _ in range(rounds):
+        with job.guard(folder) as guard:
+            seconds = block(job, steps, lambda loss: guard.step_end(loss=loss))
+            torch.cuda.synchronize()
+            for _ in range(steps):
+                loss = job.step()
+                began = _clock()
+                guard.step_end(loss=loss)
+                host.append(_clock() - began)
+            if is_alone:
                 waits += count_waits(job, guard, steps // 2)
+        bare.append(block(job, steps, lambda loss: None))
+        added.append(seconds - (bare[-1] + bare[-2]) / 2)
+        if not is_alone:
+            with job.guard(folder) as guard, mock.patch.object(DeviceProgress, "wait_for_update"):
+                seconds = block(job, steps, lambda loss: guard.step_end(loss=loss))
             bare.append(block(job, steps, lambda loss: None))
-            added.append(seconds - (bare[-1] + bare[-2]) / 2)
+            unwaited.append(seconds - (bare[-1] + bare[-2]) / 2)
     usual = statistics.median(bare)
+    if not is_alone and dist.get_rank() > 0:
+        return
+    if is_alone:
+        more = f"waits {waits} in {rounds * (steps // 2)} steps"
+    else:
+        more = f"no wait {1e6 * statistics.median(unwaited):.0f} us (min {1e6 * min(unwaited):.0f})"
     print(
         f"idle, {case}: a bare step {1e3 * usual:.3f} ms; added {1e6 * statistics.median(added):.0f} us "
         f"({statistics.median(added) / usual:.2%}; min {1e6 * min(added):.0f}, max {1e6 * max(added):.0f}); "
-        f"host {1e6 * statistics.median(host):.0f} us; waits {waits} in {rounds * (steps // 2)} steps",
+        f"host {1e6 * statistics.median(host):.0f} us; {more}",
         flush=True,
     )
 
@@ -244,7 +263,6 @@ def overlaps(guard: mx.Guard, training: Training, floor: float) -> dict[str, flo
 
 
 def measure_dcp(training: Training, folder: Path) -> dict[str, float]:
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -309,6 +327,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--methods", default=",".join(("idle", *METHODS)))
+    parser.add_argument("--ranks", type=int, default=1, help="processes of an idle step, which share the first GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -317,17 +336,38 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("bench_cuda.py needs a CUDA device")
-    print(
-        f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, "
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}",
-        flush=True,
-    )
+    if args.ranks > 1:
+        if "RANK" not in os.environ:
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+            sys.exit(subprocess.run([sys.executable, *launcher, *sys.argv], check=False).returncode)
+        # Each tells NCCL that it is on a machine of its own, or it would refuse that they share a device.
+        os.environ.update(NCCL_HOSTID=f"rank-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    if os.environ.get("RANK", "0") == "0":
+        describe_machine(args.ranks)
     if "idle" in args.methods:
         for case in CASES:
-            measure_idle(case, args.rounds, args.steps)
+            with tempfile.TemporaryDirectory() as folder:
+                shared: list[Any] = [folder]
+                if args.ranks > 1:
+                    dist.broadcast_object_list(shared, device=torch.device("cuda", 0))
+                measure_idle(case, args.rounds, args.steps, Path(shared[0]))
+                if args.ranks > 1:
+                    dist.barrier()
+    if args.ranks > 1:
+        dist.destroy_process_group()
+        return
     for nbytes in args.sizes:
         if methods := [method for method in METHODS if method in args.methods.split(",")]:
             compare_snapshots(nbytes, args.rounds, methods)
+
+
+def describe_machine(ranks: int) -> None:
+    print(
+        f"{ranks} ranks, {torch.cuda.get_device_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, "
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
