@@ -10,13 +10,16 @@ behind a collective has not begun. So two kinds of events are kept of the last b
 the update that follows it. Together with the small state in host memory as it was then (`kept`) they give the newest
 boundary that the device holds (`newest_held`).
 
-At a boundary the program waits until the device has come to the update that led there (`wait_for_update`), so it is one
-boundary ahead at most. Behind a collective that never ends there is then nothing in the queue but one update: CUDA's
-queue takes about a thousand kernels, and where it was full, by the next forward, nothing at all could be saved. An
-optimizer that changes many parameters one after the other fills it by itself, so there the wait is before the update.
+So that the program is little ahead, it waits until the device has come to the update that led to its newest boundary
+(`wait_for_update`). Behind a collective that never ends there is then little in the queue. CUDA's takes about a
+thousand kernels, and where it is full, every call of CUDA stands still, also that of the thread that saves. Where a
+forward is of few kernels (`forward_fits_queue`), the wait is at its end: the device has all of the forward to do
+meanwhile, so it costs a step nothing. Else it is at the boundary, before the next forward. An optimizer that changes
+many parameters one after the other fills the queue by itself; there the wait is before the update.
 
 Rejected: to let the program be two boundaries ahead, for that reason; to wait before each update (the device would be
-idle until the program has queued it); a second copy of the weights on the device.
+idle until the program has queued it); a second copy of the weights on the device. Not done: another process that maps
+the device's memory and reads it, which no queue of this one would stop.
 """
 
 from __future__ import annotations
@@ -29,12 +32,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["DeviceProgress", "PassedBoundary", "fills_queue"]
+__all__ = ["DeviceProgress", "PassedBoundary", "fills_queue", "forward_fits_queue"]
 
 _KEPT = 4
 _FEW = 32
 """Parameters that an optimizer may change one after the other, some twenty kernels each."""
+_KERNELS = 700
+"""Leaves room in a queue of about a thousand for the update, and for what the boundary queues."""
+_KERNELS_OF_MODULE = 4
 _LOOK_S = 0.005
 
 
@@ -46,6 +53,16 @@ def fills_queue(optimizer: torch.optim.Optimizer | None) -> bool:
     options = optimizer.defaults
     together = options.get("fused") or ("foreach" in options and options["foreach"] is not False)
     return not together and sum(len(group["params"]) for group in optimizer.param_groups) > _FEW
+
+
+def forward_fits_queue(modules: Iterable[nn.Module]) -> bool:
+    """Whether what DDP queues behind its collectives (a kernel for each parameter) and a forward, as far as the number
+    of its layers tells, have few kernels."""
+    parameters = layers = 0
+    for module in modules:
+        parameters += sum(1 for _ in module.parameters())
+        layers += sum(1 for child in module.modules() if next(child.children(), None) is None)
+    return parameters + _KERNELS_OF_MODULE * layers <= _KERNELS
 
 
 @dataclass
@@ -73,8 +90,8 @@ class PassedBoundary:
 
 
 class DeviceProgress:
-    """One per collector. `follow`, `at_boundary`, `keep`, `begin_update` and `wait_for_update` belong to the training
-    thread; the rest may be called by any thread that holds the update gate."""
+    """One per collector. `follow`, `at_boundary`, `keep`, `begin_update`, `end_forward`, `end_step` and
+    `wait_for_update` belong to the training thread; the rest may be called by any thread that holds the update gate."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """`cuda`: where events and streams come from."""
@@ -88,6 +105,8 @@ class DeviceProgress:
         """Between the last two boundaries of the program."""
         self.keeps_older = False
         """Other ranks' deaths can stop the device: keep what is needed to go back to an older boundary."""
+        self.waits_in_forward = False
+        """`end_forward` is called, and a forward has few kernels: the program need not wait at the boundary."""
 
     @property
     def device(self) -> torch.device | None:
@@ -138,14 +157,27 @@ class DeviceProgress:
         the devices have come to it."""
         newest = self.newest
         if self.keeps_older and newest is not None and not newest.updates:
+            if self.waits_in_forward:
+                self.wait_for_update()  # the program may have called its layers one by one
             newest.is_changed = bool(is_changed())
             newest.updates = self._mark()
             for event in newest.updates if is_long else ():
                 event.synchronize()
 
+    def end_forward(self) -> None:
+        """A forward of the job's modules is queued."""
+        if self.keeps_older and self.waits_in_forward and not self._cuda.is_current_stream_capturing():
+            self.wait_for_update()
+
+    def end_step(self) -> None:
+        """All that belongs to the boundary is done, and the program goes on."""
+        if not self.waits_in_forward:
+            self.wait_for_update()
+
     def wait_for_update(self) -> None:
-        """Right behind a boundary: wait until the devices have come to the first update since the one before it. The
-        update itself, which may take long, is queued, and goes on beside the program."""
+        """Behind a boundary: wait until the devices have come to the update that led there. The update itself, which
+        may take long, is queued, and goes on beside the program. Before anything that queues a lot, or waits for the
+        device: behind a collective that never ends it would fill the queue."""
         passed = tuple(self._boundaries)
         if self.keeps_older and len(passed) > 1:
             for event in passed[-2].updates:

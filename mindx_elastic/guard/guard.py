@@ -502,7 +502,7 @@ class Guard(LayeredGuard):
             if self._cut and not tail.is_pending and policy.due(self._loops.position):
                 self._checks.before_save(refuse=True)
                 self.save_periodic(policy)
-        self._collector.devices.wait_for_update()
+        self._collector.devices.end_step()
         self._collector.leave_boundary()
 
     def _late_boundary(self) -> None:

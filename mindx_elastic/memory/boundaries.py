@@ -29,6 +29,7 @@ import xxhash
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.device_progress import forward_fits_queue
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
@@ -348,7 +349,9 @@ class BoundaryLog:
         self._trusted = False
         self._doubted = False  # once a forecast was wrong, none is trusted any more
         self._broken = False
-        self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in modules]
+        followed = list(modules)
+        collector.devices.waits_in_forward = forward_fits_queue(followed)
+        self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in followed]
 
     def begin(self, run_id: str, attempt: int, *, has_resumed: bool = False) -> None:
         """Keep all boundaries from here on. `has_resumed`: and the one that the job has resumed from. It is in a file,
@@ -394,6 +397,7 @@ class BoundaryLog:
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
         elif self._copies is not None:
             self._copies.note_forward()
+        self._collector.devices.end_forward()
 
     def _write(
         self,
@@ -455,6 +459,7 @@ class BoundaryLog:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._collector.devices.waits_in_forward = False
         self._leave_ring()
 
     def _leave_ring(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.device_progress import DeviceProgress, fills_queue
+from mindx_elastic.capture.device_progress import DeviceProgress, fills_queue, forward_fits_queue
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UnsupportedStateError
 
@@ -22,6 +22,10 @@ class Device:
     def __init__(self) -> None:
         self.queued = self.done = 0
         self.waited_for: list[int] = []
+        self.is_capturing = False
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.is_capturing
 
     def Event(self, *, blocking: bool = False) -> Any:  # noqa: N802 - torch's name
         event = SimpleNamespace(place=-1)
@@ -135,9 +139,39 @@ def test_it_waits_for_the_newest_for_as_long_as_it_is_told(device: Device, progr
 
 def test_a_boundary_waits_for_its_update_to_begin(device: Device, progress: DeviceProgress) -> None:
     for step in range(4):
+        progress.end_forward()
         pass_steps(progress, step)
-        progress.wait_for_update()
+        progress.end_step()
     assert device.waited_for == [2, 4, 6]
+
+
+def test_a_forward_that_fits_the_queue_is_queued_before_the_wait(device: Device, progress: DeviceProgress) -> None:
+    progress.waits_in_forward = True
+    pass_steps(progress, 0, 1)
+    progress.end_step()
+    assert device.waited_for == []
+    progress.end_forward()
+    assert device.waited_for == [2]
+    pass_steps(progress, 2)
+    progress.end_step()
+    assert device.waited_for == [2, 2], "again before the update: layers can be called one by one"
+    progress.end_forward()
+    assert device.waited_for == [2, 2, 4]
+
+
+def test_a_forward_that_is_captured_in_a_graph_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
+    progress.waits_in_forward = device.is_capturing = True
+    pass_steps(progress, 0, 1)
+    progress.end_forward()
+    assert device.waited_for == []
+
+
+def test_which_forwards_fit_the_queue() -> None:
+    def layers(count: int) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(count)))
+
+    assert forward_fits_queue([]) and forward_fits_queue([layers(40)]) and forward_fits_queue([layers(30), layers(30)])
+    assert not forward_fits_queue([layers(100)]) and not forward_fits_queue([layers(40), layers(40)])
 
 
 def test_an_update_that_may_fill_the_queue_waits_before_it(device: Device, progress: DeviceProgress) -> None:

@@ -190,6 +190,7 @@ class Checks:
             self._check_join()
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
+            self._collector.devices.wait_for_update()  # a look reads from them
             self._look_again(sys._getframe(1))
             self.refreshed.watch((one.reference() for one in self._watch.modules.values()), self._targets.values())
 
