@@ -43,6 +43,7 @@ from mindx_elastic.capture.device_progress import DeviceProgress
 
 METHODS = ("synchronous", "overlapped", "dcp", "torch.save")
 _GIB = 1 << 30
+_STALLS, _UNLOOKED = 24, 7  # the guard looks at the program's variables at the first steps, and at powers of two
 _clock = time.perf_counter
 
 
@@ -223,7 +224,7 @@ def measure_snapshot(nbytes: int, method: str, folder: Path) -> dict[str, float]
 
 def stalls(guard: mx.Guard, training: Training) -> dict[str, float]:
     found = []
-    for number in range(8):
+    for number in range(_STALLS):
         training.gradients()
         training.update()
         torch.cuda.synchronize()
@@ -232,7 +233,7 @@ def stalls(guard: mx.Guard, training: Training) -> dict[str, float]:
         began = _clock()
         guard.step_end()
         found.append(_clock() - began)
-    return {"first": found[0], "later": statistics.median(found[2:])}
+    return {"first": found[0], "later": statistics.median(found[-_UNLOOKED:])}
 
 
 def overlaps(guard: mx.Guard, training: Training, floor: float) -> dict[str, float]:
