@@ -33,6 +33,7 @@ from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.garbage import without_collections
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
 from mindx_elastic.persist.format import (
@@ -240,7 +241,9 @@ class Snapshotter:
 
     def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
-        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out, self._tables)
+        with without_collections():
+            state, info = collector.state(), self._describe()
+            snapshot = lay_out(state, info, collector.layout(), self._laid_out, self._tables)
         self._nbytes = snapshot.nbytes
         self._laid_out = replace(snapshot, tensors={})  # keeps no tensor alive
         return snapshot

@@ -22,8 +22,8 @@ Tree = Any
 
 _FEWEST = 4
 """Tensors of a table; for fewer it is not worth it."""
-_COMPOSED_DEPTH = 3
-"""Levels of a tree in which tables are looked for: the object, ``state`` in it, the table."""
+_COMPOSED_DEPTH, _MOST_ITEMS = 2, 64
+"""Where tables are looked for in a tree: among the objects, and in each object (``state``); not among many items."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _address, _strides, _is_negated = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg
@@ -149,16 +149,13 @@ def tree_text(tree: Tree) -> str:
 def _text(node: Tree, depth: int) -> str:
     if type(node) is _TableTree:
         return node.text
-    if depth < _COMPOSED_DEPTH and type(node) is dict and _TableTree in map(type, _within(node, depth)):
+    if type(node) is dict and _has_table(node, depth):
         return "{" + ",".join([f"{_encode(key)}:{_text(value, depth + 1)}" for key, value in node.items()]) + "}"
     return _encode(node)
 
 
-def _within(node: dict[str, Any], depth: int) -> list[Tree]:
-    """The values of `node`, and of the dicts in it, as deep as tables are looked for."""
-    values = [*node.values()]
-    if depth + 1 < _COMPOSED_DEPTH:
-        for value in tuple(values):
-            if type(value) is dict:
-                values += _within(value, depth + 1)
-    return values
+def _has_table(node: dict[str, Tree], depth: int) -> bool:
+    if depth >= _COMPOSED_DEPTH or len(node) > _MOST_ITEMS:
+        return False
+    values = node.values()
+    return _TableTree in map(type, values) or any(_has_table(v, depth + 1) for v in values if type(v) is dict)
