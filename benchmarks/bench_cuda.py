@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--methods", default=",".join(("idle", *METHODS)))
-    parser.add_argument("--ranks", type=int, default=1, help="processes of an idle step, which share the first GPU")
+    parser.add_argument("--ranks", type=int, default=1, help="of an idle step, the only thing measured then")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -365,7 +365,7 @@ def main() -> None:
 
 def describe_machine(ranks: int) -> None:
     print(
-        f"{ranks} ranks, {torch.cuda.get_device_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, "
+        f"ranks: {ranks}, {torch.cuda.get_device_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}",
         flush=True,
     )

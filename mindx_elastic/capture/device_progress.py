@@ -14,7 +14,7 @@ So that the program is little ahead, it waits until the device has come to the u
 (`wait_for_update`). Behind a collective that never ends there is then little in the queue. CUDA's takes about a
 thousand kernels, and where it is full, every call of CUDA stands still, also that of the thread that saves. Where a
 forward is of few kernels (`forward_fits_queue`), the wait is at its end: the device has all of the forward to do
-meanwhile, so it costs a step nothing. Else it is at the boundary, before the next forward. An optimizer that changes
+meanwhile. Else it is at the boundary, before the next forward. An optimizer that changes
 many parameters one after the other fills the queue by itself; there the wait is before the update.
 
 Rejected: to let the program be two boundaries ahead, for that reason; to wait before each update (the device would be
@@ -137,12 +137,18 @@ class DeviceProgress:
         return events
 
     def at_boundary(self, step: int, kept: Any) -> None:
-        """The program has passed the boundary `step`."""
-        if self._devices:
-            if not self.keeps_older:
-                self._boundaries.clear()
-            self._boundaries.append(PassedBoundary(step, kept, self._mark()))
-            self._held = None
+        """The program has passed the boundary `step`, or copies it once more, behind code that belongs to it."""
+        if not self._devices:
+            return
+        newest = self.newest
+        is_again = newest is not None and newest.step == step and not newest.updates
+        if is_again:
+            self._boundaries.pop()  # the coming update would mark only one of the two
+        elif not self.keeps_older:
+            self._boundaries.clear()
+        self._boundaries.append(PassedBoundary(step, kept, self._mark()))
+        self._held = None
+        if not is_again:
             before, self._last_s = self._last_s, time.monotonic()
             self.step_s = self._last_s - before
 
@@ -166,7 +172,7 @@ class DeviceProgress:
 
     def end_forward(self) -> None:
         """A forward of the job's modules is queued."""
-        if self.keeps_older and self.waits_in_forward and not self._cuda.is_current_stream_capturing():
+        if self.waits_in_forward:
             self.wait_for_update()
 
     def end_step(self) -> None:
@@ -179,7 +185,7 @@ class DeviceProgress:
         may take long, is queued, and goes on beside the program. Before anything that queues a lot, or waits for the
         device: behind a collective that never ends it would fill the queue."""
         passed = tuple(self._boundaries)
-        if self.keeps_older and len(passed) > 1:
+        if self.keeps_older and len(passed) > 1 and not self._cuda.is_current_stream_capturing():
             for event in passed[-2].updates:
                 event.synchronize()
 

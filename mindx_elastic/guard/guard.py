@@ -548,6 +548,7 @@ class Guard(LayeredGuard):
         """
         require_entered(self, "outside_step()")
         evaluations = self._evaluations
+        self._collector.devices.wait_for_update()  # what is in the block may be long
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
         if self._cut and not evaluations.is_inside:

@@ -33,7 +33,6 @@ from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.garbage import without_collections
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
 from mindx_elastic.persist.format import (
@@ -67,6 +66,7 @@ ANY_INTERVAL = "1"
 """The proposal of a rank that takes no snapshots: the others' are larger."""
 
 _DEVICE_S = 5.0
+_MOST_QUEUED = 256
 _AGREEMENT_S, _ASK_AGAIN_S = 20.0, 0.002  # ranks pass a step at about the same time
 
 
@@ -241,9 +241,7 @@ class Snapshotter:
 
     def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
-        with without_collections():
-            state, info = collector.state(), self._describe()
-            snapshot = lay_out(state, info, collector.layout(), self._laid_out, self._tables)
+        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out, self._tables)
         self._nbytes = snapshot.nbytes
         self._laid_out = replace(snapshot, tensors={})  # keeps no tensor alive
         return snapshot
@@ -500,7 +498,7 @@ def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start, memmove = whole.data_ptr() + base, ctypes.memmove
     devices: set[torch.device] = set()
-    half = len(snapshot.entries) // 2
+    half, queued = len(snapshot.entries) // 2, 0
     for number, entry in enumerate(snapshot.entries):
         if number == half:
             at("copying")
@@ -518,6 +516,9 @@ def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str
             continue
         devices.add(source.device)
         target.copy_(source, non_blocking=True)
+        queued += 1
+        if queued % _MOST_QUEUED == 0:  # behind a boundary that a device never comes to they would fill its queue
+            torch.cuda.current_stream(source.device).synchronize()
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 

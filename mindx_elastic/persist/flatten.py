@@ -30,7 +30,7 @@ import torch
 
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
-from mindx_elastic.persist.tables import RememberedTables, Table
+from mindx_elastic.persist.tables import TABLES_DEPTH, TENSORS, RememberedTables, Table
 
 __all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
 
@@ -40,8 +40,6 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
-_TABLES_DEPTH = 2
-"""Deepest place of a table that is worth remembering: an object, or what is in it."""
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
@@ -60,6 +58,8 @@ def flatten(state: object, tables: RememberedTables | None = None) -> tuple[Tree
     Raises UnsupportedStateError, which names the place, for anything that would not come back as it was: sparse,
     quantized, nested and meta tensors, tensor subclasses, arbitrary objects.
     """
+    if tables is not None:
+        tables.begin()
     encoder = _Encoder(tables)
     return encoder.encode(state, "", 0), encoder.tensors
 
@@ -114,7 +114,7 @@ class _Encoder:
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
         tables = self._tables
-        if tables is None or depth > _TABLES_DEPTH or (table := Table.of(value)) is None:
+        if tables is None or depth > TABLES_DEPTH or (table := Table.of(value)) is None:
             return self._any_dict(value, where, depth)
         if not self._first.keys().isdisjoint(table.addresses):  # memory that has a name of another place
             return self._any_dict(value, where, depth)
@@ -128,7 +128,7 @@ class _Encoder:
             within, prefix = inner < MAX_DEPTH, f"{where}." if where else ""
             return {  # without a call for what most items are; the names as by _join()
                 key: tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
-                if type(item) in _TENSORS and within
+                if type(item) in TENSORS and within
                 else encode(item, _join(where, key), inner)
                 for key, item in value.items()
             }
@@ -254,7 +254,6 @@ class _Encoder:
         return name
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {
     list: _Encoder._list,
     tuple: _Encoder._tuple,

@@ -13,7 +13,6 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 import xxhash
 
 from mindx_elastic.core.division import Piece, piece_name
-from mindx_elastic.core.garbage import without_collections
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.errors import (
     CheckpointError,
@@ -39,7 +37,6 @@ from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, op
 __all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checkpoint", "read_some", "verify_file"]
 
 _NUM_THREADS = 4
-_SMALL_FILE_BYTES = 1 << 30
 _PIECE_BYTES = 8 << 20  # read, then hashed
 _BATCH_BYTES = 8 << 20  # small tensors are handed to a thread together
 _RUN_BYTES = 256 << 10  # and read together: they are hashed and copied while they are in the CPU's cache
@@ -75,19 +72,6 @@ def read_checkpoint(
     UsageError where parts are in none of the files.
     """
     path = Path(path)
-    with without_collections() if _is_small(path) else nullcontext():
-        return _read_whole(path, owners, list(map(Path, others)), verify=verify)
-
-
-def _is_small(path: Path) -> bool:
-    """Whether it is read in about a second."""
-    try:
-        return os.lstat(path).st_size < _SMALL_FILE_BYTES
-    except OSError:
-        return False
-
-
-def _read_whole(path: Path, owners: Owners | None, others: Sequence[Path], *, verify: bool) -> Checkpoint:
     with open_checkpoint(path, owners) as (fd, header):
         tensors: dict[str, torch.Tensor] = {}
         pieces = Pieces(header, path)
@@ -100,7 +84,7 @@ def _read_whole(path: Path, owners: Owners | None, others: Sequence[Path], *, ve
                 _read_tensor(fd, header, run[0], path, verify=verify, out=place)
 
         _for_each(_runs(header.entries.values(), alone=pieces.names), load)
-    for other in others:
+    for other in map(Path, others):
         pieces.add(other, owners, verify=verify)
     tensors |= pieces.whole()
     return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)

@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RememberedTables", "Table", "tree_text"]
+__all__ = ["TABLES_DEPTH", "TENSORS", "RememberedTables", "Table", "tree_text"]
 
 Tree = Any
 
 _FEWEST = 4
 """Tensors of a table; for fewer it is not worth it."""
-_COMPOSED_DEPTH, _MOST_ITEMS = 2, 64
-"""Where tables are looked for in a tree: among the objects, and in each object (``state``); not among many items."""
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+TABLES_DEPTH, _MOST_ITEMS = 2, 64
+"""Where tables are looked for: among the objects, and in each object (``state``); in a tree not among many items."""
+_KEYS = frozenset((str, int))
+"""Of a table; among others, 1.0 and True would be equal."""
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _address, _strides, _is_negated = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg
 _columns_of = attrgetter("dtype", "requires_grad", "shape")
@@ -33,9 +35,7 @@ _columns_of = attrgetter("dtype", "requires_grad", "shape")
 class _Columns(NamedTuple):
     """What the tree of a table depends on."""
 
-    keys: list[Any]
-    key_types: list[type]
-    """1, 1.0 and True are equal."""
+    keys: list[str | int]
     inner_keys: list[tuple[str, ...]]
     """Of a dict of dicts."""
     types: list[type]
@@ -55,16 +55,21 @@ class Table:
     @classmethod
     def of(cls, value: Mapping[Any, Any]) -> Table | None:
         """None: `value` is no table, or one of few or of unusual tensors."""
+        keys = [*value]
+        key_types = {*map(type, keys)}
+        if not key_types <= _KEYS or (str in key_types and any(type(k) is str and k.startswith("$") for k in keys)):
+            return None
         items: list[Any] = [*value.values()]
         types = {*map(type, items)}
         inner: list[tuple[str, ...]] = []
         if types == {dict}:
             inner = [*map(tuple, items)]
-            if {*map(type, chain.from_iterable(inner))} != {str}:
+            names = {*chain.from_iterable(inner)}
+            if {*map(type, names)} != {str} or any(name.startswith("$") for name in names):
                 return None
             items = [*chain.from_iterable(map(dict.values, items))]
             types = {*map(type, items)}
-        if len(items) < _FEWEST or not types <= _TENSORS:
+        if len(items) < _FEWEST or not types <= TENSORS:
             return None
         try:
             addresses, strides = [*map(_address, items)], [*map(_strides, items)]
@@ -75,10 +80,8 @@ class Table:
             return None
         first: dict[int, int] = {}
         first_at = [*map(first.setdefault, addresses, range(len(items)))]
-        keys = [*value]
-        columns = _Columns(
-            keys, [*map(type, keys)], inner, [*map(type, items)], [*map(_columns_of, items)], strides, negated, first_at
-        )
+        kinds = [*map(_columns_of, items)]
+        columns = _Columns(keys, inner, [*map(type, items)], kinds, strides, negated, first_at)
         return cls(columns, items, addresses)
 
 
@@ -93,15 +96,18 @@ class _Remembered(NamedTuple):
     tree: _TableTree
     names: list[str]
     """Of the tensors, in their order."""
-    detached: bool
-    """Some have a gradient of their own, so that they are named without it."""
 
 
 class RememberedTables:
-    """By place in the state. One per series of states; one thread at a time."""
+    """Of the last state, by place. One per series of states."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Remembered] = {}
+        self._before: dict[str, _Remembered] = {}
+        self._now: dict[str, _Remembered] = {}
+
+    def begin(self) -> None:
+        """Another state is flattened. What the one before had no more is forgotten."""
+        self._before, self._now = self._now, {}
 
     def recall(
         self,
@@ -113,11 +119,11 @@ class RememberedTables:
     ) -> Tree | None:
         """The tree of an equal table at the same place, whose tensors are added to `tensors`, `first` and
         `first_name` (see `flatten`); None: there was none."""
-        known = self._known.get(where)
+        known = self._before.get(where)
         if known is None or known.columns != table.columns or not tensors.keys().isdisjoint(known.names):
             return None
-        named = [*map(torch.Tensor.detach, table.tensors)] if known.detached else table.tensors
-        tensors.update(zip(known.names, named, strict=True))
+        self._now[where] = known
+        tensors.update(zip(known.names, map(torch.Tensor.detach, table.tensors), strict=True))
         first.update(zip(table.addresses, table.tensors, strict=True))
         first_name.update(zip(table.addresses, known.names, strict=True))
         return known.tree
@@ -126,7 +132,6 @@ class RememberedTables:
         """`tree` was made of `table`, none of whose tensors has been met before. Returns it, to be used."""
         columns = table.columns
         views = [*zip(columns.kinds, columns.strides, columns.negated, strict=True)]
-        self._known.pop(where, None)
         if any(columns.negated) or any(views[i] != view for i, view in zip(columns.first_at, views, strict=True)):
             return tree  # stored otherwise than it is, or one memory seen in several ways
         nodes: Sequence[Any] = [node for _, node in tree["$map"]] if "$map" in tree else [*tree.values()]
@@ -137,7 +142,7 @@ class RememberedTables:
             return tree  # a name that depends on others, or a type that the file has under another name
         remembered = _TableTree(tree)
         remembered.text = _encode(tree)
-        self._known[where] = _Remembered(columns, remembered, names, any(grad for _, grad, _ in columns.kinds))
+        self._now[where] = _Remembered(columns, remembered, names)
         return remembered
 
 
@@ -155,7 +160,7 @@ def _text(node: Tree, depth: int) -> str:
 
 
 def _has_table(node: dict[str, Tree], depth: int) -> bool:
-    if depth >= _COMPOSED_DEPTH or len(node) > _MOST_ITEMS:
+    if depth >= TABLES_DEPTH or len(node) > _MOST_ITEMS:
         return False
     values = node.values()
     return _TableTree in map(type, values) or any(_has_table(v, depth + 1) for v in values if type(v) is dict)

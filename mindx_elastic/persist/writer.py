@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.core.garbage import without_collections
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.dtypes import NAMES
@@ -51,9 +50,6 @@ __all__ = ["Flat", "SaveResult", "keep_older", "pieces_of", "previous_path", "wr
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of reading the older file that come from this process's limits and not from the file."""
 
-
-_QUICK_BYTES = 1 << 30
-"""Are written in about a second."""
 
 Flat = tuple[Tree, dict[str, torch.Tensor]]
 """A state as `flatten` gives it."""
@@ -106,19 +102,15 @@ def write_checkpoint(
     if sys.byteorder != "little":
         raise UsageError("the file format is little-endian, this machine is not")
     info = info if info.torch_version else replace(info, torch_version=torch.__version__)
+    tree, tensors = flatten(state) if flat is None else flat
+    if held is not None:
+        tensors = pieces_of(tensors, held)
     others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-    with contextlib.ExitStack() as prepared:
-        prepared.enter_context(without_collections())
-        tree, tensors = flatten(state) if flat is None else flat
-        if held is not None:
-            tensors = pieces_of(tensors, held)
-        save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held)
-        if save.nbytes >= _QUICK_BYTES:
-            prepared.close()
-        try:
-            save.run()
-        except (OSError, MemoryError, RuntimeError) as error:
-            raise _save_error(error, save) from error
+    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held)
+    try:
+        save.run()
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise _save_error(error, save) from error
     return SaveResult(path, save.nbytes, time.monotonic() - started, info)
 
 

@@ -159,11 +159,28 @@ def test_a_forward_that_fits_the_queue_is_queued_before_the_wait(device: Device,
     assert device.waited_for == [2, 2, 4]
 
 
-def test_a_forward_that_is_captured_in_a_graph_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
+def test_what_is_captured_in_a_graph_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
     progress.waits_in_forward = device.is_capturing = True
     pass_steps(progress, 0, 1)
     progress.end_forward()
+    progress.begin_update()
     assert device.waited_for == []
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_a_boundary_that_is_copied_again_is_one(device: Device, progress: DeviceProgress, in_forward: bool) -> None:
+    """Callbacks and the code behind an epoch belong to the step, so its boundary is copied again behind them."""
+    progress.waits_in_forward = in_forward
+    for step in range(4):
+        progress.end_forward()
+        pass_steps(progress, step)
+        progress.at_boundary(step, f"kept {step}")
+        progress.end_step()
+    assert sorted({*device.waited_for}) == ([3, 6] if in_forward else [3, 6, 9])
+    device.done = 8
+    assert landed(progress) == 2
+    device.done = 9  # in the middle of update 3
+    assert landed(progress) is None and landed(progress, has_updated=True) is None
 
 
 def test_which_forwards_fit_the_queue() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.flatten import Tree, flatten
 from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, place_tensors
 from mindx_elastic.persist.tables import RememberedTables, tree_text
@@ -43,7 +44,7 @@ def adam() -> dict[str, Any]:
 
 def is_computed(state: Any) -> bool:
     """Whether it has a tensor that is stored otherwise than it lies in memory."""
-    return any(value.is_neg() or value.is_conj() for value in state["model"].values())
+    return any(v.is_neg() or v.is_conj() for v in state.get("model", {}).values())
 
 
 def same_as_anew(state: Any, tables: RememberedTables) -> Tree:
@@ -161,6 +162,19 @@ def true_for_one(state: dict[str, Any]) -> None:
     state["optimizer"]["state"] = {True if k == 1 else k: v for k, v in state["optimizer"]["state"].items()}
 
 
+def odd_key(state: dict[str, Any]) -> None:
+    state["optimizer"]["state"] = {(0, key): value for key, value in state["optimizer"]["state"].items()}
+
+
+def dollar_inside(state: dict[str, Any]) -> None:
+    for values in state["optimizer"]["state"].values():
+        values["$m"] = values["exp_avg"].clone()
+
+
+def dollar(state: dict[str, Any]) -> None:
+    state["model"]["$tensor"] = torch.ones(2)
+
+
 def drop_a_parameter(state: dict[str, Any]) -> None:
     del state["optimizer"]["state"][3]
 
@@ -188,6 +202,9 @@ CHANGES = [
     number_among_tensors,
     other_keys,
     true_for_one,
+    odd_key,
+    dollar_inside,
+    dollar,
     drop_a_parameter,
 ]
 
@@ -225,7 +242,7 @@ def test_a_sparse_tensor_is_refused_as_ever() -> None:
     tables = RememberedTables()
     flatten(state := adam(), tables)
     state["model"]["0.weight"] = state["model"]["0.weight"].to_sparse()
-    with pytest.raises(Exception, match="sparse"):
+    with pytest.raises(UnsupportedStateError, match="sparse"):
         flatten(state, tables)
 
 
@@ -247,3 +264,39 @@ def test_what_is_remembered_keeps_no_tensor_alive() -> None:
     del state
     gc.collect()
     assert there() is None
+
+
+def test_keys_that_are_equal_and_not_the_same() -> None:
+    tables = RememberedTables()
+    values = [torch.ones(2) * n for n in range(4)]
+    for keys in (
+        [0, 1, 2, 3],
+        [0, True, 2, 3],
+        [0.0, 1, 2, 3],
+        [-0.0, 1, 2, 3],
+        [(0, 1), 1, 2, 3],
+        [(0.0, True), 1, 2, 3],
+    ):
+        same_as_anew({"model": dict(zip(keys, values, strict=True))}, tables)
+
+
+def test_a_tensor_that_gets_other_memory_behind_the_snapshot_is_the_old_one_in_it() -> None:
+    tables = RememberedTables()
+    flatten(adam(), tables)
+    state = adam()
+    _, tensors = flatten(state, tables)
+    live = state["model"]["0.weight"]
+    before = live.data_ptr()
+    live.data = torch.zeros(100)
+    assert tensors["model.0.weight"].data_ptr() == before and tensors["model.0.weight"].shape == (4, 3)
+
+
+def test_places_that_are_gone_are_forgotten() -> None:
+    tables = RememberedTables()
+    made = []
+    for step in range(3):
+        table = {str(n): torch.ones(n + 1) for n in range(4)}
+        tree, _ = flatten({"cache": {str(step): table}}, tables)
+        made.append(tree["cache"][str(step)])
+    again, _ = flatten({"cache": {"0": {str(n): torch.ones(n + 1) for n in range(4)}}}, tables)
+    assert again["cache"]["0"] == made[0] and again["cache"]["0"] is not made[0]

@@ -199,6 +199,7 @@ class Checks:
         else, at a stop, it is a note in the file."""
         if not self._boundaries:
             return
+        self._collector.devices.wait_for_update()
         with nullcontext() if refuse else self._unmanaged.only_recorded():
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
