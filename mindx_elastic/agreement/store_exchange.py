@@ -70,6 +70,7 @@ _KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one neve
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 _TRIES = 4  # to take a cell back from a stranger who writes into it
 _LOOK_AGAIN_S = 0.05
+_LOOK_BURST_S = 0.0001  # and for each rank: of a death, all that know of it ask the store at each look
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 2.0
 _KEYS_AT_ONCE = 4096  # in one message to the store
 
@@ -143,6 +144,11 @@ class StoreExchange(Gathering):
     def _answer_s(self) -> float:
         """How long the store may take for one answer while all ranks ask it."""
         return _ANSWER_S + _BURST_S * self.world_size
+
+    @property
+    def _look_again_s(self) -> float:
+        """How often a rank that waits for a decision looks for deaths."""
+        return max(_LOOK_AGAIN_S, _LOOK_BURST_S * self.world_size)
 
     @property
     def is_sealed(self) -> bool:
@@ -583,7 +589,7 @@ class StoreExchange(Gathering):
                 self._callers.append(caller := ReadyThread("mindx-store"))
             job = caller.submit(work)
         end = time.monotonic() + timeout_s
-        while not job.done.wait(_LOOK_AGAIN_S) and time.monotonic() < end and meanwhile():
+        while not job.done.wait(self._look_again_s) and time.monotonic() < end and meanwhile():
             pass
         try:
             return job.wait(end - time.monotonic())

@@ -27,6 +27,7 @@ from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import SeededDataset, StreamUse, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
+from mindx_elastic.data.sample_starts import HASHED, SEEDED
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
@@ -100,6 +101,7 @@ class ResumableLoader(DataLoader[Any]):
         self._settings: dict[str, Any] | None = None
         self._warned_of_padding = False
         self._use = StreamUse()
+        self._streams = HASHED  # how those of a sample begin; a run keeps it
         sampler = ResumableBatchSampler(
             dataset,
             self._engine.cursor,
@@ -156,7 +158,7 @@ class ResumableLoader(DataLoader[Any]):
             self._settings = self._current_settings()
             plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
             self._warn_of_padding(plan)
-            opened = self._engine.open(self._build, persistent=self.persistent_workers)
+            opened = self._engine.open(self._build, persistent=self.persistent_workers, made_as=self._streams)
         except BaseException:
             cursor.abandon()
             raise
@@ -182,6 +184,7 @@ class ResumableLoader(DataLoader[Any]):
             "batch": at.batch,
             "samples": at.samples,
             "finished": at.finished,
+            "streams": self._streams,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,6 +199,14 @@ class ResumableLoader(DataLoader[Any]):
         check_numbers(state)
         if state["samples"] > settings["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
+        streams = state.get("streams", SEEDED)
+        if streams not in (SEEDED, HASHED):
+            raise MismatchError(
+                f"the checkpoint's data position has streams={streams!r}, which this version does not know: "
+                "use the newer one that wrote it, or start afresh"
+            )
+        if streams != self._streams:
+            logger.info("the position was written by an earlier version: what samples draw is as in that one")
         batch = state["batch"]
         if state.get("world_size") != world_size:
             until = None if state.get("finished") else self._sampler.plan().batches_until(state["samples"])
@@ -206,6 +217,7 @@ class ResumableLoader(DataLoader[Any]):
             state["epoch"], batch=batch, samples=state["samples"], finished=bool(state.get("finished"))
         )
         self._settings = None
+        self._streams = streams
 
     def set_aside(self) -> AbstractContextManager[None]:
         """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
@@ -246,7 +258,7 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Any = self.dataset
         collate_fn: Any = self.collate_fn
         if self.per_sample_seed:
-            dataset, collate_fn = SeededDataset(dataset, collate_fn, self._use), as_collated
+            dataset, collate_fn = SeededDataset(dataset, collate_fn, self._use, version=self._streams), as_collated
         generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,

@@ -4,10 +4,11 @@ torch seeds a worker once and lets its streams run on, so augmentation depends o
 resumed without replaying it (torchdata's StatefulDataLoader restores the indices only). Here the streams are seeded
 for each sample, with a number that is a function of the sample; this takes about 8 us a sample.
 
-Many data sets draw nothing, or from one stream only, and loading a small sample takes 2 us. So in the training process
-only those streams are seeded that the data set has drawn from so far; the others are compared before and after each
-batch, which takes about 3 us a batch. A batch that has moved one of them is loaded again, with all seeds, and from then
-on that one is seeded, too. So what a sample is does not depend on it. All streams are always seeded for data sets that
+Many data sets draw nothing, or a few numbers from one stream, and loading a small sample takes 2 us. So in the training
+process only those streams are seeded that the data set has drawn from so far, with as many words as it has needed, and
+the streams are looked at around each batch, which takes about 3 us a batch. A batch that has moved another one, or has
+used up the words, is loaded again, with all seeds and all words, and from then on these are made, too. The same goes
+for the collate function. So what a sample is does not depend on it. All streams are always seeded for data sets that
 have generators of their own, or whose code names functions that read a stream without moving it
 (`generators.may_read_streams`).
 """
@@ -35,6 +36,17 @@ from mindx_elastic.core.mersenne import (
 )
 from mindx_elastic.data.generators import find_generators, may_read_streams, seed_generators, set_state, state_of
 from mindx_elastic.data.permutation import mix
+from mindx_elastic.data.sample_starts import (
+    ALL_PAIRS,
+    FEW_PAIRS,
+    NUMPY,
+    PYTHON,
+    SEEDED,
+    SEEDERS,
+    TORCH,
+    Start,
+    make_start,
+)
 
 __all__ = [
     "SeededDataset",
@@ -50,29 +62,15 @@ __all__ = [
 ]
 
 _COLLATE = 3
-_PYTHON, _NUMPY, _TORCH = range(3)
+_SIZES = (FEW_PAIRS, 64, ALL_PAIRS)
+_ALL = frozenset((PYTHON, NUMPY, TORCH))
 _States = tuple[Any, Any, torch.Tensor]
 
 
 def seed_streams(seed: int) -> None:
     """Seed Python's, numpy's and torch's CPU global streams from one 64-bit number."""
-    for seed_one in _SEEDERS:
+    for seed_one in SEEDERS:
         seed_one(seed)
-
-
-def _seed_python(seed: int) -> None:
-    random.seed(seed)
-
-
-def _seed_numpy(seed: int) -> None:
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-def _seed_torch(seed: int) -> None:
-    torch.default_generator.manual_seed(seed >> 32)  # torch.manual_seed() seeds every accelerator and takes 100 us
-
-
-_SEEDERS: tuple[Callable[[int], None], ...] = (_seed_python, _seed_numpy, _seed_torch)
 
 
 def capture_streams() -> dict[str, Any]:
@@ -140,13 +138,13 @@ def _now() -> _States:
     return python_state(), numpy_state(), torch_state()
 
 
-def _put_back(state: _States, streams: Iterable[int] = (_PYTHON, _NUMPY, _TORCH)) -> None:
+def _put_back(state: _States, streams: Iterable[int] = (PYTHON, NUMPY, TORCH)) -> None:
     python, numpy, generator = state
-    if _PYTHON in streams:
+    if PYTHON in streams:
         put_back_python(python)
-    if _NUMPY in streams:
+    if NUMPY in streams:
         put_back_numpy(numpy)
-    if _TORCH in streams:
+    if TORCH in streams:
         torch.default_generator.set_state(generator)
 
 
@@ -161,18 +159,18 @@ def _moved(before: _States, beside: frozenset[int] = frozenset()) -> frozenset[i
     """The streams that are others than in `before`, which `_now` has given, and those of which that cannot be told.
     Not asked of those in `beside`."""
     found = []
-    if _PYTHON not in beside:
+    if PYTHON not in beside:
         python = python_state(before[0])
         if python is not before[0] and python != before[0]:
-            found.append(_PYTHON)
-    if _NUMPY not in beside:
+            found.append(PYTHON)
+    if NUMPY not in beside:
         numpy = numpy_state(before[1])
         if numpy is not before[1] and (type(numpy) is not NumpyState or numpy != before[1]):
-            found.append(_NUMPY)
-    if _TORCH not in beside:
+            found.append(NUMPY)
+    if TORCH not in beside:
         state = torch_state()
         if state is not before[2] and not torch.equal(state, before[2]):
-            found.append(_TORCH)
+            found.append(TORCH)
     return frozenset(found)
 
 
@@ -184,6 +182,14 @@ class StreamUse:
         """The streams that a sample or the collate function has drawn from."""
         self.may_read: bool | None = None
         """Their code may use a stream without moving it; None: it was not looked through yet."""
+        self.collate_draws = False
+        """The collate function has drawn from one of them."""
+        self.pairs = dict.fromkeys(_ALL, FEW_PAIRS)
+        """How many pairs of words are made for each sample, by stream; see `sample_starts`."""
+
+    def see_words(self, stream: int, words: int) -> None:
+        """A sample has drawn so many words from `stream`."""
+        self.pairs[stream] = next(size for size in _SIZES if 2 * size >= max(words, 2 * self.pairs[stream]))
 
 
 def as_collated(batch: Any) -> Any:
@@ -203,13 +209,23 @@ class SeededDataset(Dataset[Any]):
     streams that are drawn from (see above).
     """
 
-    def __init__(self, wrapped: Any, collate_fn: Callable[[Any], Any], use: StreamUse | None = None) -> None:
-        """`use`: of the loader; None: every sample is seeded."""
+    def __init__(
+        self,
+        wrapped: Any,
+        collate_fn: Callable[[Any], Any],
+        use: StreamUse | None = None,
+        *,
+        version: int = SEEDED,
+    ) -> None:
+        """`use`: of the loader; None: every sample is seeded. `version`: how, see `sample_starts`."""
         self.wrapped = wrapped
         self.collate_fn = collate_fn
+        self.version = version
         self._use = use
+        self._starts: dict[tuple[int, int], Start] = {}
         self._is_watched: bool | None = None  # None: the first batch is not loaded
-        self._seeded_to: _States | None = None  # while it is found out which streams it draws from
+        self._notes = False  # while it is found out which streams it draws from
+        self._seeded_to: _States | None = None  # then: what the last seed has given
         self._draws = not _draws_nothing(wrapped, collate_fn)
         self._own: dict[str, Any] | None = None
         self._complete = False
@@ -222,6 +238,8 @@ class SeededDataset(Dataset[Any]):
             "_own": None,
             "_complete": False,
             "_use": None,
+            "_starts": {},
+            "_notes": False,
             "_is_watched": None,
             "_seeded_to": None,
             "_last": (None,) * 3,
@@ -247,51 +265,71 @@ class SeededDataset(Dataset[Any]):
         last, drawn = self._last, use.drawn  # what has not moved since is taken over, not copied
         before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
+        starts = [self._start(stream, use.pairs[stream]) for stream in drawn]
         try:
-            batch = self._load_watched(keys, drawn)
+            batch = self._load_watched(keys, starts, use)
         except BaseException as error:
-            moved = _moved(before, drawn)
+            moved, dry = _moved(before, drawn), _dry(drawn, starts)
             _put_back(before)
-            if not moved or not isinstance(error, Exception):
+            if not (moved or dry) or not isinstance(error, Exception):
                 raise
         else:
-            moved = _moved(before, drawn)
+            moved, dry = _moved(before, drawn), _dry(drawn, starts)
             _put_back(before, drawn | moved)
-            if not moved:
+            if not (moved or dry):
                 return batch
         use.drawn |= moved
+        for stream, start in dry.items():
+            if start.is_blank:
+                use.collate_draws = True
+            else:
+                use.see_words(stream, min(2 * use.pairs[stream] + 1, 2 * ALL_PAIRS))
         return self._kept(self._load_batch, keys)
 
-    def _load_watched(self, keys: list[tuple[int, Any]], drawn: frozenset[int]) -> Any:
-        """As `_load_batch`, and only the streams `drawn` are seeded."""
+    def _start(self, stream: int, pairs: int) -> Start:
+        start = self._starts.get((stream, pairs))
+        if start is None or not start.fits():
+            start = self._starts[stream, pairs] = make_start(stream, self.version, pairs)
+        return start
+
+    def _load_watched(self, keys: list[tuple[int, Any]], starts: list[Start], use: StreamUse) -> Any:
+        """As `_load_batch`, and only the streams of `starts` are seeded."""
         dataset = self.wrapped
-        seeders = [_SEEDERS[stream] for stream in drawn]
-        if not seeders:
+        if not starts:
             if self._loads_batches:
                 return self.collate_fn(dataset.__getitems__([index for _, index in keys]))
             return self.collate_fn([dataset[index] for _, index in keys])
         first_seed = keys[0][0] if keys else 0
+        seeds = [first_seed] if self._loads_batches else [seed for seed, _ in keys]
+        is_blank = not use.collate_draws and all(start.can_be_blank for start in starts)
+        if not is_blank:
+            seeds.append(mix(first_seed, _COLLATE))
+        begin = _begin_all(starts, seeds)
         if self._loads_batches:
-            for seed_one in seeders:
-                seed_one(first_seed)
+            begin(0)
             samples = dataset.__getitems__([index for _, index in keys])
         else:
             samples = []
-            for seed, index in keys:
-                for seed_one in seeders:
-                    seed_one(seed)
+            for number, (_, index) in enumerate(keys):
+                begin(number)
                 samples.append(dataset[index])
-        for seed_one in seeders:
-            seed_one(mix(first_seed, _COLLATE))
+        if is_blank:
+            for start in starts:
+                start.begin_blank()
+        else:
+            begin(len(seeds) - 1)
         return self.collate_fn(samples)
 
     def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
         """With all seeds, and find out which streams have moved after they were seeded."""
         with preserved_streams(self._generators()):
-            self._seeded_to = _now()
-            batch = self._load_batch(keys)
-            self._note_draws()
-            self._seeded_to = None
+            self._notes = True
+            try:
+                batch = self._load_batch(keys)
+                self._note_draws()
+                use.collate_draws |= self._seeded_to is not None and bool(_moved(self._seeded_to))
+            finally:
+                self._notes, self._seeded_to = False, None
         if use.may_read is None:
             use.may_read = may_read_streams([self.wrapped, self.collate_fn])
         self._last = _now()
@@ -300,8 +338,12 @@ class SeededDataset(Dataset[Any]):
         return batch
 
     def _note_draws(self) -> None:
-        if self._seeded_to is not None and self._use is not None:
-            self._use.drawn |= _moved(self._seeded_to, self._use.drawn)
+        use = self._use
+        if self._seeded_to is None or use is None:
+            return
+        use.drawn |= _moved(self._seeded_to, use.drawn)
+        for stream in _ALL:
+            use.see_words(stream, self._start(stream, ALL_PAIRS).num_drawn)
 
     def _kept(self, load: Callable[[Any], Any], keys: Any) -> Any:
         if get_worker_info() is not None:
@@ -316,12 +358,15 @@ class SeededDataset(Dataset[Any]):
 
     def _seed(self, seed: int) -> None:
         self._note_draws()
-        seed_streams(seed)
+        self._begin_all([seed])(0)
         own = self._generators()
         if own:
             seed_generators(own, seed)
-        if self._seeded_to is not None:
+        if self._notes:
             self._seeded_to = _now()
+
+    def _begin_all(self, seeds: list[int]) -> Callable[[int], None]:
+        return _begin_all([self._start(stream, ALL_PAIRS) for stream in _ALL], seeds)
 
     def _seeded(self, seed: int, load: Callable[[], Any]) -> Any:
         """What `load` gives under `seed`. The first time again if it has made the data set create generators."""
@@ -344,15 +389,44 @@ class SeededDataset(Dataset[Any]):
         first_seed = keys[0][0] if keys else 0
         if _loads_batches(dataset):
             samples = self._seeded(first_seed, lambda: dataset.__getitems__([index for _, index in keys]))
-        elif self._complete:
-            samples = []
-            for seed, index in keys:
-                self._seed(seed)
-                samples.append(dataset[index])
+        elif self._complete and not self._notes:
+            return self._load_many(keys, mix(first_seed, _COLLATE))
         else:
             samples = [self._seeded(seed, functools.partial(dataset.__getitem__, index)) for seed, index in keys]
         self._seed(mix(first_seed, _COLLATE))
         return self.collate_fn(samples)
+
+    def _load_many(self, keys: list[tuple[int, Any]], last_seed: int) -> Any:
+        dataset, own = self.wrapped, self._generators()
+        begin = self._begin_all([*(seed for seed, _ in keys), last_seed])
+        samples = []
+        for number, (seed, index) in enumerate(keys):
+            begin(number)
+            if own:
+                seed_generators(own, seed)
+            samples.append(dataset[index])
+        begin(len(keys))
+        if own:
+            seed_generators(own, last_seed)
+        return self.collate_fn(samples)
+
+
+def _begin_all(starts: list[Start], seeds: list[int]) -> Callable[[int], None]:
+    """What lets all of them begin for the sample of this number."""
+    for start in starts:
+        start.prepare(seeds)
+    if len(starts) == 1:
+        return starts[0].begin
+
+    def begin(number: int) -> None:
+        for start in starts:
+            start.begin(number)
+
+    return begin
+
+
+def _dry(streams: frozenset[int], starts: list[Start]) -> dict[int, Start]:
+    return {stream: start for stream, start in zip(streams, starts, strict=True) if start.is_dry()}
 
 
 def _draws_nothing(dataset: Any, collate_fn: object) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from mindx_elastic.data import random_streams
+from mindx_elastic.data import random_streams, sample_starts
 from mindx_elastic.data.generators import may_read_streams
 from mindx_elastic.data.random_streams import (
     SeededDataset,
@@ -22,6 +22,7 @@ from mindx_elastic.data.random_streams import (
     restore_streams,
     seed_streams,
 )
+from mindx_elastic.data.sample_starts import HASHED, SEEDED, Start
 from tests.data.datasets import Batched, Noisy, draw, noisy_collate
 
 
@@ -44,8 +45,12 @@ def test_a_seed_sets_all_three_streams() -> None:
         assert draw() == first
 
 
-def test_what_is_drawn_while_loading_is_not_seen_outside() -> None:
-    dataset = SeededDataset(Noisy(4), noisy_collate)
+VERSIONS = pytest.mark.parametrize("version", [SEEDED, HASHED])
+
+
+@VERSIONS
+def test_what_is_drawn_while_loading_is_not_seen_outside(version: int) -> None:
+    dataset = SeededDataset(Noisy(4), noisy_collate, version=version)
     kept = capture_streams()
     expected = draw()
     restore_streams(kept)
@@ -68,11 +73,12 @@ def test_streams_come_back_after_an_error() -> None:
     assert draw() == expected
 
 
-def test_a_sample_does_not_depend_on_its_neighbours() -> None:
-    dataset = SeededDataset(Noisy(9), default_collate)
+@VERSIONS
+def test_a_sample_does_not_depend_on_its_neighbours(version: int) -> None:
+    dataset = SeededDataset(Noisy(9), default_collate, version=version)
     together = dataset.__getitems__([(11, 1), (12, 2), (13, 3)])
     assert torch.equal(together[2], dataset.__getitems__([(99, 8), (13, 3)])[1])
-    assert torch.equal(together[1], SeededDataset(Noisy(9), as_collated)[(12, 2)])
+    assert torch.equal(together[1], SeededDataset(Noisy(9), as_collated, version=version)[(12, 2)])
 
 
 def test_collating_is_seeded_too() -> None:
@@ -193,6 +199,32 @@ class DrawsAndFails(Quiet):
         return super().__getitem__(index)
 
 
+class Greedy(Quiet):
+    """Draws one number for each sample and many for those in `noisy`, and of some leaves a normal deviate behind."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        count = 700 if index in self.noisy else 1
+        numbers = [sum(random.random() for _ in range(count)), float(np.random.rand(count).sum())]
+        if index % 2:
+            numbers[0] += random.gauss(0, 1)
+            numbers[1] += np.random.randn()
+        if index in self.noisy and np.random.rand() < 0.5:
+            raise KeyError(index)
+        return super().__getitem__(index) + sum(numbers)
+
+
+class SeedsItself(Quiet):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        random.seed(index)
+        np.random.seed(index)
+        return super().__getitem__(index) + random.random() + np.random.rand()
+
+
+def deviates_collate(batch: list[torch.Tensor]) -> torch.Tensor:
+    """Would take the normal deviates that a sample has left behind."""
+    return torch.stack(batch) + random.gauss(0, 1) + np.random.randn()
+
+
 class OneStream(Quiet):
     """Draws from torch's stream for each sample, and for those in `noisy` from all."""
 
@@ -212,31 +244,38 @@ def batches_of(dataset: SeededDataset) -> list[Any]:
     return found
 
 
+KINDS = [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails, OneStream, Greedy, SeedsItself]
+
+
+@VERSIONS
 @pytest.mark.parametrize("noisy", [(), (0,), (2,), (5,), (3, 4, 5), (11,)])
-@pytest.mark.parametrize("kind", [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails, OneStream])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
-    kind: type[Quiet], noisy: Collection[int]
+    kind: type[Quiet], noisy: Collection[int], version: int
 ) -> None:
     def stopped_by(collate_fn: Callable[[Any], Any]) -> None:
-        expected = batches_of(SeededDataset(kind(12, noisy), collate_fn))
+        expected = batches_of(SeededDataset(kind(12, noisy), collate_fn, version=version))
         use = StreamUse()
         torch.manual_seed(3)
         before = capture_streams()
-        dataset = SeededDataset(kind(12, noisy), collate_fn, use)
+        dataset = SeededDataset(kind(12, noisy), collate_fn, use, version=version)
         assert repr(batches_of(dataset)) == repr(expected)
         restore_streams(before)
-        assert repr(batches_of(SeededDataset(kind(12, noisy), collate_fn, use))) == repr(expected), "another epoch"
-        draws = noisy or kind in (DrawsAndFails, OneStream) or collate_fn is noisy_collate
+        again = SeededDataset(kind(12, noisy), collate_fn, use, version=version)
+        assert repr(batches_of(again)) == repr(expected), "another epoch"
+        draws = noisy or kind not in (Quiet, QuietBatches, InitialSeed, Forks) or collate_fn is not default_collate
         assert dataset._is_watched is (kind not in (InitialSeed, Forks))
         assert not dataset._is_watched or bool(use.drawn) is bool(draws), "or the test is empty"
 
     stopped_by(default_collate)
     stopped_by(noisy_collate)
+    stopped_by(deviates_collate)
 
 
-def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone() -> None:
+@VERSIONS
+def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone(version: int) -> None:
     use, inner = StreamUse(), Quiet(12)
-    dataset = SeededDataset(inner, default_collate, use)
+    dataset = SeededDataset(inner, default_collate, use, version=version)
     for first in range(0, 12, 3):
         before = capture_streams()
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
@@ -245,14 +284,66 @@ def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone() -> None:
     assert inner.loaded == 12
 
 
-def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
+@VERSIONS
+def test_a_batch_that_has_drawn_is_loaded_again_once(version: int) -> None:
     use, inner = StreamUse(), Quiet(12, noisy=(4, 7, 10))
-    dataset = SeededDataset(inner, default_collate, use)
+    dataset = SeededDataset(inner, default_collate, use, version=version)
     for first in range(0, 12, 3):
         before = capture_streams()
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
         assert_same_streams(before)
     assert len(use.drawn) == 3
+    assert inner.loaded == 12 + 3
+
+
+class Counted(Quiet):
+    """Draws as many numbers as `counts` says of each sample."""
+
+    def __init__(self, counts: dict[int, int]) -> None:
+        super().__init__(12)
+        self.counts = counts
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [random.random() for _ in range(self.counts.get(index, 1))]
+        return super().__getitem__(index) + sum(drawn)
+
+
+@pytest.mark.parametrize(
+    ("counts", "loads"),
+    [
+        ({}, 12),
+        ({0: 60}, 12),  # learned from the first batch
+        ({4: 16}, 12),  # as many numbers as there are words for
+        ({4: 17}, 12 + 3),
+        ({4: 17, 8: 60}, 12 + 3),
+        ({4: 17, 8: 65, 11: 5000}, 12 + 6),
+        ({4: 5000}, 12 + 3),
+    ],
+)
+def test_a_batch_that_uses_up_the_words_is_loaded_again(counts: dict[int, int], loads: int) -> None:
+    inner = Counted(counts)
+    dataset = SeededDataset(inner, default_collate, StreamUse(), version=HASHED)
+    expected = batches_of(SeededDataset(Counted(counts), default_collate, version=HASHED))
+    assert repr(batches_of(dataset)) == repr(expected)
+    assert inner.loaded == loads
+
+
+@pytest.mark.parametrize("collate_fn", [default_collate, noisy_collate])
+def test_a_collate_function_that_always_draws_causes_no_second_load(collate_fn: Any) -> None:
+    inner = Counted({})
+    batches_of(SeededDataset(inner, collate_fn, StreamUse(), version=HASHED))
+    assert inner.loaded == 12
+
+
+def test_a_collate_function_that_begins_to_draw_is_seeded_from_then_on() -> None:
+    def collate(batch: list[torch.Tensor]) -> torch.Tensor:
+        late = batch[0][0] > 5.5
+        return torch.stack(batch) + (random.random() if late else 0.0)
+
+    inner, use = Counted({}), StreamUse()
+    expected = batches_of(SeededDataset(Counted({}), collate, version=HASHED))
+    assert repr(batches_of(SeededDataset(inner, collate, use, version=HASHED))) == repr(expected)
+    assert use.collate_draws
     assert inner.loaded == 12 + 3
 
 
@@ -264,12 +355,20 @@ STREAMS: list[tuple[str, Callable[[], float]]] = [
 
 
 GOLDEN = {
-    1: [0.4140646543380324, 0.8262472634824459, 0.06105327471962363],
-    4: [0.5625837457494345, 0.31822388429348003, 0.279380429906404],
-    8: [0.12390669453263892, 0.7988894045719084, 0.37863579443953077],
-    11: [0.7103303109714868, 0.8233686730573588, 0.788548373828826],
+    SEEDED: {
+        1: [0.4140646543380324, 0.8262472634824459, 0.06105327471962363],
+        4: [0.5625837457494345, 0.31822388429348003, 0.279380429906404],
+        8: [0.12390669453263892, 0.7988894045719084, 0.37863579443953077],
+        11: [0.7103303109714868, 0.8233686730573588, 0.788548373828826],
+    },
+    HASHED: {
+        1: [0.2581207155319314, 0.9024316056182315, 0.06105327471962363],
+        4: [0.7735378325921594, 0.2851601828974172, 0.279380429906404],
+        8: [0.8614153056732291, 0.7500379719119545, 0.37863579443953077],
+        11: [0.18986014869457124, 0.8211251672886105, 0.788548373828826],
+    },
 }
-"""What samples draw from Python's, numpy's and torch's stream."""
+"""What samples draw from Python's, numpy's and torch's stream: it must not change, as files say which version it is."""
 
 
 class Drawing(Dataset[Any]):
@@ -283,31 +382,36 @@ class Drawing(Dataset[Any]):
         return torch.tensor([STREAMS[each][1]() for each in self.streams], dtype=torch.float64)
 
 
+@VERSIONS
 @pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_only_the_streams_that_are_drawn_from_are_seeded(
-    streams: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    streams: tuple[int, ...], version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is drawn is what version 0.1 has drawn: files of older versions go on."""
-    seeded: list[int] = []
-    for number, seed_one in enumerate(random_streams._SEEDERS):
+    """And what is drawn is what earlier versions have drawn."""
+    begun: set[int] = set()
 
-        def counted(seed: int, number: int = number, seed_one: Callable[[int], None] = seed_one) -> None:
-            seeded.append(number)
-            seed_one(seed)
+    def make_start(stream: int, *options: int) -> Start:
+        start = sample_starts.make_start(stream, *options)
+        begin = start.begin
 
-        seeders = list(random_streams._SEEDERS)
-        seeders[number] = counted
-        monkeypatch.setattr(random_streams, "_SEEDERS", tuple(seeders))
-    dataset = SeededDataset(Drawing(*streams), default_collate, StreamUse())
+        def noted(number: int) -> None:
+            begun.add(stream)
+            begin(number)
+
+        monkeypatch.setattr(start, "begin", noted)
+        return start
+
+    monkeypatch.setattr(random_streams, "make_start", make_start)
+    dataset = SeededDataset(Drawing(*streams), default_collate, StreamUse(), version=version)
     for number, first in enumerate(range(0, 12, 3)):
-        seeded.clear()
+        begun.clear()
         before = capture_streams()
         batch = dataset.__getitems__([(index * 7919 << 20, index) for index in range(first, first + 3)])
         assert_same_streams(before)
-        assert set(seeded) == ({0, 1, 2} if number == 0 else set(streams))
+        assert begun == ({0, 1, 2} if number == 0 else set(streams))
         for index, sample in zip(range(first, first + 3), batch.tolist(), strict=True):
-            if index in GOLDEN:
-                assert sample == [GOLDEN[index][each] for each in streams]
+            if index in GOLDEN[version]:
+                assert sample == [GOLDEN[version][index][each] for each in streams]
 
 
 def test_streams_are_put_back_when_loading_is_broken_off() -> None:
