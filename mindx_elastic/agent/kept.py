@@ -87,7 +87,7 @@ class Kept:
     def close(self) -> None:
         """End what has not been taken."""
         self._end({**self._waiting, **self._next})
-        self._waiting, self._next = {}, {}
+        self.keeps, self._waiting, self._next = None, {}, {}
 
     def _end(self, processes: Mapping[int, Process]) -> None:
         for process in processes.values():

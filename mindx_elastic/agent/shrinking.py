@@ -164,8 +164,9 @@ class Shrinking:
         if self._ahead is not None:
             self._ahead.close()
         places = self.places
-        last = attempt.workers.last_statuses()
-        self._learn(last)
+        # Of a rank whose new process has failed there is the page of the one before.
+        replaced = {end.rank: end.status for end in attempt.own_failures if end.status is not None}
+        self._learn({**replaced, **attempt.workers.last_statuses()})
         ends = self._ends(attempt, ending)
         if ending.outcome in ("finished", "stopped"):
             return

@@ -301,7 +301,9 @@ class Supervisor(LocalElasticAgent):
             if handler.proc.pid in waiting:
                 del context.subprocess_handlers[local]
         assert self._shrinking is not None
-        if self._kept.settle(self._shrinking.size):
+        if self.ending.outcome != "failed":  # a stop came meanwhile
+            self._kept.close()
+        elif self._kept.settle(self._shrinking.size):
             self._shrinking.note_in_place(len(attempt.workers.processes))
 
     def _who_stays(self, workers: Workers, rank: int) -> Keeps | None:

@@ -123,6 +123,18 @@ def test_a_process_that_is_to_replace_one_in_place_and_fails_is_the_second_in_a_
     assert shrinking.places.active == (0,)
 
 
+def test_a_program_is_known_also_where_the_agent_has_not_looked_at_its_training(make: Make) -> None:
+    """A place is lost in the first half second: the page of the first process says over how many batches it
+    accumulates."""
+    shrinking = make(3)
+    shrinking.begin_attempt(None)
+    window = {"accumulates": 2}
+    first = end_of(2, status=page(**window))
+    ends = [end_of(2, pid=2), end_of(0, 75, page(**window)), end_of(1, 75, page(**window))]
+    end_attempt(shrinking, attempt_of(*ends, own_failures=[first]))
+    assert shrinking.places.active == (0, 1)
+
+
 def test_after_a_process_that_hangs_in_the_place_of_another_the_next_one_is_awaited(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
