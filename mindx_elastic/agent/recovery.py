@@ -246,7 +246,8 @@ class Recovery:
                     self._hear_out(rank, note)
             state, refusal = f"{generation}/state", f"{generation}/refusal"
             if said := self._board.read([refusal]).get(refusal):
-                machine.note_refusal(f"rank {int(said['rank'])}: {printable(str(said['refusal']), _LONGEST)}")
+                rank, why = int(said["rank"]), printable(str(said["refusal"]), _LONGEST)
+                machine.note_refusal(why if why.startswith("rank ") else f"rank {rank}: {why}")
             self._look_at_end()
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
@@ -424,6 +425,9 @@ class Recovery:
             return f"rank {end.rank} was not inside of guard.run(...)"
         for rank in sorted(self._workers.live.keys() - set(ranks)):
             status = statuses.get(rank)
+            if status is not None and status.in_place and status.phase == WorkerPhase.STOPPING:
+                why = f" ({printable(status.reason, _LONGEST)})" if status.reason else ""
+                return f"rank {rank} stops already{why}"
             if status is None or not status.in_place or status.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
                 return f"rank {rank} is not inside of guard.run(...)"
             if status.finished:

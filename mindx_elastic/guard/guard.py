@@ -204,7 +204,7 @@ class Guard(LayeredGuard):
     ) -> None:
         try:
             if self._place is not None and self._place.comes_out(error, self.stopper):
-                way_out = self._place.leave(self.stopper, self._around, self._loaders)
+                way_out = self._place.leave(error, self.stopper, self._around, self._loaders)
                 if not isinstance(way_out, EnterAgain):
                     self._conclude(way_out)
                 raise way_out from error
