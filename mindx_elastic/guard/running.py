@@ -24,6 +24,7 @@ from mindx_elastic.agreement.connect import open_ahead, open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
 from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.alarm.signals import release_signals
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
@@ -219,6 +220,7 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
                 _members.append(smaller)
                 member = smaller
     finally:
+        release_signals()
         _close(member)
     return block(None)
 

@@ -108,7 +108,7 @@ def test_a_wait_that_fails(failures: Failures) -> None:
 
 
 def test_a_future_that_fails(failures: Failures) -> None:
-    future: torch.futures.Future[int] = torch.futures.Future()
+    future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_exception(RuntimeError("Connection closed by peer"))
     with pytest.raises(RuntimeError):
         future.wait()
