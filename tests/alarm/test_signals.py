@@ -353,7 +353,7 @@ def test_a_forked_child_has_its_own_signals() -> None:
     assert (result.returncode, result.stdout) == (0, "fine\n"), result.stderr
 
 
-# --- signals that come between two guards, or before the first one of a process that takes another one's place ---------
+# --- signals that come while no guard is open -------------------------------------------------------------------------
 
 
 @pytest.fixture

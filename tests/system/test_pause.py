@@ -366,7 +366,7 @@ def test_a_rank_dies_on_its_way_to_a_pause(victim: int) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_dies_while_a_pause_is_being_ended(victim: int, when: str) -> None:
     whole = undisturbed(2)
-    with agent("--hold-at", "4", "--run", ranks=2, options=IN_PLACE) as job:
+    with agent("--hold-at", "4", "--wait-for", "6:1:go", "--run", ranks=2, options=IN_PLACE) as job:
         pause_at_4(job, 2)
         if when == "before":
             with command("resume", RUN) as resume:
@@ -375,6 +375,8 @@ def test_a_rank_dies_while_a_pause_is_being_ended(victim: int, when: str) -> Non
         else:
             give("resume", RUN)
             job.signal_rank(victim, signal.SIGKILL)
+        job.wait_for(f"takes the place of rank {victim}")
+        Path("go").touch()
         job.expect(0)
     assert job.hashes() == whole, job.report()
     check_replaced(job, victim)
@@ -383,12 +385,13 @@ def test_a_rank_dies_while_a_pause_is_being_ended(victim: int, when: str) -> Non
 @pytest.mark.drill
 def test_a_pause_that_is_given_in_the_middle_of_a_recovery() -> None:
     whole = undisturbed(2)
-    with agent("--wait-for", "4:1:go", "--run", ranks=2, options=IN_PLACE) as job:
+    holds = ("--hold-at", "8", "--hold-resumed")  # the pause takes effect there at the latest
+    with agent(*holds, "--wait-for", "4:1:go", "--run", ranks=2, options=IN_PLACE) as job:
         job.wait_for("^WAITS 1 4$")
         job.signal_rank(1, signal.SIGKILL)
         job.wait_for("takes the place of rank 1")
         step = paused_at(give("pause", RUN))
-        assert step >= 3, job.report()
+        assert 3 <= step <= 8, job.report()
         assert f"step {step}" in give("resume", RUN)
         job.expect(0)
     assert job.hashes() == whole, job.report()
