@@ -101,7 +101,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decay", action="store_true", help="each step begins with less momentum, by hand")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--meanwhile", action="append", default=[])
-    parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
+    parser.add_argument(
+        "--catch",
+        choices=("no", "backward", "step", "translate"),
+        default="no",
+        help="what the program swallows; or that it makes another exception of what a backward raises",
+    )
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
     parser.add_argument("--compress", action="store_true", help="a communication hook of DDP")
@@ -322,7 +327,9 @@ class Trainer:
             faults.at(step, "forward")
             try:
                 self.scaler.scale(loss).backward()
-            except RuntimeError:
+            except RuntimeError as error:
+                if args.catch == "translate":
+                    raise ValueError(f"step {step} has failed") from error
                 if args.catch != "backward":
                     raise
                 say(f"CAUGHT {self.rank} backward")
