@@ -260,14 +260,19 @@ class Recovery:
         except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
         if self.is_active and time.monotonic() > self._now.deadline:
-            missing = listed([f"rank {rank}" for rank in machine.missing], 5)
-            what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
-            slow = [who.rank for who in self._now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
-            more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
-            self._call_off(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}")
+            self._call_off(self._why_late(self._now))
         if machine.phase is Phase.FALLBACK:
             self._give_up()
         return machine.phase
+
+    def _why_late(self, now: Generation) -> str:
+        """What has not come when the time is over."""
+        machine = self._machine
+        missing = listed([f"rank {rank}" for rank in machine.missing], 5)
+        what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
+        slow = [who.rank for who in now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
+        more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
+        return f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}"
 
     def look_at_first_step(self, statuses: Mapping[int, Status]) -> bool:
         """After a success: whether all ranks have passed a boundary, or have ended; says so once."""
