@@ -109,7 +109,7 @@ def test_while_loader_workers_are_being_started(runs: Runs, ranks: int, more: Se
     """Of the rank that dies, and of one that lives; in a new epoch, and in the entry behind a recovery."""
     words = ("--epochs", 3, "--size", 48 * ranks, "--num-workers", 2, *more)
     new_epoch = () if more else ("1:13:worker", "0:25:worker:next-now")
-    orders = ("1:5:forward", "1:6:worker", "0:8:mid", "1:9:worker:next-now", *new_epoch)
+    orders = ("1:5:forward", "1:5:worker", "0:8:mid", "1:8:worker:next-now", *new_epoch)
     job, _ = runs.run(ranks, *words, *faults(*orders), options=PATIENT)
     assert job.matches(IN_PLACE), job.report()
     assert not job.matches(r"restart \d+ of"), job.report()
