@@ -74,13 +74,23 @@ def test_tensors_that_only_survivors_have_are_named(runs: Runs, form: str) -> No
     assert job.matches(rf'the length of "{name}" .*the ranks that live on and the new one differ in this'), job.report()
 
 
+FOURS = ("1:6:forward", "0:10:backward", "1:14:mid", "0:20:update")
+THREES = ("1:5:forward", "0:7:backward", "1:10:start", "0:15:update")
+"""One in each window: the ranks meet at its end only."""
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=drill)])
 @pytest.mark.parametrize(
-    "more", [("--accumulate", 4, "--amp", "--clip"), pytest.param(("--accumulate", 3, "--clip"), marks=drill)]
+    ("more", "orders"),
+    [
+        (("--accumulate", 4, "--amp", "--clip"), FOURS),
+        pytest.param(("--accumulate", 3, "--clip"), THREES, marks=drill),
+    ],
 )
-def test_in_a_window_of_accumulation_with_clipping(runs: Runs, ranks: int, more: Sequence[object]) -> None:
+def test_in_a_window_of_accumulation_with_clipping(
+    runs: Runs, ranks: int, more: Sequence[object], orders: Sequence[str]
+) -> None:
     """All ranks go back to the window's beginning, also from the parts of it in which they do not meet."""
-    orders = ("1:6:forward", "0:7:backward", "1:10:mid", "0:12:update", "1:14:start", "0:15:forward", "1:16:backward")
     job, _ = runs.run(ranks, "--form", "plain", "--size", 48 * ranks, *more, *faults(*orders), options=PATIENT)
     check_in_place(job, victims(orders))
 
