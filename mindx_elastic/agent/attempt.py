@@ -274,7 +274,10 @@ class Attempt:
         self._begin_stop()
         for rank in list(self.workers.live):
             kind = signum
-            if self.workers.is_guarded(rank) and not self.workers.catches(rank, signum):
+            if not self.workers.is_guarded(rank):
+                if self._recovery is not None and self._recovery.is_active:
+                    kind = signal.SIGTERM  # a new process holds others until its guard is open
+            elif not self.workers.catches(rank, signum):
                 kind = signal.SIGTERM  # SIGHUP would kill it without a checkpoint
             self.workers.send(rank, kind)
 

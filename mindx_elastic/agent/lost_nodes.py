@@ -219,6 +219,9 @@ class WholeNodesRecovery(NodesRecovery):
                 now.deadline = time.monotonic() + self._timeout_s + _LATER_S
                 now.node = now.node or printable(str(note.get("name", "")), _LONGEST)
 
+    def _why_late(self, now: Generation) -> str:
+        return self._opens.why_late() or super()._why_late(now)
+
     def _hear_own_loss(self, plan: Mapping[str, Any]) -> None:
         if not self._names_this_node(plan):
             super()._hear_own_loss(plan)

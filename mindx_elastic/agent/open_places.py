@@ -96,6 +96,13 @@ class OpenPlaces:
             gone.node,
         )
 
+    def why_late(self) -> str:
+        """What has not come, when the time of the recovery is over; empty: nobody is waited for here."""
+        free = [each.place.node for each in self._opens if not each.taken_by]
+        if not free or self.generation != self._machine.generation:
+            return ""
+        return f"no other node has taken the place of node {free[0]} within {self._timeout_s:g} s (--rejoin-timeout)"
+
     def look(self, now: Generation, board: Notes) -> None:
         """Has an agent taken one?"""
         free = [each for each in self._opens if not each.taken_by]
@@ -111,8 +118,7 @@ class OpenPlaces:
             if reason := why_in_vain(machine, [rank for each in free for rank in each.gone.ranks]):
                 self._call_off(reason)
             elif is_late:
-                patience = f"{self._timeout_s:g} s (--rejoin-timeout)"
-                self._call_off(f"no other node has taken the place of node {place.node} within {patience}")
+                self._call_off(self.why_late())
             return
         assert self._nodes.host is not None
         mine.taken_by = printable(str(note["name"]), _LONGEST)

@@ -246,7 +246,8 @@ class Recovery:
                     self._hear_out(rank, note)
             state, refusal = f"{generation}/state", f"{generation}/refusal"
             if said := self._board.read([refusal]).get(refusal):
-                machine.note_refusal(f"rank {int(said['rank'])}: {printable(str(said['refusal']), _LONGEST)}")
+                rank, why = int(said["rank"]), printable(str(said["refusal"]), _LONGEST)
+                machine.note_refusal(why if why.startswith("rank ") else f"rank {rank}: {why}")
             self._look_at_end()
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
@@ -259,14 +260,19 @@ class Recovery:
         except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
         if self.is_active and time.monotonic() > self._now.deadline:
-            missing = listed([f"rank {rank}" for rank in machine.missing], 5)
-            what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
-            slow = [who.rank for who in self._now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
-            more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
-            self._call_off(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}")
+            self._call_off(self._why_late(self._now))
         if machine.phase is Phase.FALLBACK:
             self._give_up()
         return machine.phase
+
+    def _why_late(self, now: Generation) -> str:
+        """What has not come when the time is over."""
+        machine = self._machine
+        missing = listed([f"rank {rank}" for rank in machine.missing], 5)
+        what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
+        slow = [who.rank for who in now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
+        more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
+        return f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}"
 
     def look_at_first_step(self, statuses: Mapping[int, Status]) -> bool:
         """After a success: whether all ranks have passed a boundary, or have ended; says so once."""
@@ -424,6 +430,9 @@ class Recovery:
             return f"rank {end.rank} was not inside of guard.run(...)"
         for rank in sorted(self._workers.live.keys() - set(ranks)):
             status = statuses.get(rank)
+            if status is not None and status.in_place and status.phase == WorkerPhase.STOPPING:
+                why = f" ({printable(status.reason, _LONGEST)})" if status.reason else ""
+                return f"rank {rank} stops already{why}"
             if status is None or not status.in_place or status.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
                 return f"rank {rank} is not inside of guard.run(...)"
             if status.finished:

@@ -3,6 +3,9 @@
 The handler itself only counts the signal and calls its predecessor; the number goes through the wakeup descriptor
 to the watcher thread (see `watcher`). Without a Python-level handler C code would apply the default action and end the
 process.
+
+Where a guard is left to be entered again in a moment, or will be entered for the first time by a process that takes
+another one's place, signals are held meanwhile: `HeldSignals` notes them, and the next `SignalHandlers` has them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,10 +24,56 @@ from typing import Any
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
 
-__all__ = ["SignalHandlers"]
+__all__ = ["HeldSignals", "SignalHandlers", "hold_signals", "release_signals"]
 
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 _active: SignalHandlers | None = None
+_holding: HeldSignals | None = None
+
+
+class HeldSignals:
+    """Notes the signals of a process that has no open guard now and will have one soon."""
+
+    def __init__(self, tell: Callable[[int], None] = lambda signum: None) -> None:
+        """`tell` is called for each, in the signal handler."""
+        self.noted: deque[int] = deque()
+        self.before: dict[int, Any] = {}
+        """The handlers that this object stands in for."""
+        self._tell = tell
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.noted.append(signum)
+        self._tell(signum)
+        before = self.before.get(signum)
+        if callable(before) and before is not signal.default_int_handler:
+            before(signum, frame)
+
+
+def _holder(handler: Any) -> HeldSignals | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, HeldSignals) else None
+
+
+def hold_signals(signals: Collection[int]) -> None:
+    """Hold these signals until a guard is entered, as far as they would end the process. Main thread."""
+    global _holding
+    held = HeldSignals()
+    for number in signals:
+        before = signal.getsignal(number)
+        if before is signal.SIG_DFL:
+            held.before[number] = before
+            signal.signal(number, held.note)
+    _holding = held
+
+
+def release_signals() -> None:
+    """Signals that are held have the action again that they had before: no guard is entered. Main thread."""
+    global _holding
+    held, _holding = _holding, None
+    for number, before in () if held is None else held.before.items():
+        if _holder(signal.getsignal(number)) is held:
+            signal.signal(number, before)
 
 
 class SignalHandlers:
@@ -51,9 +100,12 @@ class SignalHandlers:
         self._closed = False
         self._linger_until: float | None = None
         self._lingering: dict[int, Any] = {}
+        self._held: HeldSignals | None = None
+        self.held: list[int] = []
+        """The signals that were held until these handlers were there."""
 
     def __enter__(self) -> SignalHandlers:
-        global _active
+        global _active, _holding
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 f"signal handlers can only be installed from the main thread, not from "
@@ -62,15 +114,20 @@ class SignalHandlers:
         try:
             self._previous_fd = signal.set_wakeup_fd(self._watcher.wakeup_fd, warn_on_full_buffer=False)
             self._installed = True
+            noted: Collection[int] = ()
             for number in self.signals:
                 before = signal.getsignal(number)
                 earlier = getattr(before, "__self__", None)
                 if isinstance(earlier, SignalHandlers):
                     before = earlier._lingering.get(number, signal.SIG_DFL)
+                elif isinstance(earlier, HeldSignals):
+                    before = earlier.before[number]
+                    noted = earlier.noted
                 if before is signal.SIG_IGN:
                     continue
                 self._previous[number] = before
                 signal.signal(number, self._handle)
+            self.held, _holding = list(noted), None
         except BaseException:
             self._restore()
             raise
@@ -84,10 +141,23 @@ class SignalHandlers:
             self._closed = True
         # The last signals may have reached the handler and not yet the watcher. They are delivered again, to the
         # restored handler, unless that is a function which was called already.
-        unheard = [n for n in list(self._marked)[self._heard :] if self._chained(n) is None]
+        unheard = list(self._marked)[self._heard :]
+        held = self._held
+        if held is not None:
+            held.noted.extend(n for n in unheard if n in held.before)
+        unheard = [n for n in unheard if self._chained(n) is None and (held is None or n not in held.before)]
         self._restore()
         for signum in unheard:
             signal.raise_signal(signum)
+
+    def hold(self, signals: Collection[int], tell: Callable[[int], None]) -> None:
+        """Before the handlers are restored: hold these signals from then on, until the next guard of this process is
+        entered, which it will be in a moment. `tell` is called for each, in the signal handler."""
+        global _holding
+        held = self._held = _holding = HeldSignals(tell)
+        for number in self._previous.keys() & set(signals):
+            held.before[number] = self._previous[number]
+            self._previous[number] = held.note
 
     def linger(self, until: float) -> None:
         """Make the signals do nothing until `until` (`time.monotonic` seconds) once the handlers are restored.
@@ -135,6 +205,8 @@ class SignalHandlers:
 
     def _chained(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
         before = self._previous.get(signum)
+        if (held := _holder(before)) is not None:
+            before = held.before[signum]
         return before if callable(before) and before is not signal.default_int_handler else None
 
     def _late(self, signum: int, frame: FrameType | None) -> None:
@@ -168,6 +240,7 @@ def _after_fork_in_child() -> None:
     """A forked child (a loader worker, a pool) shares the wakeup socket: its signals would alarm the parent."""
     if _active is not None:
         _active._restore()
+    release_signals()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -197,6 +197,7 @@ class Guard(LayeredGuard):
                 tell_of_block(self.ranks)
             elif place is not None:
                 place.opened(self.stopper, self._around, self._loaders, self.ranks, self._ddp)
+            self._listeners.answer_held()
             self._stack = stack.pop_all()
 
     def __exit__(
@@ -204,8 +205,10 @@ class Guard(LayeredGuard):
     ) -> None:
         try:
             if self._place is not None and self._place.comes_out(error, self.stopper):
-                way_out = self._place.leave(self.stopper, self._around, self._loaders)
-                if not isinstance(way_out, EnterAgain):
+                way_out = self._place.leave(error, self.stopper, self._around, self._loaders)
+                if isinstance(way_out, EnterAgain):
+                    self._listeners.hold()
+                else:
                     self._conclude(way_out)
                 raise way_out from error
             self._conclude(error)

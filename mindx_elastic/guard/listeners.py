@@ -62,6 +62,22 @@ class Listeners:
         self.handlers = SignalHandlers(signals, self._watcher)  # set before the first signal can arrive
         stack.enter_context(self.handlers)
 
+    def hold(self) -> None:
+        """Training thread: the guard is left, and entered again in a moment. What asks for a stop meanwhile is answered
+        then. Not what an agent sends to a worker without a guard, to end it."""
+        alarms, link = self._stopper.alarms, self._link
+
+        def tell(signum: int) -> None:
+            if link is not None:
+                link.page.set(asked_code=alarms.of_signal(signum).asked_code)
+
+        self.handlers.hold(self._own_signals - {signal.SIGTERM, signal.SIGINT}, tell)
+
+    def answer_held(self) -> None:
+        """Training thread: the guard is open."""
+        for signum in self.handlers.held:
+            self._watcher.post(lambda signum=signum: self._stopper.hear_signal(signum))  # type: ignore[misc]
+
     def _watch_flag(self, policy: ExitPolicy) -> None:
         assert policy.flag_file is not None
         # An answered flag is noted in the file that the next start resumes from. Where there is none, none is noted.

@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from mindx_elastic.agreement.connect import open_ahead, open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
 from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.alarm.signals import release_signals
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
@@ -46,6 +48,7 @@ from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import ahead, groups, joiner, nccl, sharded, spare, trial
 from mindx_elastic.rejoin.copies import Parcel, Receive
+from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed, UnfitSpareError
 from mindx_elastic.rejoin.nodes_member import NodesMember
@@ -58,6 +61,7 @@ _CARRIED = frozenset({"signal", "flag", "request", "fault"})  # not what a death
 _FINISHES_S = 0.2
 """Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
 cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
+_MOST_ERRORS = 20  # each made of the one before
 _CONNECTIONS = 4  # of an exchange, and of a member
 _IMPORTED_LATER = ("torch.nn.utils.prune",)  # when a state is loaded
 _members: list[Member] = []
@@ -114,7 +118,7 @@ class Place:
         if cluster is not None and isinstance(member, cluster.ClusterMember):
             member.events = stopper.saver.events
         groups.devices.look()
-        stopper.update_gate.before_update = member.before_update if groups.devices.is_used else None
+        stopper.update_gate.before_update = member.before_update
         loaders.at_every_ask(member.at_batch)
         member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
         part = member.part_of_node(replicated=stopper.saver.replicated)
@@ -132,14 +136,17 @@ class Place:
         _end_if_broken(error)
         if member.wants_out:  # None: the program has caught what took it out
             return error is None or isinstance(error, Exception)
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, Exception) or not comes_from_failure(error):
             return False
         return member.hears_from_afar() or (bool(stopper.peers_gone_soon(error)) and member.comes_out_soon())
 
-    def leave(self, stopper: Stopper, around: Connections, loaders: Loaders) -> EnterAgain | GracefulExit:
-        """Agree with the others on what to enter again with: nothing is saved, memory is kept. Where that is not
-        possible the rank has saved, and a GracefulExit is the way out."""
+    def leave(
+        self, error: BaseException | None, stopper: Stopper, around: Connections, loaders: Loaders
+    ) -> EnterAgain | GracefulExit:
+        """The block has been left with `error`. Agree with the others on what to enter again with: nothing is saved,
+        memory is kept. Where that is not possible the rank has saved, and a GracefulExit is the way out."""
         self.member.page.set(phase=WorkerPhase.BETWEEN)
+        _end_frames(error)
         try:
             entry = self.member.leave()
         except RejoinFailed as problem:
@@ -155,6 +162,16 @@ class Place:
         for parameter in stopper.saver.collector.parameters:
             parameter.grad = None
         return EnterAgain(entry, stopper)
+
+
+def _end_frames(error: BaseException | None) -> None:
+    """Give up the variables of the program's calls that the error has ended. A generator among them ends now: a
+    collective in its ``finally`` would later run over the new connections, where no new process takes part in it."""
+    for _ in range(_MOST_ERRORS):
+        if error is None:
+            break
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _end_if_broken(error: BaseException | None) -> None:
@@ -203,6 +220,7 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
                 _members.append(smaller)
                 member = smaller
     finally:
+        release_signals()
         _close(member)
     return block(None)
 

@@ -43,6 +43,7 @@ from mindx_elastic.guard.process_end import end_process, shorten_interpreter_exi
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.persist.writer import SaveResult
+from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
 __all__ = ["LAST_MOMENT_S", "Stopper"]
@@ -305,7 +306,7 @@ class Stopper:
     def peers_gone_soon(self, error: BaseException) -> Sequence[int]:
         """Training thread: the ranks that are gone. A dying process closes its connections a moment before it is gone,
         so a failed collective may be the first sign of a death: wait for that moment."""
-        end = time.monotonic() + (_DYING_S if isinstance(error, RuntimeError) and self.ranks.world_size > 1 else 0.0)
+        end = time.monotonic() + (_DYING_S if self.ranks.world_size > 1 and comes_from_failure(error) else 0.0)
         while not (gone := self.peers_gone()) and time.monotonic() < end:
             time.sleep(0.005)
         for rank in gone:

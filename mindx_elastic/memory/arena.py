@@ -267,12 +267,12 @@ class RankArena:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing that another process could use."""
-        files = {path.name for path in self.folder.iterdir()} - {
-            "lock",
-            "commit",
-            *(slot.path.name for slot in self.slots),
-        }
+        """Whether there is nothing that another process could use. Never raises: False where it cannot be seen."""
+        try:
+            there = {path.name for path in self.folder.iterdir()}
+        except OSError:
+            return False
+        files = there - {"lock", "commit", *(slot.path.name for slot in self.slots)}
         return not files and all(self.record(index).state is SlotState.EMPTY for index in range(NUM_SLOTS))
 
     def remove(self) -> None:

@@ -197,7 +197,10 @@ def open_memory(
         try:
             return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
         except BaseException:
-            arena.close()
+            if arena.is_empty:
+                arena.remove()
+            else:
+                arena.close()
             raise
     except (ArenaError, OSError) as error:
         logger.warning("%s; nothing is kept in memory, checkpoints on disk are not affected", error)

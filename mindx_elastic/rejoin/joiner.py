@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from mindx_elastic.alarm.signals import hold_signals
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.script import run
 from mindx_elastic.rejoin.groups import reduce_in_replay
 from mindx_elastic.rejoin.member import Member
 
-__all__ = ["end_setup", "main", "prepare"]
+__all__ = ["end_setup", "hold", "main", "prepare"]
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
@@ -70,6 +72,8 @@ def prepare(refuse: Callable[[str], None] | None = None) -> None:
             keep_timeout(str(c10d._world.pg_names[handle]), named.get("timeout"))
         return made
 
+    if RejoinSettings.from_env().generation:  # a spare does not know its own yet
+        hold()
     _patch(c10d, "_new_process_group_helper", new_group_without_peers)
     _patch(c10d, "_store_based_barrier", lambda *arguments, **named: None)
     tell = refuse or _tell
@@ -79,6 +83,12 @@ def prepare(refuse: Callable[[str], None] | None = None) -> None:
     if _FUNCTIONAL in sys.modules:
         told = {name: _refusing(f"a collective of DTensors ({name})", tell) for name in _FUNCTIONAL_COLLECTIVES}
         _patch_all(sys.modules[_FUNCTIONAL], told)
+
+
+def hold() -> None:
+    """From here on a SIGUSR1 is answered when the guard is open. Somebody asks the job to stop with it, and the end of
+    this process would restart it. Main thread."""
+    hold_signals([signal.SIGUSR1])
 
 
 def _patch_all(home: Any, instead: Mapping[str, Callable[..., Any]]) -> None:

@@ -243,30 +243,40 @@ class Member:
     def at_boundary(self) -> None:
         """Training thread, before a boundary is passed: raises LeavesToRejoin where the program has caught an error of
         the step that comes from another rank's death. What it did without the others is part of no boundary."""
-        self.before_update()
+        self._reach_devices()
         if self._shares_orders and self._host is not None and (orders := self._host.orders()):
             self._shares_orders = False
             share_orders(self._folder, self._attempt, orders)
-        if self._has_failed() and (self.wants_out or self._hears_soon()):
+        if self._must_leave():
             raise LeavesToRejoin
+        if self._failures is not None:
+            self._failures.seen = False
 
     def before_update(self) -> None:
-        """Training thread, before an optimizer steps: raises LeavesToRejoin where devices have not got all results."""
+        """Training thread, before an optimizer steps: raises LeavesToRejoin where devices have not got all results, or
+        the program has caught an error as of `at_boundary`: the state is still that of the last boundary here."""
+        self._reach_devices()
+        if self._must_leave():
+            raise LeavesToRejoin
+
+    def _reach_devices(self) -> None:
         if self._host is not None and not groups.devices.fence():
             raise LeavesToRejoin
 
     def at_batch(self) -> None:
         """Training thread, where a batch is asked for: a program that has caught what took it out does not go on."""
-        if self._host is not None and (self.wants_out or (self._has_failed() and self._hears_soon())):
+        if self._host is not None and (self.wants_out or self._must_leave()):
             raise LeavesToRejoin
 
-    def _has_failed(self) -> bool:
-        """Whether something has failed since this was asked last."""
+    def _must_leave(self) -> bool:
+        """Whether something has failed since the last boundary, and another rank has died."""
         failures = self._failures
         if self._host is None or failures is None or not failures.seen:
             return False
-        failures.seen = False
-        return True
+        if self.wants_out or failures.has_waited:
+            return self.wants_out
+        failures.has_waited = True
+        return self._hears_soon()
 
     def _hears_soon(self) -> bool:
         return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()

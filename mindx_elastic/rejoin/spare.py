@@ -95,6 +95,7 @@ def know_rank() -> None:
     while _undo:
         _undo.pop()()
     os.environ.update(variables)
+    joiner.hold()
     if _make:
         _replace_default_group()
 

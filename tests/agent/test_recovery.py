@@ -211,7 +211,8 @@ def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(no
     ("change", "words"),
     [
         ({"in_place": 0}, "rank 0 is not inside of guard.run"),
-        ({"phase": WorkerPhase.STOPPING}, "rank 0 is not inside of guard.run"),
+        ({"phase": WorkerPhase.STOPPING}, "rank 0 stops already"),
+        ({"phase": WorkerPhase.STOPPING, "reason": "rank 1: ValueError"}, "rank 0 stops already (rank 1: ValueError)"),
         ({"finished": True}, "rank 0 has finished its training"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agent import lost_nodes, open_places
+from mindx_elastic.agent import lost_nodes, open_places, recovery
 from mindx_elastic.agent.lifeline import Gone
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.vacancies import Agent, Vacancy, claim, settle_loss
@@ -128,6 +129,23 @@ def test_both_come_to_the_board_of_the_faster_one(two: list[Node], order: tuple[
     host.recovery.look()
     assert host.nodes.offers[1:] == [None] and host.nodes.expected == [0]
     assert host.board.read(["1/out/0"])["1/out/0"]["dead"]
+
+
+def test_the_time_may_be_over_between_two_looks_at_a_free_place(
+    two: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is the node that has not come, not the ranks that it would have."""
+    host, other = two
+    assert host.lose_first() == "" and other.lose_first() == ""
+    for _ in range(3):
+        for node in two:
+            node.recovery.look()
+    assert host.nodes.offers
+    monkeypatch.setattr(open_places.OpenPlaces, "look", lambda self, now, board: None)  # it came in time
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0, time=time.time)
+    monkeypatch.setattr(recovery, "time", later)
+    assert host.recovery.look() is Phase.FALLBACK
+    assert host.recovery.reason == "no other node has taken the place of node 0 within 60 s (--rejoin-timeout)"
 
 
 def test_who_does_not_come_is_lost_too_and_both_places_are_offered(

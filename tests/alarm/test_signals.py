@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.signals import SignalHandlers, hold_signals, release_signals
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
 from tests.watchdog import finish
@@ -317,7 +317,7 @@ def test_a_python_predecessor_is_put_back_at_once(ears: Ears) -> None:
 
 FORK = """
 import os, signal, threading
-from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.signals import SignalHandlers, hold_signals, release_signals
 from mindx_elastic.alarm.watcher import Watcher
 
 heard, alarmed = [], threading.Event()
@@ -351,3 +351,81 @@ def test_a_forked_child_has_its_own_signals() -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
     result = finish(command)
     assert (result.returncode, result.stdout) == (0, "fine\n"), result.stderr
+
+
+# --- signals that come while no guard is open -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told() -> Iterator[list[int]]:
+    yield []
+    release_signals()
+
+
+def test_what_comes_between_two_guards_is_held_for_the_second(ears: Ears, told: list[int]) -> None:
+    before = signal.getsignal(ONE)
+    with ears.handle(ONE, TWO) as first:
+        first.hold([ONE], told.append)
+    assert signal.getsignal(TWO) is signal.SIG_DFL
+    signal.raise_signal(ONE)
+    assert told == [ONE]
+    with ears.handle(ONE, TWO) as second:
+        assert second.held == [ONE] and ears.nothing_more()
+        signal.raise_signal(ONE)
+        assert ears.next() == ONE and told == [ONE]
+    assert signal.getsignal(ONE) is before
+
+
+def test_a_signal_that_the_first_guard_has_not_heard_any_more_is_held(ears: Ears, told: list[int]) -> None:
+    with ears.handle(ONE) as first:
+        first.hold([ONE], told.append)
+        first.hear = lambda signum: False  # type: ignore[method-assign]
+        signal.raise_signal(ONE)
+        ears.settle()
+    with ears.handle(ONE) as second:
+        assert second.held == [ONE]
+
+
+def test_a_handler_of_the_program_is_called_for_what_is_held(ears: Ears, told: list[int]) -> None:
+    called: list[int] = []
+    before = signal.signal(ONE, lambda signum, frame: called.append(signum))
+    try:
+        with ears.handle(ONE) as first:
+            first.hold([ONE], told.append)
+        signal.raise_signal(ONE)
+        assert called == [ONE] == told
+        with ears.handle(ONE) as second:
+            assert second.held == [ONE] == called
+            signal.raise_signal(ONE)
+        assert called == [ONE, ONE]
+    finally:
+        signal.signal(ONE, before)
+
+
+def test_where_no_guard_follows_the_signals_have_their_old_action(ears: Ears, told: list[int]) -> None:
+    before = signal.getsignal(ONE)
+    with ears.handle(ONE) as first:
+        first.hold([ONE], told.append)
+    release_signals()
+    assert signal.getsignal(ONE) is before
+
+
+def test_a_new_process_holds_what_would_end_it(ears: Ears, told: list[int]) -> None:
+    ignored = signal.signal(TWO, signal.SIG_IGN)
+    try:
+        hold_signals([ONE, TWO])
+        assert signal.getsignal(TWO) is signal.SIG_IGN
+        signal.raise_signal(ONE)
+        with ears.handle(ONE, TWO) as handlers:
+            assert handlers.held == [ONE]
+        assert signal.getsignal(ONE) is signal.SIG_DFL
+    finally:
+        signal.signal(TWO, ignored)
+
+
+def test_a_forked_child_does_not_hold_signals(told: list[int]) -> None:
+    hold_signals([ONE])
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(signal.getsignal(ONE) is not signal.SIG_DFL))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,10 +1,11 @@
 """A training under ``mindx-elastic run --recover in-place``, with faults at given places.
 
 ``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT when it has come to WHERE in the
-step: start, worker (the start of a loader worker, which kills its rank), forward, mid, backward, share, update, after,
-eval, save. WHAT is ``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``, or it kills its agent (``agent``), and
-then itself (``node``), or itself first (``node-last``). Each fires once in a job, however often the step is done;
-``FAULT rank step where`` says so.
+step: start, worker (the start of a loader worker), forward, mid, backward, share, update, after, eval, save. WHAT is
+``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``, or it kills its agent (``agent``), and then itself
+(``node``), or itself first (``node-last``), or the next rank, and goes on when that has a new process (``next``), or at
+once (``next-now``). A loader worker kills its rank, or itself (``loader``). Each fires once in a job, however often the
+step is done; ``FAULT rank step where`` says so.
 
 ``--meanwhile WHO:STAGE:WHAT``: the same in a recovery, see ``in_recovery.py``.
 
@@ -82,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--size", type=int, default=96)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--persistent", action="store_true", help="the loader workers live on from epoch to epoch")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
@@ -99,7 +101,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decay", action="store_true", help="each step begins with less momentum, by hand")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--meanwhile", action="append", default=[])
-    parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
+    parser.add_argument(
+        "--catch",
+        choices=("no", "backward", "step", "translate"),
+        default="no",
+        help="what the program swallows; or that it makes another exception of what a backward raises",
+    )
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
     parser.add_argument("--compress", action="store_true", help="a communication hook of DDP")
@@ -119,6 +126,7 @@ class Faults:
         self._folder, self._rank = directory / "faults", rank
         self._folder.mkdir(parents=True, exist_ok=True)
         self._orders: dict[tuple[int, str], str] = {}
+        (self._folder / f"process-{rank}-{os.getpid()}").touch()
         for order in orders:
             victim, step, where, *what = order.split(":")
             assert where in PLACES
@@ -140,10 +148,21 @@ class Faults:
         if what is None or not self._claim(f"{self._rank}-{step}-{where}"):
             return
         say(f"FAULT {self._rank} {step} {where}")
-        if where == "worker":
-            os.kill(os.getppid(), signal.SIGKILL)
+        if what.startswith("next"):
+            self._kill_next(waits=what == "next")
+        elif where == "worker":
+            os.kill(os.getpid() if what == "loader" else os.getppid(), signal.SIGKILL)
         else:
             self.do(what)
+
+    def _kill_next(self, *, waits: bool) -> None:
+        """SIGKILL for the next rank. `waits`: until another process stands in for it."""
+        name = f"process-{(self._rank + 1) % int(os.environ['WORLD_SIZE'])}-*"
+        known = list(self._folder.glob(name))
+        os.kill(max(int(path.name.rpartition("-")[2]) for path in known if _lives(path)), signal.SIGKILL)
+        end = time.monotonic() + 100.0
+        while waits and len(list(self._folder.glob(name))) == len(known) and time.monotonic() < end:
+            time.sleep(0.001)
 
     def _claim(self, name: str) -> bool:
         try:
@@ -176,6 +195,10 @@ class Faults:
                 pass
         elif what == "sleep":
             time.sleep(3600)
+
+
+def _lives(path: Path) -> bool:
+    return Path("/proc", path.name.rpartition("-")[2]).exists()
 
 
 class Trainer:
@@ -218,6 +241,7 @@ class Trainer:
             shuffle=True,
             seed=3,
             num_workers=args.num_workers,
+            persistent_workers=args.persistent,
             worker_init_fn=self.start_worker if args.num_workers else None,
         )
         self.rank = dist.get_rank()
@@ -303,7 +327,9 @@ class Trainer:
             faults.at(step, "forward")
             try:
                 self.scaler.scale(loss).backward()
-            except RuntimeError:
+            except RuntimeError as error:
+                if args.catch == "translate":
+                    raise ValueError(f"step {step} has failed") from error
                 if args.catch != "backward":
                     raise
                 say(f"CAUGHT {self.rank} backward")
@@ -327,7 +353,7 @@ class Trainer:
                 self.guard.poll()
 
     def start_worker(self, number: int) -> None:
-        """In a loader worker, which ends its rank."""
+        """In a loader worker."""
         self.faults.at(self.step, "worker")
 
     def shrink(self) -> None:

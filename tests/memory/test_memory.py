@@ -239,7 +239,9 @@ def _locks_held() -> list[str]:
     return [path for link in links if link.is_symlink() and (path := os.readlink(link)).endswith("/lock")]
 
 
-def test_a_start_that_fails_leaves_no_arena_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_no_arena_locked(
+    tmp_path: Path, memory_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store is lost between opening memory and the first meeting."""
     fired = []
     real = LocalExchange.gather
@@ -255,9 +257,12 @@ def test_a_start_that_fails_leaves_no_arena_locked(tmp_path: Path, monkeypatch: 
         Job(tmp_path / "ckpt", snapshot_every=1).run()
     assert len(fired) == 1 and len(fired[0]) == 1, "the arena was open"
     assert _locks_held() == []
+    assert list(memory_base.iterdir()) == [], "an arena with nothing in it is removed"
 
 
-def test_memory_that_cannot_be_adopted_is_not_left_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_adopted_is_not_left_locked(
+    tmp_path: Path, memory_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(arena: Any) -> Any:
         raise OSError("injected")
 
@@ -265,3 +270,4 @@ def test_memory_that_cannot_be_adopted_is_not_left_locked(tmp_path: Path, monkey
     with no_traces():
         Job(tmp_path / "ckpt", snapshot_every=1).run(epochs=1)
     assert _locks_held() == []
+    assert list(memory_base.iterdir()) == [], "an arena with nothing in it is removed"

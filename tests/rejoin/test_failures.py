@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from mindx_elastic.rejoin.failures import Failures
+from mindx_elastic.rejoin.failures import Failures, comes_from_failure
 
 
 class Wrapped(nn.Module):
@@ -78,8 +82,6 @@ def test_torch_is_as_before_afterwards() -> None:
 
 
 def test_a_failed_collective(failures: Failures) -> None:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError):
@@ -87,3 +89,67 @@ def test_a_failed_collective(failures: Failures) -> None:
         assert failures.seen
     finally:
         dist.destroy_process_group()
+
+
+def test_a_wait_that_fails(failures: Failures) -> None:
+    """``work = dist.all_reduce(x, async_op=True)``, and ``work.wait()`` in ``suppress(RuntimeError)``."""
+    store = dist.HashStore()
+
+    def connect(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+
+    with ThreadPoolExecutor(2) as pool:
+        one, _ = pool.map(connect, range(2))
+    work = one.allreduce([torch.ones(1)])  # the other rank takes no part
+    assert not failures.seen
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert failures.seen
+
+
+def test_a_future_that_fails(failures: Failures) -> None:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_exception(RuntimeError("Connection closed by peer"))
+    with pytest.raises(RuntimeError):
+        future.wait()
+    assert failures.seen
+
+
+def test_waits_are_as_before_afterwards() -> None:
+    before = vars(dist.Work)["wait"], vars(torch._C.Future)["wait"]
+    failures = Failures([])
+    assert vars(dist.Work)["wait"] is not before[0]
+    failures.close()
+    assert (vars(dist.Work)["wait"], vars(torch._C.Future)["wait"]) == before
+
+
+def test_each_failure_may_be_waited_for_once(failures: Failures) -> None:
+    failures.note(RuntimeError())
+    failures.has_waited = True
+    failures.note(ValueError())
+    assert failures.has_waited
+    failures.note(RuntimeError())
+    assert failures.seen and not failures.has_waited
+
+
+def _made_of(first: BaseException, *more: type[Exception]) -> BaseException:
+    error = first
+    for kind in more:
+        try:
+            raise kind("made of it") from error
+        except kind as made:
+            error = made
+    return error
+
+
+def test_an_error_that_is_made_of_a_failure_comes_from_it() -> None:
+    assert comes_from_failure(RuntimeError())
+    assert comes_from_failure(_made_of(RuntimeError(), ValueError, KeyError))
+    assert not comes_from_failure(_made_of(OSError(), ValueError))
+    assert not comes_from_failure(None)
+
+
+def test_errors_that_are_made_of_each_other_come_to_an_end() -> None:
+    one, other = ValueError(), KeyError()
+    one.__context__, other.__context__ = other, one
+    assert not comes_from_failure(one)

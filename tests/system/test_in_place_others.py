@@ -103,6 +103,71 @@ def test_in_the_start_of_a_loader_worker_and_in_the_first_step_after_a_recovery(
 
 
 @drill
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("more", [(), ("--persistent",)], ids=["workers of each epoch", "persistent workers"])
+def test_while_loader_workers_are_being_started(runs: Runs, ranks: int, more: Sequence[str]) -> None:
+    """Of the rank that dies, and of one that lives; in a new epoch, and in the entry behind a recovery."""
+    words = ("--epochs", 3, "--size", 48 * ranks, "--num-workers", 2, *more)
+    new_epoch = () if more else ("1:13:worker", "0:25:worker:next-now")
+    orders = ("1:5:forward", "1:5:worker", "0:8:mid", "1:8:worker:next-now", *new_epoch)
+    job, _ = runs.run(ranks, *words, *faults(*orders), options=PATIENT)
+    assert job.matches(IN_PLACE), job.report()
+    assert not job.matches(r"restart \d+ of"), job.report()
+
+
+@drill
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loader_worker_that_is_killed_is_an_error_of_its_rank(runs: Runs, ranks: int) -> None:
+    words = ("--epochs", 2, "--size", 48 * ranks, "--num-workers", 2)
+    job, _ = runs.run(ranks, *words, *faults("1:13:worker:loader"), options=PATIENT)
+    assert len(job.matches(r"restart \d+ of")) == 1, job.report()
+    assert job.matches(r"DataLoader worker .* (killed|exited)"), job.report()
+
+
+@drill
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "orders",
+    [
+        ("1:5:save", "0:10:save"),
+        ("0:5:save:next", "1:10:save:next", "0:15:save:next-now"),
+    ],
+    ids=["the dead rank's", "a survivor's"],
+)
+def test_while_a_save_is_written_beside_the_training(runs: Runs, ranks: int, orders: Sequence[str]) -> None:
+    """The survivor's save ends, whatever the recovery does meanwhile."""
+    words = ("--epochs", 3, "--size", 48 * ranks, "--save-every", 5, "--save-beside")
+    job, folder = runs.run(ranks, *words, *faults(*orders), options=PATIENT)
+    dead = [(rank + 1) % ranks if len(more) > 1 else rank for rank, more in map(_killed, orders)]
+    check_in_place(job, dead)
+    assert len(list((folder / "ckpt").rglob("every-*.safetensors"))) == 2 * ranks
+
+
+def _killed(order: str) -> tuple[int, Sequence[str]]:
+    rank, _, _, *what = order.split(":")
+    return int(rank), ["save", *what]
+
+
+@drill
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("gap_s", [0.0, 0.05, 0.2])
+def test_two_ranks_killed_one_behind_the_other(runs: Runs, ranks: int, gap_s: float) -> None:
+    """The second one may be in the recovery from the first death, or train already."""
+
+    def kill(job: Job) -> None:
+        job.wait_for(r"SEEN \d+ \S+ \d+ 6$", ranks)
+        pids = job.pids()
+        for rank in (1, ranks - 1):
+            os.kill(pids[rank], signal.SIGKILL)
+            time.sleep(gap_s)  # it is the fault
+
+    job, _ = runs.run(ranks, "--epochs", 3, "--step-s", 0.02, meanwhile=kill, options=PATIENT)
+    assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
+    for rank, pids in processes(job).items():
+        assert len(pids) == 1 or rank in (1, ranks - 1) or job.matches(r"restart \d+ of"), job.report()
+
+
+@drill
 def test_256_mib_of_state(runs: Runs) -> None:
     orders = ("1:4:forward", "0:8:mid", "1:12:update")
     job, _ = runs.run(2, "--epochs", 2, "--megabytes", 256, *faults(*orders), options=PATIENT)

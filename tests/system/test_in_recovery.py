@@ -115,6 +115,25 @@ def test_a_stop_that_a_survivor_hears_when_it_leaves_its_guard_is_not_lost(runs:
     assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        "2:restore",
+        "new:guard",
+        *(pytest.param(f"new:{stage}", marks=drill) for stage in ("start", "out", "connect", "restore", "ready")),
+        *(pytest.param(f"0:{stage}", marks=drill) for stage in ("closed", "restore", "ready")),
+    ],
+)
+def test_a_sigusr1_where_no_guard_is_open_stops_the_job(runs: Runs, where: str) -> None:
+    """Its usual action would end the process, and the job would be restarted."""
+    job, folder = runs.run(3, *WORDS, *meanwhile(f"{where}:usr1-now"), options=PATIENT, code=138)
+    assert len(job.matches("^MEANWHILE ")) == 1, job.report()
+    assert not job.matches(r"restart \d+ of"), job.report()
+    again = runs.start(folder, 3, WORDS, PATIENT)
+    assert again.hashes() == runs.undisturbed(3, WORDS)[0], again.report()
+    assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
+
+
 def fill(folder: Path) -> None:
     for size in (1 << 16, 100):
         with suppress(OSError), open(folder / f"filler{size}", "wb", buffering=0) as file:

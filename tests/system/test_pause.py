@@ -315,6 +315,109 @@ def test_a_rank_that_is_replaced_in_place_ends_the_pause() -> None:
     assert job.matches(r"the pause at step 4 has ended after .*: ranks stop, or were replaced"), job.report()
 
 
+IN_PLACE = ["--recover", "in-place", "--rejoin-timeout", "120"]
+
+
+def all_pids(job: Job) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for match in job.matches(r"READY (\d+) (\d+)"):
+        pids = found.setdefault(int(match[1]), [])
+        if int(match[2]) not in pids:
+            pids.append(int(match[2]))
+    return found
+
+
+def check_replaced(job: Job, rank: int) -> None:
+    """One recovery in place, in which this rank alone got a new process."""
+    assert len(job.matches(rf"recovery \d+ in place: rank {rank} replaced")) == 1, job.report()
+    assert not job.matches(r"restart \d+ of"), job.report()
+    for each, pids in all_pids(job).items():
+        assert len(pids) == 1 + (each == rank), job.report()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_dies_on_its_way_to_a_pause(victim: int) -> None:
+    """The pause comes true behind the recovery, or the command says why it does not; nothing waits for ever."""
+    whole = undisturbed(3, "--size", 90)
+    with agent("--size", 90, "--wait-for", "4:1:go", "--run", ranks=3, options=IN_PLACE) as job:
+        job.wait_for("^WAITS 1 4$")
+        with command("pause", RUN) as pause:
+            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "the ranks have heard of the pause")
+            job.signal_rank(victim, signal.SIGKILL)
+            if victim != 1:
+                job.wait_for("takes the place of rank")
+                Path("go").touch()
+            code = pause.wait()
+        text = pause.report()
+        if code == 0:
+            step = paused_at(text)
+            assert status()["pause"]["step"] == step
+            assert f"step {step}" in give("resume", RUN)
+        else:
+            assert "not paused: " in text, text
+        job.expect(0)
+    assert job.hashes() == whole, job.report()
+    check_replaced(job, victim)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_dies_while_a_pause_is_being_ended(victim: int, when: str) -> None:
+    whole = undisturbed(2)
+    with agent("--hold-at", "4", "--wait-for", "6:1:go", "--run", ranks=2, options=IN_PLACE) as job:
+        pause_at_4(job, 2)
+        if when == "before":
+            with command("resume", RUN) as resume:
+                job.signal_rank(victim, signal.SIGKILL)
+                resume.expect(0)
+        else:
+            give("resume", RUN)
+            job.signal_rank(victim, signal.SIGKILL)
+        job.wait_for(f"takes the place of rank {victim}")
+        Path("go").touch()
+        job.expect(0)
+    assert job.hashes() == whole, job.report()
+    check_replaced(job, victim)
+
+
+@pytest.mark.drill
+def test_a_pause_that_is_given_in_the_middle_of_a_recovery() -> None:
+    whole = undisturbed(2)
+    holds = ("--hold-at", "8", "--hold-resumed")  # the pause takes effect there at the latest
+    with agent(*holds, "--wait-for", "4:1:go", "--run", ranks=2, options=IN_PLACE) as job:
+        job.wait_for("^WAITS 1 4$")
+        job.signal_rank(1, signal.SIGKILL)
+        job.wait_for("takes the place of rank 1")
+        step = paused_at(give("pause", RUN))
+        assert 3 <= step <= 8, job.report()
+        assert f"step {step}" in give("resume", RUN)
+        job.expect(0)
+    assert job.hashes() == whole, job.report()
+    check_replaced(job, 1)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("first", ["death", "stop"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_dies_in_a_pause_and_the_agent_is_told_to_stop(victim: int, first: str) -> None:
+    whole = undisturbed(2)
+    with agent("--hold-at", "4", "--run", ranks=2, options=IN_PLACE) as job:
+        pause_at_4(job, 2)
+        if first == "stop":
+            job.process.send_signal(signal.SIGTERM)
+        job.signal_rank(victim, signal.SIGKILL)
+        if first == "death":
+            job.process.send_signal(signal.SIGTERM)
+        job.expect(143)
+    assert not job.matches("^PASSED . 5$"), job.report()
+    with agent("--run", ranks=2, options=IN_PLACE) as again:
+        again.expect(0)
+    assert resumed(again) == ["4", "4"], again.report()
+    assert again.hashes() == whole, job.report() + again.report()
+
+
 @pytest.mark.drill
 def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
     with agent("--hold-at", "4", ranks=2) as job:
