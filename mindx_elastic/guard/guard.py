@@ -186,12 +186,17 @@ class Guard(LayeredGuard):
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             place = self._place
+            ahead = stack.enter_context(ExitStack())
+            prepared = self._prepare_ahead(ahead) if place is not None and place.can_prepare else None
             own = open_exchange if place is None else place.open_exchange
             self._exchange = self._shared_exchange or own(self.ranks)
             if self._shared_exchange is None:
                 stack.callback(self._exchange.close)
+            stack.enter_context(ahead.pop_all())  # closed before the exchange
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
-                self._open(stack)
+                if isinstance(prepared, Exception):
+                    raise prepared
+                self._open(stack, prepared or self._prepare(stack))
             stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
                 tell_of_block(self.ranks)
@@ -212,23 +217,25 @@ class Guard(LayeredGuard):
         finally:
             self._stack.close()
 
-    def _open(self, stack: ExitStack) -> None:
-        """All ranks together. `stack` closes everything, in the other order."""
+    def _prepare(self, stack: ExitStack) -> Opening:
+        """Do what needs no other rank. `stack` closes everything, in the other order."""
         check_that_one_may_enter()
-        settings = self._options.settings()
-        self._unmanaged = Unmanaged(settings.unmanaged)
-        opening = Opening(
-            stack,
-            self._options,
-            settings,
-            self._unmanaged,
-            self.ranks,
-            self._exchange,
-            self._targets,
-            self._loaders,
-            self._place,
-            self._last_parts,
-        )
+        self._settings = self._options.settings()
+        self._unmanaged = Unmanaged(self._settings.unmanaged)
+        options, targets, loaders = self._options, self._targets, self._loaders
+        return Opening(stack, options, self._settings, self._unmanaged, self.ranks, targets, loaders, self._place)
+
+    def _prepare_ahead(self, stack: ExitStack) -> Opening | Exception:
+        """In a new process, before the other ranks are out: what has gone wrong can be told to them only later."""
+        try:
+            return self._prepare(stack)
+        except Exception as error:
+            return error
+
+    def _open(self, stack: ExitStack, opening: Opening) -> None:
+        """All ranks together. `stack` closes everything, in the other order."""
+        opening.meet(stack, self._exchange, self._last_parts)
+        settings = self._settings
         self._ddp = opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
         self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
@@ -357,7 +364,7 @@ class Guard(LayeredGuard):
             with self:
                 return train()
 
-        return run_in_place(block, lambda: self._targets)
+        return run_in_place(block, lambda: self._targets, enters_at_once=True)
 
     # --- steps ---
 

@@ -1,7 +1,8 @@
 """Opens a guard, up to the state being back: log, directories, what there is to save, the other ranks, the restore.
 
-Each thing is opened before those that need it, and `stack` closes them the other way round. What comes after it, once
-the training goes on, is in `guard` (`Guard._start_stages`).
+Each thing is opened before those that need it, and `stack` closes them the other way round. What needs no other rank
+comes first: a new process in a recovery in place does that while the others come out of their loops. What comes after
+it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.start_again import start_again
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.rejoin.member import Entry
 
 if TYPE_CHECKING:
     from mindx_elastic.guard.witness import Witness
@@ -54,16 +56,13 @@ class Opening:
         settings: Settings,
         unmanaged: Unmanaged,
         ranks: RankInfo,
-        exchange: Exchange,
         targets: Mapping[str, Any],
         loaders: Loaders,
         place: Place | None = None,
-        last_parts: Sequence[Part] = (),
     ) -> None:
-        """All ranks together. Raises what `Guard` raises on entering. `place`: in recoveries in place. `last_parts`:
-        for the last meeting."""
-        self._place, self._entry = place, None if place is None else place.entry
-        self._exchange, self._last_parts = exchange, last_parts
+        """Open what needs no other rank. Raises what `Guard` raises on entering. `place`: in recoveries in place."""
+        self._place, self._is_again = place, place is not None and place.is_again
+        self._entry: Entry | None = None
         self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
         self._targets = targets
         self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
@@ -74,10 +73,16 @@ class Opening:
         self.witness = _open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
-        copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
-        self._folders = RankDirectories(self._directories, self._trust, apart=copies > 1)
+        self._copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
+        self._folders = RankDirectories(self._directories, self._trust, apart=self._copies > 1)
         self._open_saver()
-        entry, home = self._entry, None
+
+    def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
+        """All ranks together: agree on what to resume from, and load it. `last_parts`: for the last meeting."""
+        self._exchange, self._last_parts = exchange, last_parts
+        ranks, options, place, copies = self._ranks, self._options, self._place, self._copies
+        entry, home = None if place is None else place.entry, None
+        self._entry = entry
         self._meets_once = entry is not None and self.saver.replicated and copies == 1 and not options.layouts
         if entry is not None and entry.verdict.rewinds:  # a rank may read another one's snapshot only when that has it
             self._meets_once = False
@@ -129,7 +134,7 @@ class Opening:
         if self.witness is not None:
             places = self.witness.redirected(wanted)
             self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
-        again = self._entry is not None  # a training that goes on in place needs no disk before its next save
+        again = self._is_again  # a training that goes on in place needs no disk before its next save
         resolved, self._trust = prepare_directories(places, ranks, self._options.sharing(), may_be_full=again)
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
         """By the directory that the program names, the true one."""
@@ -148,8 +153,9 @@ class Opening:
     def _open_saver(self) -> None:
         """Look at what is to be saved, and at how it is spread over the ranks."""
         options, ranks, targets = self._options, self._ranks, self._targets
-        self.collector = Collector(targets)
-        if self._entry is None:  # the ranks of this job have found room for it, and a form
+        ahead = None if self._place is None else self._place.take_collector(targets)
+        self.collector = Collector(targets) if ahead is None else ahead
+        if not self._is_again:  # the ranks of this job have found room for it, and a form
             check_state_and_space(self.collector, self._directories)
         self.ddp = ddp_modules(targets)
         self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))
