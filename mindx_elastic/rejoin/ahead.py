@@ -2,14 +2,19 @@
 
 The ranks write the order in which gradients arrive into the agent's folder, once in an attempt. A spare lays out the
 buckets of DDP by it. It takes memory from the kernel, too, for the first step: to touch 30 MB for the first time takes
-5 ms and more, which the other ranks have behind them.
+5 ms and more, which the other ranks have behind them. And it lets torch set up what the first step of a process sets
+up. A process that is forked when it is needed does these two in another thread, while the program builds its objects:
+the other ranks wait, and do not need the processor.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +23,13 @@ import torch
 from mindx_elastic.core.events import logger
 from mindx_elastic.rejoin import groups
 
-__all__ = ["grow_heap", "lay_out_buckets", "share_orders"]
+__all__ = ["get_ready_beside", "grow_heap", "lay_out_buckets", "share_orders", "start_kernels"]
 
 _LARGEST_BLOCK = 24 << 20  # glibc's limit is 32 MiB
 _FILE = "gradients.json"
 _HEAP_BLOCK, _HEAP_BLOCKS = 512 << 10, 64
+_HALF_OF_HEAP = 16 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def share_orders(folder: Path, attempt: str, orders: Mapping[str, list[int]]) -> None:
@@ -50,7 +57,77 @@ def lay_out_buckets(ddp: groups.DdpModules, folder: Path, attempt: str) -> dict[
 
 def grow_heap() -> None:
     """Let the C library keep freed memory of usual sizes, and have some of it."""
-    block = torch.empty(_LARGEST_BLOCK, dtype=torch.uint8)
-    del block  # when a large block is given back, glibc takes all up to its size from the heap, and keeps twice as much
-    blocks = [torch.zeros(_HEAP_BLOCK, dtype=torch.uint8) for _ in range(_HEAP_BLOCKS)]
+    _keep_what_is_freed()
+    blocks = [torch.zeros(_HEAP_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_HEAP_BLOCKS)]
     del blocks
+
+
+def _keep_what_is_freed() -> None:
+    block = torch.empty(_LARGEST_BLOCK, dtype=torch.uint8, device="cpu")
+    del block  # when a large block is given back, glibc takes all up to its size from the heap, and keeps twice as much
+
+
+def start_kernels() -> threading.Thread:
+    """Have torch set up what the first forward and backward of a process set up (oneDNN, autograd), in a thread.
+
+    Nothing of the program takes part and nothing of it changes: the tensors are zeros, so that no number is drawn, no
+    module is called, and a thread of its own has none of the main thread's modes (autocast, function and dispatch
+    modes, hooks of saved tensors, a default device).
+    """
+    return _in_thread(_use_kernels)
+
+
+def get_ready_beside() -> None:
+    """What `grow_heap` and `start_kernels` are for, in a thread that goes on when this returns. Main thread: what comes
+    from the heap is its own, so the room is made here, and only touched there."""
+    _keep_what_is_freed()
+    blocks = [torch.empty(_HALF_OF_HEAP, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    begin = min(block.data_ptr() for block in blocks)
+    end = max(block.data_ptr() + block.nbytes for block in blocks)
+    is_heap = end - begin < 3 * _HALF_OF_HEAP and end <= _end_of_heap()
+    del blocks
+
+    def work() -> None:
+        if is_heap:
+            _touch(begin, end)
+        _use_kernels()
+
+    _in_thread(work)
+
+
+def _in_thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="mindx-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_of_heap() -> int:
+    """0: another allocator than glibc's, or one that has not begun."""
+    sbrk = ctypes.CDLL(None).sbrk
+    sbrk.restype, sbrk.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t,)
+    return sbrk(0) or 0
+
+
+def _touch(begin: int, end: int) -> None:
+    """Map the pages of this process's heap. What is in them stays as it is, whoever has got them meanwhile."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    # An older kernel refuses: then each page is mapped when it is needed.
+    madvise(begin, (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+
+
+def _use_kernels() -> None:
+    """Forward and backward of what most networks have; not by `torch.nn`, whose functions may be replaced."""
+
+    def zeros(*shape: int, trained: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=trained)
+
+    aten = torch.ops.aten
+    scale = zeros(4, trained=True)
+    x = aten.convolution(
+        zeros(2, 3, 8, 8), zeros(4, 3, 3, 3, trained=True), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    )
+    x = aten.native_batch_norm(x, scale, scale, zeros(4), zeros(4), True, 0.1, 1e-5)[0]
+    x = aten.linear(aten.relu(x).mean((2, 3)), zeros(2, 4, trained=True))
+    torch.autograd.backward(aten.cross_entropy_loss(x, zeros(2, dtype=torch.int64)))
