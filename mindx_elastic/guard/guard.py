@@ -217,18 +217,27 @@ class Guard(LayeredGuard):
         finally:
             self._stack.close()
 
-    def _prepare(self, stack: ExitStack) -> Opening:
+    def _prepare(self, stack: ExitStack, *, is_ahead: bool = False) -> Opening:
         """Do what needs no other rank. `stack` closes everything, in the other order."""
         check_that_one_may_enter()
         self._settings = self._options.settings()
         self._unmanaged = Unmanaged(self._settings.unmanaged)
-        options, targets, loaders = self._options, self._targets, self._loaders
-        return Opening(stack, options, self._settings, self._unmanaged, self.ranks, targets, loaders, self._place)
+        return Opening(
+            stack,
+            self._options,
+            self._settings,
+            self._unmanaged,
+            self.ranks,
+            self._targets,
+            self._loaders,
+            self._place,
+            is_ahead=is_ahead,
+        )
 
     def _prepare_ahead(self, stack: ExitStack) -> Opening | Exception:
         """In a new process, before the other ranks are out: what has gone wrong can be told to them only later."""
         try:
-            return self._prepare(stack)
+            return self._prepare(stack, is_ahead=True)
         except Exception as error:
             return error
 

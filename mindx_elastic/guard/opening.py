@@ -59,8 +59,12 @@ class Opening:
         targets: Mapping[str, Any],
         loaders: Loaders,
         place: Place | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> None:
-        """Open what needs no other rank. Raises what `Guard` raises on entering. `place`: in recoveries in place."""
+        """Open what needs no other rank. Raises what `Guard` raises on entering. `place`: in recoveries in place.
+        `is_ahead`: the other ranks must not wait for this, so that what may take its time comes later."""
+        self._is_ahead = is_ahead
         self._place, self._is_again = place, place is not None and place.is_again
         self._entry: Entry | None = None
         self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
@@ -80,6 +84,8 @@ class Opening:
     def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
         """All ranks together: agree on what to resume from, and load it. `last_parts`: for the last meeting."""
         self._exchange, self._last_parts = exchange, last_parts
+        if self._is_ahead:
+            self._hold_directories()
         ranks, options, place, copies = self._ranks, self._options, self._place, self._copies
         entry, home = None if place is None else place.entry, None
         self._entry = entry
@@ -139,16 +145,21 @@ class Opening:
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
         """By the directory that the program names, the true one."""
         self._directories = list(dict.fromkeys(self.resolved.values()))
-        if not self.evaluates:
-            grace_s = self._settings.grace_s
-            # Given back when all else is closed.
-            hold_directories(stack, self._trust, ranks, grace_s=grace_s, joins=again)
+        self._locks = stack.enter_context(ExitStack())  # given back when all else is closed
+        if not self._is_ahead:
+            self._hold_directories()
         first = self._directories[0]
         self._events = EventLog(
             first / EVENTS_FILE, attempt=ranks.attempt, rank=ranks.rank, owners=self._trust.of(first)
         )
         stack.callback(self._events.close)
         self._events.write_aside()
+
+    def _hold_directories(self) -> None:
+        """The process whose place this one takes may still be on its way out."""
+        if not self.evaluates:
+            grace_s = self._settings.grace_s
+            hold_directories(self._locks, self._trust, self._ranks, grace_s=grace_s, joins=self._is_again)
 
     def _open_saver(self) -> None:
         """Look at what is to be saved, and at how it is spread over the ranks."""
