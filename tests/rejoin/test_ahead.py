@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.rejoin import ahead
 
 
@@ -68,15 +72,51 @@ def test_orders_are_whole_at_any_time(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "gradients.json").read_text()) == ["1", {"model": order}]
 
 
-def test_the_heap_keeps_what_is_freed() -> None:
+class Notes(TorchFunctionMode):
+    """A mode of the program's that sees each call of torch in its thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_torchs_kernels_are_used_beside_the_program_and_without_it() -> None:
+    """No number is drawn, no hook and no mode of the program sees a call."""
+    called: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *arguments: called.append(arguments))
+    before = capture_rng()
+    try:
+        with Notes() as notes:
+            ahead.start_kernels().join()
+    finally:
+        handle.remove()
+    assert not called and not notes.seen
+    assert equal_rng(before, capture_rng())
+
+
+def test_a_fork_gets_ready_in_another_thread() -> None:
+    before = capture_rng()
+    ahead.get_ready_beside()
+    for thread in [each for each in threading.enumerate() if each.name == "mindx-ahead"]:
+        thread.join()
+    assert equal_rng(before, capture_rng())
+
+
+@pytest.mark.parametrize("how", ["grow_heap", "get_ready_beside"])
+def test_the_heap_keeps_what_is_freed(how: str) -> None:
     """Compared with a process that has not grown its heap: how much of the memory a process of its own has touched
     already, and in what pages it gets the rest, differs between machines."""
 
     def faults_of(grown: bool) -> int:
         code = (
-            "import resource, torch\n"
+            "import resource, threading, torch\n"
             "from mindx_elastic.rejoin import ahead\n"
-            f"if {grown}: ahead.grow_heap()\n"
+            f"if {grown}: ahead.{how}()\n"
+            "[thread.join() for thread in threading.enumerate() if thread.name == 'mindx-ahead']\n"
             "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
             "before = faults()\n"
             "blocks = [torch.zeros(256 << 10, dtype=torch.uint8) for _ in range(64)]\n"
