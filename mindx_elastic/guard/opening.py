@@ -18,8 +18,9 @@ from torch import nn
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, Settings
+from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import say_that_a_guest_saves_nothing
@@ -53,8 +54,6 @@ class Opening:
         self,
         stack: ExitStack,
         options: GuardOptions,
-        settings: Settings,
-        unmanaged: Unmanaged,
         ranks: RankInfo,
         targets: Mapping[str, Any],
         loaders: Loaders,
@@ -63,12 +62,25 @@ class Opening:
         is_ahead: bool = False,
     ) -> None:
         """Open what needs no other rank. Raises what `Guard` raises on entering. `place`: in recoveries in place.
-        `is_ahead`: the other ranks must not wait for this, so that what may take its time comes later."""
+        `is_ahead`: the other ranks are not out yet. They must not wait, so what may take its time comes later, and they
+        can hear of what is raised only later: `meet` raises it."""
         self._is_ahead = is_ahead
+        self._problem: Exception | None = None
         self._place, self._is_again = place, place is not None and place.is_again
         self._entry: Entry | None = None
-        self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
-        self._targets = targets
+        self._options, self._ranks, self._targets = options, ranks, targets
+        try:
+            self._prepare(stack, loaders)
+        except Exception as error:
+            if not is_ahead:
+                raise
+            self._problem = error
+
+    def _prepare(self, stack: ExitStack, loaders: Loaders) -> None:
+        check_that_one_may_enter()
+        options, ranks = self._options, self._ranks
+        self.settings = options.settings()
+        self.unmanaged = Unmanaged(self.settings.unmanaged)
         self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
         """What this guard really saves: not all that `options` say, under `prove` and as a guest of a training."""
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
@@ -83,6 +95,8 @@ class Opening:
 
     def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
         """All ranks together: agree on what to resume from, and load it. `last_parts`: for the last meeting."""
+        if self._problem is not None:
+            raise self._problem
         self._exchange, self._last_parts = exchange, last_parts
         if self._is_ahead:
             self._hold_directories()
@@ -124,7 +138,7 @@ class Opening:
     def _open_log(self, stack: ExitStack) -> None:
         ranks = self._ranks
         self.log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
-        if (console := attach_console(self.log_filter, self._settings.log_level)) is not None:
+        if (console := attach_console(self.log_filter, self.settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
         self.relay = LogRelay()
         stack.callback(self.relay.close)
@@ -158,7 +172,7 @@ class Opening:
     def _hold_directories(self) -> None:
         """The process whose place this one takes may still be on its way out."""
         if not self.evaluates:
-            grace_s = self._settings.grace_s
+            grace_s = self.settings.grace_s
             hold_directories(self._locks, self._trust, self._ranks, grace_s=grace_s, joins=self._is_again)
 
     def _open_saver(self) -> None:
@@ -178,7 +192,7 @@ class Opening:
             replicated=is_replicated(targets, self.collector, ranks.world_size, self.ddp),
             trust=self._trust,
             names=job_names(options.prefix, [*self.policies, *self.periodic]),
-            unmanaged=self._unmanaged,
+            unmanaged=self.unmanaged,
         )
 
     def _begin_schedules(self) -> None:
@@ -219,7 +233,7 @@ class Opening:
                 targets=self._targets,
                 saver=self.saver,
                 around=self.around,
-                unmanaged=self._unmanaged,
+                unmanaged=self.unmanaged,
                 folders=self._folders,
                 entry=self._entry,
                 last_parts=self._parts,
@@ -232,7 +246,7 @@ class Opening:
             saver=self.saver,
             resume=self._options.resume,
             around=self.around,
-            unmanaged=self._unmanaged,
+            unmanaged=self.unmanaged,
             ddp=self.ddp,
             entry=self._entry,
         )
@@ -242,7 +256,7 @@ class Opening:
         start = self._start()
         self.saver.newest_step, self.log_filter.attempt = start.step or 0, start.attempt
         if (resumed := start.resumed) is None:
-            self._unmanaged.inherit(start.notes)
+            self.unmanaged.inherit(start.notes)
             return start
         if self.around.is_guest and not self.evaluates:
             self.around.keeps_nothing = True
@@ -251,8 +265,8 @@ class Opening:
         info = resumed.checkpoint.info
         if resumed.plan.resharded:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
-        tell_of_hash_seed(info.coordinates, self._unmanaged)
-        self._unmanaged.inherit(start.notes)
+        tell_of_hash_seed(info.coordinates, self.unmanaged)
+        self.unmanaged.inherit(start.notes)
         if start.is_new_on_disk(self.around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self.saver.save_restored(self.policies, info)
