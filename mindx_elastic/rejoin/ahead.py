@@ -3,8 +3,8 @@
 The ranks write the order in which gradients arrive into the agent's folder, once in an attempt. A spare lays out the
 buckets of DDP by it. It takes memory from the kernel, too, for the first step: to touch 30 MB for the first time takes
 5 ms and more, which the other ranks have behind them. And it lets torch set up what the first step of a process sets
-up. A process that is forked when it is needed does these two in another thread, while the program builds its objects:
-the other ranks wait, and do not need the processor.
+up. A process that is forked when it is needed has its memory touched by another thread, while the program builds its
+objects: the other ranks wait, and do not need the processor.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _FILE = "gradients.json"
 _HEAP_BLOCK, _HEAP_BLOCKS = 512 << 10, 64
 _HALF_OF_HEAP = 16 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_TOUCHED_AT_ONCE = 512 << 10
 
 
 def share_orders(folder: Path, attempt: str, orders: Mapping[str, list[int]]) -> None:
@@ -78,21 +79,19 @@ def start_kernels() -> threading.Thread:
 
 
 def get_ready_beside() -> None:
-    """What `grow_heap` and `start_kernels` are for, in a thread that goes on when this returns. Main thread: what comes
-    from the heap is its own, so the room is made here, and only touched there."""
+    """What `grow_heap` does, in a thread that goes on when this returns. Main thread: what comes from the heap is its
+    own, so the room is made here, and only touched there.
+
+    Not `start_kernels`: its python code keeps the main thread waiting for the interpreter.
+    """
     _keep_what_is_freed()
     blocks = [torch.empty(_HALF_OF_HEAP, dtype=torch.uint8, device="cpu") for _ in range(2)]
     begin = min(block.data_ptr() for block in blocks)
     end = max(block.data_ptr() + block.nbytes for block in blocks)
     is_heap = end - begin < 3 * _HALF_OF_HEAP and end <= _end_of_heap()
     del blocks
-
-    def work() -> None:
-        if is_heap:
-            _touch(begin, end)
-        _use_kernels()
-
-    _in_thread(work)
+    if is_heap:
+        _in_thread(lambda: _touch(begin, end))
 
 
 def _in_thread(work: Callable[[], None]) -> threading.Thread:
@@ -112,9 +111,11 @@ def _touch(begin: int, end: int) -> None:
     """Map the pages of this process's heap. What is in them stays as it is, whoever has got them meanwhile."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    # An older kernel refuses: then each page is mapped when it is needed.
-    madvise(begin, (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+    # In pieces: other threads that map memory have to wait for each. An older kernel refuses: then each page is mapped
+    # when it is needed.
+    for piece in range(-(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end - _TOUCHED_AT_ONCE + 1, _TOUCHED_AT_ONCE):
+        if madvise(piece, _TOUCHED_AT_ONCE, _MADV_POPULATE_WRITE) != 0:
+            return
 
 
 def _use_kernels() -> None:
