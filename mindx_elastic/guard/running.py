@@ -221,7 +221,8 @@ def run_in_place(
     if member.is_joiner and not member.has_entered:
         join = partial(_join, targets(), member)
         member.laid_out = {} if ahead_of_rank is None else ahead_of_rank.laid_out
-        if not enters_at_once:  # what comes before the guard may use the groups
+        # What comes before the guard may use the groups; and ranks that wait already go on beside this one.
+        if not enters_at_once or member.others_are_out():
             entry, join = join(), None
     member.has_entered = True
     unanswered: Alarm | None = None
