@@ -23,7 +23,7 @@ from mindx_elastic.rejoin.spare import environment_of_spare
 
 __all__ = ["JOINER", "Replacements"]
 
-JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare_fork", "mindx_elastic.rejoin.spare:prepare"
+JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
 
 
 class Replacements:

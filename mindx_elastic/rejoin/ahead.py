@@ -3,18 +3,15 @@
 The ranks write the order in which gradients arrive into the agent's folder, once in an attempt. A spare lays out the
 buckets of DDP by it. It takes memory from the kernel, too, for the first step: to touch 30 MB for the first time takes
 5 ms and more, which the other ranks have behind them. And it lets torch set up what the first step of a process sets
-up. A process that is forked when it is needed has its memory touched by another thread, while the program builds its
-objects: the other ranks wait, and do not need the processor.
+up.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,14 +20,11 @@ import torch
 from mindx_elastic.core.events import logger
 from mindx_elastic.rejoin import groups
 
-__all__ = ["get_ready_beside", "grow_heap", "lay_out_buckets", "share_orders", "start_kernels"]
+__all__ = ["grow_heap", "lay_out_buckets", "share_orders", "start_kernels"]
 
 _LARGEST_BLOCK = 24 << 20  # glibc's limit is 32 MiB
 _FILE = "gradients.json"
 _HEAP_BLOCK, _HEAP_BLOCKS = 512 << 10, 64
-_HALF_OF_HEAP = 16 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_TOUCHED_AT_ONCE = 512 << 10
 
 
 def share_orders(folder: Path, attempt: str, orders: Mapping[str, list[int]]) -> None:
@@ -75,47 +69,9 @@ def start_kernels() -> threading.Thread:
     module is called, and a thread of its own has none of the main thread's modes (autocast, function and dispatch
     modes, hooks of saved tensors, a default device).
     """
-    return _in_thread(_use_kernels)
-
-
-def get_ready_beside() -> None:
-    """What `grow_heap` does, in a thread that goes on when this returns. Main thread: what comes from the heap is its
-    own, so the room is made here, and only touched there.
-
-    Not `start_kernels`: its python code keeps the main thread waiting for the interpreter.
-    """
-    _keep_what_is_freed()
-    blocks = [torch.empty(_HALF_OF_HEAP, dtype=torch.uint8, device="cpu") for _ in range(2)]
-    begin = min(block.data_ptr() for block in blocks)
-    end = max(block.data_ptr() + block.nbytes for block in blocks)
-    is_heap = end - begin < 3 * _HALF_OF_HEAP and end <= _end_of_heap()
-    del blocks
-    if is_heap:
-        _in_thread(lambda: _touch(begin, end))
-
-
-def _in_thread(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, name="mindx-ahead", daemon=True)
+    thread = threading.Thread(target=_use_kernels, name="mindx-ahead", daemon=True)
     thread.start()
     return thread
-
-
-def _end_of_heap() -> int:
-    """0: another allocator than glibc's, or one that has not begun."""
-    sbrk = ctypes.CDLL(None).sbrk
-    sbrk.restype, sbrk.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t,)
-    return sbrk(0) or 0
-
-
-def _touch(begin: int, end: int) -> None:
-    """Map the pages of this process's heap. What is in them stays as it is, whoever has got them meanwhile."""
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # In pieces: other threads that map memory have to wait for each. An older kernel refuses: then each page is mapped
-    # when it is needed.
-    for piece in range(-(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end - _TOUCHED_AT_ONCE + 1, _TOUCHED_AT_ONCE):
-        if madvise(piece, _TOUCHED_AT_ONCE, _MADV_POPULATE_WRITE) != 0:
-            return
 
 
 def _use_kernels() -> None:

@@ -19,11 +19,10 @@ from typing import Any
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.script import run
-from mindx_elastic.rejoin.ahead import get_ready_beside
 from mindx_elastic.rejoin.groups import reduce_in_replay
 from mindx_elastic.rejoin.member import Member
 
-__all__ = ["end_setup", "main", "prepare", "prepare_fork"]
+__all__ = ["end_setup", "main", "prepare"]
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
@@ -80,12 +79,6 @@ def prepare(refuse: Callable[[str], None] | None = None) -> None:
     if _FUNCTIONAL in sys.modules:
         told = {name: _refusing(f"a collective of DTensors ({name})", tell) for name in _FUNCTIONAL_COLLECTIVES}
         _patch_all(sys.modules[_FUNCTIONAL], told)
-
-
-def prepare_fork() -> None:
-    """As `prepare`, in a process that is forked when a rank has died: the others wait for it."""
-    prepare()
-    get_ready_beside()
 
 
 def _patch_all(home: Any, instead: Mapping[str, Callable[..., Any]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,25 +97,15 @@ def test_torchs_kernels_are_used_beside_the_program_and_without_it() -> None:
     assert equal_rng(before, capture_rng())
 
 
-def test_a_fork_gets_ready_in_another_thread() -> None:
-    before = capture_rng()
-    ahead.get_ready_beside()
-    for thread in [each for each in threading.enumerate() if each.name == "mindx-ahead"]:
-        thread.join()
-    assert equal_rng(before, capture_rng())
-
-
-@pytest.mark.parametrize("how", ["grow_heap", "get_ready_beside"])
-def test_the_heap_keeps_what_is_freed(how: str) -> None:
+def test_the_heap_keeps_what_is_freed() -> None:
     """Compared with a process that has not grown its heap: how much of the memory a process of its own has touched
     already, and in what pages it gets the rest, differs between machines."""
 
     def faults_of(grown: bool) -> int:
         code = (
-            "import resource, threading, torch\n"
+            "import resource, torch\n"
             "from mindx_elastic.rejoin import ahead\n"
-            f"if {grown}: ahead.{how}()\n"
-            "[thread.join() for thread in threading.enumerate() if thread.name == 'mindx-ahead']\n"
+            f"if {grown}: ahead.grow_heap()\n"
             "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
             "before = faults()\n"
             "blocks = [torch.zeros(256 << 10, dtype=torch.uint8) for _ in range(64)]\n"
