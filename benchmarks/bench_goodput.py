@@ -1,10 +1,15 @@
 """Share of the undisturbed step rate that is left when a rank is killed again and again: ours beside torchrun.
 
     python benchmarks/bench_goodput.py [--ranks 2] [--minutes 5] [--every 20] [--methods spare,zygote,restart,torchrun]
+    python benchmarks/bench_goodput.py --methods torchrun --intervals 10,20,40,80 --search-minutes 1
 
 The job is that of bench_recovery.py. After `--warm` seconds one rank after the other is killed every `--every` seconds.
 A step counts once, when it is done for the first time. The rate without kills is measured in the same run, before each
 method, for three times `--every`.
+
+torchrun writes a checkpoint every N steps. Which N is best depends on what a checkpoint costs and how often a rank
+dies, so it is searched: a short run with kills for each of `--intervals`, and the one with the most new steps a second
+is taken. With a single interval there is no search.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from bench_recovery import (
     METHODS,
@@ -32,19 +38,40 @@ def main() -> None:
     parser.add_argument(
         "--warm", type=float, default=12.0, help="seconds of training before the first kill (default 12)"
     )
-    parser.add_argument("--save-every", type=int, default=40, help="torchrun's checkpoints, in steps (default 40)")
+    parser.add_argument(
+        "--intervals", default="5,10,20,40,80", help="torchrun's checkpoints, in steps; the best is searched"
+    )
+    parser.add_argument("--search-minutes", type=float, default=1.0, help="of each interval (default 1)")
     parser.add_argument("--methods", default=",".join(METHODS))
     args = parser.parse_args()
     args.mebibytes = 0
+    intervals = [int(each) for each in args.intervals.split(",")]
+    args.save_every = intervals[0]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print_setting()
     print(f"{args.ranks} ranks, a kill every {args.every:g} s for {args.minutes:g} minutes")
     for method in args.methods.split(","):
+        if method == "torchrun":
+            args.save_every = best_interval(intervals, args)
         quiet, _ = rate(method, args, seconds=3 * args.every, kills=False)
         busy, kills = rate(method, args, seconds=60 * args.minutes, kills=True)
         print(
             f"  {method:<10} {busy:6.2f} of {quiet:6.2f} steps a second: {busy / quiet:.3f}, {kills} kills", flush=True
         )
+
+
+def best_interval(intervals: Sequence[int], args: argparse.Namespace) -> int:
+    """The steps between two checkpoints with which torchrun makes the most new steps a second under kills."""
+    if len(intervals) == 1:
+        return intervals[0]
+    found: dict[int, float] = {}
+    for each in intervals:
+        args.save_every = each
+        found[each], kills = rate("torchrun", args, seconds=60 * args.search_minutes, kills=True)
+        print(f"  torchrun, a checkpoint every {each:>4} steps: {found[each]:6.2f} a second, {kills} kills", flush=True)
+    best = max(found, key=found.__getitem__)
+    print(f"  torchrun goes on with a checkpoint every {best} steps", flush=True)
+    return best
 
 
 def rate(method: str, args: argparse.Namespace, *, seconds: float, kills: bool) -> tuple[float, int]:

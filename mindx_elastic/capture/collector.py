@@ -76,6 +76,7 @@ class Collector:
     """
 
     def __init__(self, targets: Mapping[str, object]) -> None:
+        self.targets = dict(targets)
         known = frozenset(id(one) for t in targets.values() for one in (t, *_inside(t)))
         self.components: dict[str, Component] = {name: component_for(name, t, known) for name, t in targets.items()}
         self.layouts = LayoutRecorder(self.components, ParallelSetup())

@@ -74,7 +74,7 @@ def what_is_built(frame: FrameType | None, targets: Mapping[str, Any]) -> dict[s
             )
         ):
             continue  # renewed with the rank
-        elif isinstance(value, Collection) and type(value) in (list, tuple, dict) and len(value) > _MOST_ITEMS:
+        elif type(value) in (list, tuple, dict) and len(value) > _MOST_ITEMS:
             found.setdefault(f"what is in {name}", _digest(value))
         else:
             kept = is_kept or _is_of_torch(type(value))

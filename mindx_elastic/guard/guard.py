@@ -23,7 +23,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
-from mindx_elastic.guard.active import active, check_that_it_is_not_active, check_that_one_may_enter, require_entered
+from mindx_elastic.guard.active import active, check_that_it_is_not_active, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.checks.surroundings import look
@@ -40,7 +40,6 @@ from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
-from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.launchers import current_ranks
 
 if TYPE_CHECKING:
@@ -186,12 +185,15 @@ class Guard(LayeredGuard):
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             place = self._place
+            ahead = stack.enter_context(ExitStack())
+            prepared = self._prepare(ahead, is_ahead=True) if place is not None and place.can_prepare else None
             own = open_exchange if place is None else place.open_exchange
             self._exchange = self._shared_exchange or own(self.ranks)
             if self._shared_exchange is None:
                 stack.callback(self._exchange.close)
+            stack.enter_context(ahead.pop_all())  # closed before the exchange
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
-                self._open(stack)
+                self._open(stack, prepared or self._prepare(stack))
             stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
                 tell_of_block(self.ranks)
@@ -215,23 +217,15 @@ class Guard(LayeredGuard):
         finally:
             self._stack.close()
 
-    def _open(self, stack: ExitStack) -> None:
+    def _prepare(self, stack: ExitStack, *, is_ahead: bool = False) -> Opening:
+        """Do what needs no other rank. `stack` closes everything, in the other order."""
+        options, targets, loaders = self._options, self._targets, self._loaders
+        return Opening(stack, options, self.ranks, targets, loaders, self._place, is_ahead=is_ahead)
+
+    def _open(self, stack: ExitStack, opening: Opening) -> None:
         """All ranks together. `stack` closes everything, in the other order."""
-        check_that_one_may_enter()
-        settings = self._options.settings()
-        self._unmanaged = Unmanaged(settings.unmanaged)
-        opening = Opening(
-            stack,
-            self._options,
-            settings,
-            self._unmanaged,
-            self.ranks,
-            self._exchange,
-            self._targets,
-            self._loaders,
-            self._place,
-            self._last_parts,
-        )
+        opening.meet(stack, self._exchange, self._last_parts)
+        settings, self._unmanaged = opening.settings, opening.unmanaged
         self._ddp = opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
         self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
@@ -360,7 +354,7 @@ class Guard(LayeredGuard):
             with self:
                 return train()
 
-        return run_in_place(block, lambda: self._targets)
+        return run_in_place(block, lambda: self._targets, enters_at_once=True)
 
     # --- steps ---
 

@@ -1,7 +1,8 @@
 """Opens a guard, up to the state being back: log, directories, what there is to save, the other ranks, the restore.
 
-Each thing is opened before those that need it, and `stack` closes them the other way round. What comes after it, once
-the training goes on, is in `guard` (`Guard._start_stages`).
+Each thing is opened before those that need it, and `stack` closes them the other way round. What needs no other rank
+comes first: a new process in a recovery in place does that while the others come out of their loops. What comes after
+it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import nn
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, Settings
+from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import say_that_a_guest_saves_nothing
@@ -37,6 +39,7 @@ from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.start_again import start_again
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.rejoin.member import Entry
 
 if TYPE_CHECKING:
     from mindx_elastic.guard.witness import Witness
@@ -51,21 +54,33 @@ class Opening:
         self,
         stack: ExitStack,
         options: GuardOptions,
-        settings: Settings,
-        unmanaged: Unmanaged,
         ranks: RankInfo,
-        exchange: Exchange,
         targets: Mapping[str, Any],
         loaders: Loaders,
         place: Place | None = None,
-        last_parts: Sequence[Part] = (),
+        *,
+        is_ahead: bool = False,
     ) -> None:
-        """All ranks together. Raises what `Guard` raises on entering. `place`: in recoveries in place. `last_parts`:
-        for the last meeting."""
-        self._place, self._entry = place, None if place is None else place.entry
-        self._exchange, self._last_parts = exchange, last_parts
-        self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
-        self._targets = targets
+        """Open what needs no other rank. Raises what `Guard` raises on entering. `place`: in recoveries in place.
+        `is_ahead`: the other ranks are not out yet. They must not wait, so what may take its time comes later, and they
+        can hear of what is raised only later: `meet` raises it."""
+        self._is_ahead = is_ahead
+        self._problem: Exception | None = None
+        self._place, self._is_again = place, place is not None and place.is_again
+        self._entry: Entry | None = None
+        self._options, self._ranks, self._targets = options, ranks, targets
+        try:
+            self._prepare(stack, loaders)
+        except Exception as error:
+            if not is_ahead:
+                raise
+            self._problem = error
+
+    def _prepare(self, stack: ExitStack, loaders: Loaders) -> None:
+        check_that_one_may_enter()
+        options, ranks = self._options, self._ranks
+        self.settings = options.settings()
+        self.unmanaged = Unmanaged(self.settings.unmanaged)
         self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
         """What this guard really saves: not all that `options` say, under `prove` and as a guest of a training."""
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
@@ -74,10 +89,20 @@ class Opening:
         self.witness = _open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
-        copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
-        self._folders = RankDirectories(self._directories, self._trust, apart=copies > 1)
+        self._copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
+        self._folders = RankDirectories(self._directories, self._trust, apart=self._copies > 1)
         self._open_saver()
-        entry, home = self._entry, None
+
+    def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
+        """All ranks together: agree on what to resume from, and load it. `last_parts`: for the last meeting."""
+        if self._problem is not None:
+            raise self._problem
+        self._exchange, self._last_parts = exchange, last_parts
+        if self._is_ahead:
+            self._hold_directories()
+        ranks, options, place, copies = self._ranks, self._options, self._place, self._copies
+        entry, home = None if place is None else place.entry, None
+        self._entry = entry
         self._meets_once = entry is not None and self.saver.replicated and copies == 1 and not options.layouts
         if entry is not None and entry.verdict.rewinds:  # a rank may read another one's snapshot only when that has it
             self._meets_once = False
@@ -113,7 +138,7 @@ class Opening:
     def _open_log(self, stack: ExitStack) -> None:
         ranks = self._ranks
         self.log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
-        if (console := attach_console(self.log_filter, self._settings.log_level)) is not None:
+        if (console := attach_console(self.log_filter, self.settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
         self.relay = LogRelay()
         stack.callback(self.relay.close)
@@ -129,15 +154,14 @@ class Opening:
         if self.witness is not None:
             places = self.witness.redirected(wanted)
             self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
-        again = self._entry is not None  # a training that goes on in place needs no disk before its next save
+        again = self._is_again  # a training that goes on in place needs no disk before its next save
         resolved, self._trust = prepare_directories(places, ranks, self._options.sharing(), may_be_full=again)
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
         """By the directory that the program names, the true one."""
         self._directories = list(dict.fromkeys(self.resolved.values()))
-        if not self.evaluates:
-            grace_s = self._settings.grace_s
-            # Given back when all else is closed.
-            hold_directories(stack, self._trust, ranks, grace_s=grace_s, joins=again)
+        self._locks = stack.enter_context(ExitStack())  # given back when all else is closed
+        if not self._is_ahead:
+            self._hold_directories()
         first = self._directories[0]
         self._events = EventLog(
             first / EVENTS_FILE, attempt=ranks.attempt, rank=ranks.rank, owners=self._trust.of(first)
@@ -145,11 +169,18 @@ class Opening:
         stack.callback(self._events.close)
         self._events.write_aside()
 
+    def _hold_directories(self) -> None:
+        """The process whose place this one takes may still be on its way out."""
+        if not self.evaluates:
+            grace_s = self.settings.grace_s
+            hold_directories(self._locks, self._trust, self._ranks, grace_s=grace_s, joins=self._is_again)
+
     def _open_saver(self) -> None:
         """Look at what is to be saved, and at how it is spread over the ranks."""
         options, ranks, targets = self._options, self._ranks, self._targets
-        self.collector = Collector(targets)
-        if self._entry is None:  # the ranks of this job have found room for it, and a form
+        ahead = None if self._place is None else self._place.take_collector(targets)
+        self.collector = Collector(targets) if ahead is None else ahead
+        if not self._is_again:  # the ranks of this job have found room for it, and a form
             check_state_and_space(self.collector, self._directories)
         self.ddp = ddp_modules(targets)
         self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))
@@ -161,7 +192,7 @@ class Opening:
             replicated=is_replicated(targets, self.collector, ranks.world_size, self.ddp),
             trust=self._trust,
             names=job_names(options.prefix, [*self.policies, *self.periodic]),
-            unmanaged=self._unmanaged,
+            unmanaged=self.unmanaged,
         )
 
     def _begin_schedules(self) -> None:
@@ -202,7 +233,7 @@ class Opening:
                 targets=self._targets,
                 saver=self.saver,
                 around=self.around,
-                unmanaged=self._unmanaged,
+                unmanaged=self.unmanaged,
                 folders=self._folders,
                 entry=self._entry,
                 last_parts=self._parts,
@@ -215,7 +246,7 @@ class Opening:
             saver=self.saver,
             resume=self._options.resume,
             around=self.around,
-            unmanaged=self._unmanaged,
+            unmanaged=self.unmanaged,
             ddp=self.ddp,
             entry=self._entry,
         )
@@ -225,7 +256,7 @@ class Opening:
         start = self._start()
         self.saver.newest_step, self.log_filter.attempt = start.step or 0, start.attempt
         if (resumed := start.resumed) is None:
-            self._unmanaged.inherit(start.notes)
+            self.unmanaged.inherit(start.notes)
             return start
         if self.around.is_guest and not self.evaluates:
             self.around.keeps_nothing = True
@@ -234,8 +265,8 @@ class Opening:
         info = resumed.checkpoint.info
         if resumed.plan.resharded:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
-        tell_of_hash_seed(info.coordinates, self._unmanaged)
-        self._unmanaged.inherit(start.notes)
+        tell_of_hash_seed(info.coordinates, self.unmanaged)
+        self.unmanaged.inherit(start.notes)
         if start.is_new_on_disk(self.around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self.saver.save_restored(self.policies, info)

@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,15 +89,53 @@ class EnterAgain(BaseException):
 class Place:
     """A guard's part in recoveries in place, for one entry. Training thread."""
 
-    def __init__(self, member: Member, entry: Entry | None, begun: AsBegun, unanswered: Alarm | None = None) -> None:
+    def __init__(
+        self,
+        member: Member,
+        entry: Entry | None,
+        begun: AsBegun,
+        unanswered: Alarm | None = None,
+        *,
+        join: Callable[[], Entry] | None = None,
+        collector: Collector | None = None,
+    ) -> None:
         """`entry`: what the last recovery has agreed on; None: there was none. `begun`: see `guard.as_begun`.
-        `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open."""
-        self.member, self.entry, self.begun, self._unanswered = member, entry, begun, unanswered
+        `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open. `join`: gives the entry of a
+        new process, which waits for the other ranks. `collector`: see `take_collector`."""
+        self.member, self._entry, self.begun, self._unanswered = member, entry, begun, unanswered
+        self._join, self._collector = join, collector
+
+    @property
+    def entry(self) -> Entry | None:
+        """What the last recovery has agreed on; None: there was none. In a new process it is waited for, once."""
+        if self._join is not None:
+            join, self._join = self._join, None
+            self._entry = join()
+        return self._entry
+
+    @property
+    def is_again(self) -> bool:
+        """Whether there is an entry, or will be."""
+        return self._join is not None or self._entry is not None
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether the other ranks are not out of their loops yet, so that nobody waits while a new process does what
+        needs none of them."""
+        return self._join is not None and not self.member.others_are_out()
+
+    def take_collector(self, targets: Mapping[str, Any]) -> Collector | None:
+        """What a spare has made of the guard's objects, to which nothing has happened since; None: there is none."""
+        collector, self._collector = self._collector, None
+        if collector is None or list(collector.targets) != list(targets):
+            return None
+        return collector if all(collector.targets[name] is targets[name] for name in targets) else None
 
     @property
     def name(self) -> str:
         """Of this entry: the same for processes of all ages."""
-        return f"entry{0 if self.entry is None else self.entry.generation}"
+        entry = self.entry
+        return f"entry{0 if entry is None else entry.generation}"
 
     def open_exchange(self, ranks: RankInfo, over: str = "") -> Exchange:
         """The exchange of this entry. `over`: of a layer above."""
@@ -180,30 +220,39 @@ def _end_if_broken(error: BaseException | None) -> None:
         nccl.end_process(broken)
 
 
-def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
-    """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
+def run_in_place(
+    block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]], *, enters_at_once: bool = False
+) -> _T:
+    """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that.
+    `enters_at_once`: the first that `block` does is to enter that guard."""
     note_what_is_built(targets())
     trial.pass_trial()
-    begun, laid_out = _warm_up(targets()) if spare.is_waiting() else (None, {})
+    ahead_of_rank = _warm_up(targets()) if spare.is_waiting() else None
     member = _find_member(current_ranks(RankInfo.from_env()), targets())
     global _is_running
     _is_running = True
     if member is None:
         return block(None)
-    entry = None
+    entry: Entry | None = None
+    join: Callable[[], Entry] | None = None
     if member.is_joiner and not member.has_entered:
-        member.laid_out = laid_out
-        entry = _join(targets(), member)
+        join = partial(_join, targets(), member)
+        member.laid_out = {} if ahead_of_rank is None else ahead_of_rank.laid_out
+        # What comes before the guard may use the groups; and ranks that wait already go on beside this one.
+        if not enters_at_once or member.others_are_out():
+            entry, join = join(), None
     member.has_entered = True
     unanswered: Alarm | None = None
     built = AsBuilt(targets()) if may_stay() else None
-    begun = AsBegun(targets()) if begun is None else begun
+    begun = AsBegun(targets()) if ahead_of_rank is None else ahead_of_rank.begun
     begun.look_at_groups()
+    collector = ahead_of_rank.collector if ahead_of_rank is not None and enters_at_once else None
     try:
         while True:
             try:
-                return block(Place(member, entry, begun, unanswered))
+                return block(Place(member, entry, begun, unanswered, join=join, collector=collector))
             except EnterAgain as again:
+                join = collector = None
                 entry, unanswered = again.entry, again.unanswered
                 begun.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
@@ -277,25 +326,34 @@ def tell_of_block(ranks: RankInfo) -> None:
         )
 
 
-def _warm_up(targets: Mapping[str, Any]) -> tuple[AsBegun, Mapping[str, list[int]]]:
-    """In a spare, before it is told its rank: what entering the guard will need, and no rank. Returns what the objects
-    are, and in which order DDP's gradients arrive, for those modules that are ready for it."""
+@dataclass(frozen=True)
+class _AheadOfRank:
+    """What a spare has made before it was told its rank."""
+
+    begun: AsBegun
+    laid_out: Mapping[str, list[int]]
+    """The order in which DDP's gradients arrive, for those modules that are ready for it."""
+    collector: Collector
+
+
+def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
+    """In a spare, before it is told its rank: what entering the guard will need, and no rank."""
     open_ahead(_CONNECTIONS)
     for name in _IMPORTED_LATER:
         importlib.import_module(name)
     parameters = [p for t in targets.values() if isinstance(t, nn.Module) for p in t.parameters()]
     keep_reserve(take_reserve(len(parameters)))
     capture_rng()
-    Collector(targets)
     own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)
     ahead.grow_heap()
+    ahead.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank
     settings, agent = RejoinSettings.from_env(known), AgentInfo.from_env(known)
     laid_out: Mapping[str, list[int]] = {}
     if agent is not None:
         laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, settings.scope or str(agent.attempt))
-    return AsBegun(targets), laid_out
+    return _AheadOfRank(AsBegun(targets), laid_out, Collector(targets))
 
 
 def _complete(orders: Mapping[str, list[int]], ddp: groups.DdpModules) -> Mapping[str, list[int]]:

@@ -52,6 +52,9 @@ _RECORD_BYTES = 256  # per rank, at offset rank * 256
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
 _LEASE_S = 120.0  # an NFSv4 server releases the locks of a dead machine after its lease, usually 90 s
 _POLL_S = (0.02, 0.5)
+_DIES_S, _DIES_POLL_S = 0.2, 0.001
+"""Whoever takes the place of a killed rank may come while that process still gives its memory back; its locks go later.
+"""
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _MODE = 0o600  # a user who can open the file can lock it
@@ -203,8 +206,15 @@ class _Taking:
                 continue  # another process has deleted the file meanwhile
             if not self._wait_on(holder):
                 return None
+            if self._may_be_dying():
+                time.sleep(_DIES_POLL_S)
+                continue
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
+
+    def _may_be_dying(self) -> bool:
+        """Whether the predecessor is on its way out: it is not worth a word yet."""
+        return self._joins and time.monotonic() - self._began < _DIES_S
 
     def _try(self, fd: int) -> Holder | None:
         """Lock this rank's byte. Returns the process that prevents it; None: the byte is locked."""
@@ -241,7 +251,7 @@ class _Taking:
         """Whether to try again. False: the wait is over, and this rank continues without the lock."""
         left_s = self._time_left(holder)
         if left_s > 0:
-            if not self._said:
+            if not self._said and not self._may_be_dying():
                 self._said = True
                 text = "%s is in use by %s; waiting for its end, %.0f s at most"
                 logger.warning(text, self._directory, holder, left_s)

@@ -180,13 +180,14 @@ def map_checkpoint(path: StrPath, *, owners: Owners | None = None) -> Checkpoint
         data = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     tensors = {}
     for entry in header.entries.values():
-        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-        if entry.nbytes:
-            flat = torch.frombuffer(
-                data, dtype=entry.torch_dtype, count=tensor.numel(), offset=header.data_start + entry.start
-            )
-            tensor = flat.reshape(entry.shape)
-        tensors[entry.name] = tensor
+        dtype, shape = entry.torch_dtype, entry.shape
+        if not entry.nbytes:
+            tensors[entry.name] = torch.empty(shape, dtype=dtype)
+            continue
+        flat = torch.frombuffer(
+            data, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=header.data_start + entry.start
+        )
+        tensors[entry.name] = flat if len(shape) == 1 else flat.reshape(shape)
     return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
 
 

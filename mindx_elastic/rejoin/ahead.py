@@ -2,13 +2,15 @@
 
 The ranks write the order in which gradients arrive into the agent's folder, once in an attempt. A spare lays out the
 buckets of DDP by it. It takes memory from the kernel, too, for the first step: to touch 30 MB for the first time takes
-5 ms and more, which the other ranks have behind them.
+5 ms and more, which the other ranks have behind them. And it lets torch set up what the first step of a process sets
+up.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from mindx_elastic.core.events import logger
 from mindx_elastic.rejoin import groups
 
-__all__ = ["grow_heap", "lay_out_buckets", "share_orders"]
+__all__ = ["grow_heap", "lay_out_buckets", "share_orders", "start_kernels"]
 
 _LARGEST_BLOCK = 24 << 20  # glibc's limit is 32 MiB
 _FILE = "gradients.json"
@@ -50,7 +52,39 @@ def lay_out_buckets(ddp: groups.DdpModules, folder: Path, attempt: str) -> dict[
 
 def grow_heap() -> None:
     """Let the C library keep freed memory of usual sizes, and have some of it."""
-    block = torch.empty(_LARGEST_BLOCK, dtype=torch.uint8)
-    del block  # when a large block is given back, glibc takes all up to its size from the heap, and keeps twice as much
-    blocks = [torch.zeros(_HEAP_BLOCK, dtype=torch.uint8) for _ in range(_HEAP_BLOCKS)]
+    _keep_what_is_freed()
+    blocks = [torch.zeros(_HEAP_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_HEAP_BLOCKS)]
     del blocks
+
+
+def _keep_what_is_freed() -> None:
+    block = torch.empty(_LARGEST_BLOCK, dtype=torch.uint8, device="cpu")
+    del block  # when a large block is given back, glibc takes all up to its size from the heap, and keeps twice as much
+
+
+def start_kernels() -> threading.Thread:
+    """Have torch set up what the first forward and backward of a process set up (oneDNN, autograd), in a thread.
+
+    Nothing of the program takes part and nothing of it changes: the tensors are zeros, so that no number is drawn, no
+    module is called, and a thread of its own has none of the main thread's modes (autocast, function and dispatch
+    modes, hooks of saved tensors, a default device).
+    """
+    thread = threading.Thread(target=_use_kernels, name="mindx-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _use_kernels() -> None:
+    """Forward and backward of what most networks have; not by `torch.nn`, whose functions may be replaced."""
+
+    def zeros(*shape: int, trained: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=trained)
+
+    aten = torch.ops.aten
+    scale = zeros(4, trained=True)
+    x = aten.convolution(
+        zeros(2, 3, 8, 8), zeros(4, 3, 3, 3, trained=True), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    )
+    x = aten.native_batch_norm(x, scale, scale, zeros(4), zeros(4), True, 0.1, 1e-5)[0]
+    x = aten.linear(aten.relu(x).mean((2, 3)), zeros(2, 4, trained=True))
+    torch.autograd.backward(aten.cross_entropy_loss(x, zeros(2, dtype=torch.int64)))

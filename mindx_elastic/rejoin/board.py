@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ class Board:
         """The notes that are there, by key, now."""
         there = [key for key in keys if self._store.check([key])]
         return {key: self._open(key, text) for key, text in zip(there, self._store.multi_get(there), strict=True)}
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Whether there is something for all of `keys`."""
+        return self._store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]] | None:
         """Wait for all `keys`; None: the time is over.

@@ -496,6 +496,11 @@ class Member:
 
     # --- a new process ------------------------------------------------------------------------------------------------
 
+    def others_are_out(self) -> bool:
+        """Whether all ranks have reported already, so that they wait for this new process. Raises what a lost store
+        raises."""
+        return self._board(self.generation).has(f"{self.generation}/out/{r}" for r in range(self.ranks.world_size))
+
     def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
         `joiner`. `receive`: as `Host.receive`. Raises RejoinFailed and UnfitSpareError."""

@@ -7,13 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.rejoin import ahead
 
 
@@ -66,6 +69,32 @@ def test_orders_are_whole_at_any_time(tmp_path: Path) -> None:
     for order in ([0, 1], [1, 0]):
         ahead.share_orders(tmp_path, "1", {"model": order})
         assert json.loads((tmp_path / "gradients.json").read_text()) == ["1", {"model": order}]
+
+
+class Notes(TorchFunctionMode):
+    """A mode of the program's that sees each call of torch in its thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_torchs_kernels_are_used_beside_the_program_and_without_it() -> None:
+    """No number is drawn, no hook and no mode of the program sees a call."""
+    called: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *arguments: called.append(arguments))
+    before = capture_rng()
+    try:
+        with Notes() as notes:
+            ahead.start_kernels().join()
+    finally:
+        handle.remove()
+    assert not called and not notes.seen
+    assert equal_rng(before, capture_rng())
 
 
 def test_the_heap_keeps_what_is_freed() -> None:

@@ -40,6 +40,13 @@ def test_all_are_waited_for(store: Any) -> None:
     thread.join()
 
 
+def test_it_is_known_whether_all_notes_are_there(store: Any) -> None:
+    one = board(store)
+    one.write("1/a", {"n": 1})
+    assert one.has(["1/a"])
+    assert not one.has(["1/a", "1/b"])
+
+
 def test_the_time_is_kept(store: Any) -> None:
     began = time.monotonic()
     assert board(store).wait(["1/never"], 0.1) is None

@@ -1,0 +1,82 @@
+"""A guard's part in recoveries in place, without other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.as_begun import AsBegun
+from mindx_elastic.guard.guard import Guard
+from mindx_elastic.guard.running import Place
+from mindx_elastic.rejoin.member import Entry, Member
+
+
+class Others:
+    """In place of a member: whether the other ranks are out of their loops."""
+
+    def __init__(self, *, are_out: bool) -> None:
+        self.are_out = are_out
+
+    def others_are_out(self) -> bool:
+        return self.are_out
+
+
+class NewProcess:
+    """Of a dead rank; notes when it has met the others."""
+
+    def __init__(self, directory: Path, *, are_out: bool) -> None:
+        self.directory = directory
+        self.found: list[bool] = []
+        """At each meeting: whether the guard's directory was there."""
+        self.place = Place(cast("Member", Others(are_out=are_out)), None, AsBegun({}), join=self.join, collector=None)
+
+    def join(self) -> Entry:
+        self.found.append(self.directory.exists())
+        nothing: Any = None
+        return Entry(generation=1, verdict=nothing, where=nothing, live=None)
+
+
+def guard_in(directory: Path, new: NewProcess) -> Guard:
+    guard = Guard(directory=directory, model=nn.Linear(1, 1))
+    guard.take_place(new.place)
+    return guard
+
+
+@pytest.mark.parametrize("are_out", [False, True])
+def test_a_new_process_prepares_before_it_meets_the_others_unless_they_wait(tmp_path: Path, are_out: bool) -> None:
+    new = NewProcess(tmp_path / "checkpoints", are_out=are_out)
+    guard = guard_in(new.directory, new)
+    with pytest.raises(AttributeError):  # there is nothing to go on from here
+        guard.open()
+    assert new.found == [not are_out]
+
+
+def test_what_goes_wrong_ahead_is_raised_when_the_others_can_hear_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    new = NewProcess(file, are_out=False)
+    with pytest.raises(UsageError, match="is a file"):
+        guard_in(file, new).open()
+    assert new.found == [True]
+
+
+def test_a_collector_that_was_made_ahead_serves_the_same_objects_once() -> None:
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    targets = {"model": model, "optimizer": optimizer}
+
+    def place() -> Place:
+        return Place(cast("Member", Others(are_out=True)), None, AsBegun({}), collector=Collector(targets))
+
+    one = place()
+    assert one.take_collector(dict(targets)) is not None
+    assert one.take_collector(targets) is None
+    assert place().take_collector({"model": model}) is None
+    assert place().take_collector({"model": other, "optimizer": optimizer}) is None
+    assert place().take_collector({"optimizer": optimizer, "model": model}) is None
