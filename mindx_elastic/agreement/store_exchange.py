@@ -146,11 +146,6 @@ class StoreExchange(Gathering):
         return _ANSWER_S + _BURST_S * self.world_size
 
     @property
-    def _look_again_s(self) -> float:
-        """How often a rank that waits for a decision looks for deaths."""
-        return max(_LOOK_AGAIN_S, _LOOK_BURST_S * self.world_size)
-
-    @property
     def is_sealed(self) -> bool:
         return self.seal.is_keyed
 
@@ -588,8 +583,8 @@ class StoreExchange(Gathering):
             if caller is None:  # both wait for a slow answer (`try_collect` does not give the store up)
                 self._callers.append(caller := ReadyThread("mindx-store"))
             job = caller.submit(work)
-        end = time.monotonic() + timeout_s
-        while not job.done.wait(self._look_again_s) and time.monotonic() < end and meanwhile():
+        end, look_s = time.monotonic() + timeout_s, max(_LOOK_AGAIN_S, _LOOK_BURST_S * self.world_size)
+        while not job.done.wait(look_s) and time.monotonic() < end and meanwhile():
             pass
         try:
             return job.wait(end - time.monotonic())
