@@ -14,8 +14,8 @@ So that the program is little ahead, it waits until the device has come to the u
 (`wait_for_update`). Behind a collective that never ends there is then little in the queue. CUDA's takes about a
 thousand kernels, and where it is full, every call of CUDA stands still, also that of the thread that saves. Where a
 forward is of few kernels (`forward_fits_queue`), the wait is at its end: the device has all of the forward to do
-meanwhile. Else it is at the boundary, before the next forward. An optimizer that changes
-many parameters one after the other fills the queue by itself; there the wait is before the update.
+meanwhile. Else it is at the boundary, before the next forward. An optimizer that changes many parameters one after the
+other fills the queue by itself; there the wait is before the update.
 
 Rejected: to let the program be two boundaries ahead, for that reason; to wait before each update (the device would be
 idle until the program has queued it); a second copy of the weights on the device. Not done: another process that maps

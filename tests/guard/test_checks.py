@@ -6,8 +6,13 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import mindx_elastic as mx
+from mindx_elastic.capture.device_progress import DeviceProgress
 from mindx_elastic.errors import UnmanagedStateError
+from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.persist.format import read_header
 from tests.guard.programs import EXACT, LATE_AVERAGE, NOTED, REFUSED, run
 from tests.guarded import no_traces, plain_environment
@@ -59,3 +64,21 @@ def test_a_risk_is_one_warning_and_a_note_in_the_file(
 def test_a_named_average_that_is_updated_after_the_boundary_is_refused(tmp_path: Path) -> None:
     with no_traces(), pytest.raises(UnmanagedStateError, match=r"^model_1 moves after guard.step_end\(\) and before"):
         run("late", LATE_AVERAGE, tmp_path)
+
+
+def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a collective that never ends its reads would fill the queue, and nothing could be saved."""
+    order: list[str] = []
+    look_at = TensorsLook.at
+    monkeypatch.setattr(DeviceProgress, "wait_for_update", lambda self: order.append("wait"))
+    monkeypatch.setattr(TensorsLook, "at", lambda tensors: order.append("look") or look_at(tensors))  # type: ignore[func-returns-value]
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path, unmanaged="warn", signals=()) as guard:
+        order.clear()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.step_end()
+        assert "look" in order and order[0] == "wait"
+    assert average is not None

@@ -259,6 +259,7 @@ def test_what_is_remembered_keeps_no_tensor_alive() -> None:
     tables = RememberedTables()
     state = adam()
     there = weakref.ref(state["optimizer"]["state"][0]["exp_avg"].untyped_storage())
+    assert there() is not None, "it lives as long as its tensor"
     flatten(state, tables)
     flatten(state, tables)
     del state
