@@ -386,17 +386,23 @@ class Trainer:
         say(f"RESOURCES {self.rank} {self.guard.step} {' '.join(map(str, words))}")
 
     def digest(self) -> str:
-        """Of the weights, the optimizer, the schedule and the random streams."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.network.state_dict().items()):
-            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        for number, state in sorted(self.optimizer.state_dict()["state"].items()):
-            for name, value in sorted(state.items()):
-                digest.update(f"{number}{name}".encode() + torch.as_tensor(value).contiguous().numpy().tobytes())
-        others = {**self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "python": random.getstate()}
-        digest.update(repr(sorted((name, repr(value)) for name, value in others.items())).encode())
-        digest.update(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode())
-        return digest.hexdigest()[:24]
+        return digest_of(self.network, self.optimizer, self.scheduler, self.scaler)
+
+
+def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any) -> str:
+    """Of the weights, the optimizer, the schedule, the scaler and the random streams."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode() + tensor.contiguous().cpu().numpy().tobytes())
+    for number, state in sorted(optimizer.state_dict()["state"].items()):
+        for name, value in sorted(state.items()):
+            digest.update(f"{number}{name}".encode() + torch.as_tensor(value).contiguous().cpu().numpy().tobytes())
+    others = {**scheduler.state_dict(), "scaler": scaler.state_dict(), "python": random.getstate()}
+    digest.update(repr(sorted((name, repr(value)) for name, value in others.items())).encode())
+    digest.update(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode())
+    if torch.cuda.is_initialized():
+        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()[:24]
 
 
 def be_on_a_node_of_its_own() -> None:

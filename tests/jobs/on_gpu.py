@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import hashlib
 import os
 import random
 import signal
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.in_place import Faults, say
+from tests.jobs.in_place import Faults, digest_of, say
 from tests.jobs.loop import Pictures
 
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -167,18 +166,7 @@ class Trainer:
             say(f"SYNC {self.rank} {step} {len(waits)} {' '.join(sorted(set(waits)))}")
 
     def digest(self) -> str:
-        """Of the weights, the optimizer, the schedule and the random streams."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.network.state_dict().items()):
-            digest.update(name.encode() + tensor.contiguous().cpu().numpy().tobytes())
-        for number, state in sorted(self.optimizer.state_dict()["state"].items()):
-            for name, value in sorted(state.items()):
-                digest.update(f"{number}{name}".encode() + torch.as_tensor(value).contiguous().cpu().numpy().tobytes())
-        others = {**self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "python": random.getstate()}
-        digest.update(repr(sorted((name, repr(value)) for name, value in others.items())).encode())
-        digest.update(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode())
-        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
-        return digest.hexdigest()[:24]
+        return digest_of(self.network, self.optimizer, self.scheduler, self.scaler)
 
 
 if __name__ == "__main__":

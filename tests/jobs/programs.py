@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.in_place import Faults, say
+from tests.jobs.in_place import Faults, digest_of, say
 from tests.jobs.loop import Pictures
 
 
@@ -77,6 +78,8 @@ class Training:
         self.faults = Faults(args.fault, self.rank, args.directory)
         self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
         torch.manual_seed(77 + self.rank)
+        random.seed(78 + self.rank)
+        np.random.seed(79 + self.rank)
         self.guard = mx.Guard(
             model=self.ddp,
             optimizer=self.optimizer,
@@ -149,15 +152,7 @@ class Training:
         say(f"CAUGHT {self.rank} {type(error).__name__}")
 
     def digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.network.state_dict().items()):
-            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        for number, state in sorted(self.optimizer.state_dict()["state"].items()):
-            for name, value in sorted(state.items()):
-                digest.update(f"{number}{name}".encode() + torch.as_tensor(value).contiguous().numpy().tobytes())
-        digest.update(repr([self.scheduler.state_dict(), self.scaler.state_dict()]).encode())
-        digest.update(torch.get_rng_state().numpy().tobytes())
-        return digest.hexdigest()[:24]
+        return digest_of(self.network, self.optimizer, self.scheduler, self.scaler)
 
 
 # --- the functions of the training ------------------------------------------------------------------------------------
