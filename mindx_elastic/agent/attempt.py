@@ -397,6 +397,11 @@ class Attempt:
         if self._deadline is not None:
             return
         phase = self._recovery.look()
+        while self._recovery.overdue:
+            rank, cause = self._recovery.overdue.popitem()
+            self._killed_at = time.monotonic()
+            self._stuck[rank] = cause, self._killed_at
+            self.workers.kill(rank)
         if phase is Phase.FALLBACK:
             self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
             self.failed_at, self.noticed_at = self._recovery.failed_at, self._recovery.noticed_at

@@ -26,7 +26,7 @@ from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.guard.agent_link import modules_path
 
-__all__ = ["ForkedStart", "Joining"]
+__all__ = ["Beginning", "ForkedStart"]
 
 _ENTER_S = 30.0
 """A worker that has not entered a guard by then will not, or takes long anyway."""
@@ -38,13 +38,15 @@ _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Joining:
-    """How workers become new processes of a job that runs."""
+class Beginning:
+    """What workers do before the program, where they do something."""
 
     hook: str
     """See `Zygote.fork`."""
     fresh: Callable[[tuple[str, ...]], tuple[str, ...]]
     """The whole command line of a fresh interpreter, from that of a worker."""
+    is_needed: bool = True
+    """No worker must be started without it."""
 
 
 class ForkedStart:
@@ -83,22 +85,22 @@ class ForkedStart:
             self._zygote.wait(_WAIT_S)
 
     @contextmanager
-    def start(self, number: int, *, joining: Joining | None = None) -> Iterator[None]:
-        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0. `joining`: they are new
-        processes of a job that runs; those that cannot be forked are made so, too."""
+    def start(self, number: int, *, beginning: Beginning | None = None) -> Iterator[None]:
+        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0. `beginning`: what they
+        do before the program, whether they are forked or not."""
         self._began, self.num_forked = time.monotonic(), 0
         original: Any = getattr(torch_processes, "get_subprocess_handler", None)
         if original is None:  # this torch does it otherwise
             self._zygotes_left = 0
-        if joining is not None and original is None:
+        if beginning is not None and beginning.is_needed and original is None:
             raise RuntimeError("this version of torch starts workers in a way that is not known")
         keeps = self.kept is not None and self.kept.is_ready and original is not None
-        if not self._zygotes_left and joining is None and not keeps:
+        if original is None or not (self._zygotes_left or beginning is not None or keeps):
             yield
             return
 
         def handler(*arguments: Any, **more: Any) -> SubprocessHandler:
-            return _Handler(self, number, joining, *arguments, **more)
+            return _Handler(self, number, beginning, *arguments, **more)
 
         torch_processes.get_subprocess_handler = handler
         try:
@@ -208,24 +210,26 @@ class ForkedStart:
 class _Handler(SubprocessHandler):
     """Torch's, with a worker that is forked where that is possible."""
 
-    def __init__(self, forks: ForkedStart, number: int, joining: Joining | None, *arguments: Any, **more: Any) -> None:
-        self._forks, self._number, self._joining = forks, number, joining
+    def __init__(
+        self, forks: ForkedStart, number: int, beginning: Beginning | None, *arguments: Any, **more: Any
+    ) -> None:
+        self._forks, self._number, self._beginning = forks, number, beginning
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        joining, kept = self._joining, self._forks.kept
-        if joining is None and kept is not None and kept.is_ready:
+        beginning, kept = self._beginning, self._forks.kept
+        if kept is not None and kept.is_ready:
             names = ["" if file is None else str(file.name) for file in (self._stdout, self._stderr)]
             living: Any = kept.take(int(env["LOCAL_RANK"]), env, *names)
             if living is not None:
                 return living  # type: ignore[no-any-return]
-        if joining is not None or self._forks.is_for(self._number, args):
+        if self._forks.is_for(self._number, args) or beginning is not None:
             outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
-            worker: Any = self._forks.fork(args, env, *outputs, hook="" if joining is None else joining.hook)
+            worker: Any = self._forks.fork(args, env, *outputs, hook="" if beginning is None else beginning.hook)
             if worker is not None:
                 return worker  # type: ignore[no-any-return]
         self._forks.learn(args)
-        return super()._popen(args if joining is None else joining.fresh(args), env)
+        return super()._popen(args if beginning is None else beginning.fresh(args), env)
 
 
 def _processors() -> int:

@@ -21,9 +21,10 @@ from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE
 from mindx_elastic.rejoin.spare import environment_of_spare
 
-__all__ = ["JOINER", "Replacements"]
+__all__ = ["JOINER", "WATCHED", "Replacements"]
 
 JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
+WATCHED = "mindx_elastic.rejoin.asked:prepare"
 
 
 class Replacements:

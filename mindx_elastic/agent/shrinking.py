@@ -21,7 +21,7 @@ from mindx_elastic.agent.endings import Ending, Meaning, describe, meaning
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import seal
 from mindx_elastic.agent.places import Choice, PlaceEnd, Places, visible_devices
-from mindx_elastic.agent.trials import SeenAhead, Trials, environment_of_trial, start_trial, whole_environment
+from mindx_elastic.agent.trials import Trials, environment_of_trial, start_trial, whole_environment
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.parking import Keeps
@@ -59,7 +59,8 @@ class Shrinking:
         """Why there can be more workers, once there can."""
         self._growing: frozenset[int] = frozenset()
         self._returned: frozenset[int] = frozenset()
-        self._ahead: SeenAhead | None = None
+        self.keeps_processes = False
+        """Those that live go on in their processes, if these can."""
         self.has_fallen_back = False
         """The last attempt had more workers than the one before, and has failed because of that, at its start."""
         self.stops_with = ""
@@ -86,14 +87,9 @@ class Shrinking:
             _set_devices(devices)
         os.environ["MINDX_PLACES"] = ",".join(map(str, places.active))
 
-    def sees_ahead(self, folder: Path) -> None:
-        """Survivors may go on in their processes: find out what the program builds with fewer ranks. `folder`: where
-        that is noted."""
-        self._ahead = SeenAhead(folder, self._trials.folder)
-
     def who_stays(self, rank: int) -> Keeps | None:
         """Who goes on with fewer workers, where the place of `rank` is lost now; None: nobody in place."""
-        if self._ahead is None or not self._is_known:
+        if not self.keeps_processes or not self._is_known:
             return None
         before, place = self.places.active, self.places.active[rank]
         active = self._without(place)
@@ -118,17 +114,13 @@ class Shrinking:
         """Twice a second: why all workers are to stop and start again; empty: they are not."""
         places = self.places
         self._has_pages = self._has_pages or bool(statuses)
-        self._learn(statuses)
+        self.learn(statuses)
         for rank, place in enumerate(places.active):
             if rank in statuses and statuses[rank].boundaries:
                 places.note_passed(place)
         if len(statuses) < self.size or not all(status.boundaries for status in statuses.values()):
             return ""
         self._returned = frozenset()
-        if self._ahead is not None and not any(status.paused_ns for status in statuses.values()):
-            smaller = {len(active) for place in places.active if (active := self._without(place))}
-            longest_s = self._patience_s + _LONGEST_START * self._longest_s
-            self._ahead.look(sorted(smaller - {self.size}, reverse=True), self._start_ahead, longest_s)
         if not places.is_shrunk:
             self._trials.begin_anew()
             return ""
@@ -161,12 +153,10 @@ class Shrinking:
     def end_attempt(self, attempt: Attempt, ending: Ending, arenas: Iterable[str]) -> None:
         """All workers have ended. Decides how many are started next, if any. `arenas`: their memory."""
         self._trials.close()
-        if self._ahead is not None:
-            self._ahead.close()
         places = self.places
         # Of a rank whose new process has failed there is the page of the one before.
         replaced = {end.rank: end.status for end in attempt.own_failures if end.status is not None}
-        self._learn({**replaced, **attempt.workers.last_statuses()})
+        self.learn({**replaced, **attempt.workers.last_statuses()})
         ends = self._ends(attempt, ending)
         if ending.outcome in ("finished", "stopped"):
             return
@@ -202,7 +192,7 @@ class Shrinking:
     def _choose(self) -> Choice:
         return self.places.choose(refusal=self._refusal, window=self._window)
 
-    def _learn(self, statuses: Mapping[int, Status]) -> None:
+    def learn(self, statuses: Mapping[int, Status]) -> None:
         """What the pages say about the program, once all ranks train."""
         if statuses and len(statuses) == self.size and all(status.boundaries for status in statuses.values()):
             self._is_known = True
@@ -222,19 +212,14 @@ class Shrinking:
         for end in (*replaced, *attempt.workers.exits):
             failed = meaning(end) is Meaning.FAILED and (end.rank == first or end.code == -signal.SIGKILL)
             failed = failed or end in replaced
+            # It was stuck, and ended for that.
+            failed = failed or (end in attempt.own_failures and meaning(end) is Meaning.ENDED_BY_US)
             failed = failed or (end.rank == ending.rank and ending.outcome == "failed")
             passed = unseen if end.status is None else end.status.boundaries > 0
             cause = ending.cause if end.rank == ending.rank and ending.cause else describe(end)
             if end.rank < len(active):
                 found.append(PlaceEnd(active[end.rank], failed, passed, cause))
         return found
-
-    def _start_ahead(self, size: int, rank: int, note: Path, output: str) -> Any:
-        context = self._context
-        env = environment_of_trial(context.envs[0], rank, size, None)
-        env = {**env, "MINDX_TRIAL_NOTE": str(note)}
-        command = [str(context.entrypoint), *(str(each) for each in context.args[0])]
-        return start_trial(self._forks, self._shim, command, {**os.environ, **env}, output)
 
     def _start_trial(self, place: int, output: str) -> Any:
         context = self._context

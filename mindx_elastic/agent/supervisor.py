@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.forked_start import ForkedStart, Joining
+from mindx_elastic.agent.forked_start import Beginning, ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
@@ -44,7 +44,7 @@ from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
-from mindx_elastic.agent.recovery import Recovery, joining_command
+from mindx_elastic.agent.recovery import NewProcess, Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     Farewell,
@@ -52,7 +52,7 @@ from mindx_elastic.agent.rendezvous import (
     Membership,
     reconnect,
 )
-from mindx_elastic.agent.replacements import JOINER, Replacements
+from mindx_elastic.agent.replacements import JOINER, WATCHED, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
@@ -119,7 +119,7 @@ class Supervisor(LocalElasticAgent):
         self._kept: Kept | None = None
         if shrinking is not None and options.in_place and num_nodes == 1 and ShrinkSettings.from_env().in_place:
             self._kept = forks.kept = Kept(folder.path)
-            shrinking.sees_ahead(folder.path)
+            shrinking.keeps_processes = True
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
@@ -377,7 +377,16 @@ class Supervisor(LocalElasticAgent):
             return Board(connection(), key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
         more["keep"] = functools.partial(self._who_stays, workers)
-        return Recovery(workers, board_alone, self._replacements.start, **more)
+        start = self._replacements.start
+        if self._kept is not None and self._shrinking is not None:
+            shrinking, begin = self._shrinking, start
+            more["may_keep"] = lambda rank: shrinking.who_stays(rank) is not None
+
+            def start(rank: int, generation: int, *, can_wait: bool) -> NewProcess | None:
+                shrinking.learn(workers.last_statuses())  # the last time that they are of all ranks
+                return begin(rank, generation, can_wait=can_wait)
+
+        return Recovery(workers, board_alone, start, **more)
 
     def _surroundings(self, address: str, port: int, scope: str, writer: int, num_nodes: int) -> Surroundings:
         """Of a recovery whose board is in the workers' store at this address."""
@@ -562,10 +571,11 @@ class Supervisor(LocalElasticAgent):
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:
-            joining = None if place is None else Joining(JOINER, self._joining_command)
+            beginning = None if self._kept is None else Beginning(WATCHED, self._watched_command, is_needed=False)
             if place is not None:
                 os.environ["MINDX_REJOIN"] = str(place.generation)
-            with self._forks.start(self._number, joining=joining):
+                beginning = Beginning(JOINER, self._joining_command)
+            with self._forks.start(self._number, beginning=beginning):
                 ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             os.environ.pop("MINDX_REJOIN", None)
@@ -578,6 +588,11 @@ class Supervisor(LocalElasticAgent):
         joining = joining_command(whole[_SHIM + 1 :], sys.executable)
         assert joining is not None, "see NodeWatch"
         return (*whole[: _SHIM + 1], *joining)
+
+    def _watched_command(self, whole: tuple[str, ...]) -> tuple[str, ...]:
+        """Another program is left alone: nobody knows what it asks for, and a lost place restarts it."""
+        watched = joining_command(whole[_SHIM + 1 :], sys.executable, "mindx_elastic.rejoin.asked")
+        return whole if watched is None else (*whole[: _SHIM + 1], *watched)
 
     def _move_store(self) -> None:
         """The store of the rendezvous is another one now, with another host: what the nodes tell each other at the end

@@ -16,10 +16,9 @@ from typing import Any
 
 from mindx_elastic.agent.recovery import joining_command
 from mindx_elastic.core.events import logger
-from mindx_elastic.rejoin.parking import seen_path
 from mindx_elastic.rejoin.trial import WORKS
 
-__all__ = ["SeenAhead", "Trials", "environment_of_trial", "start_trial", "whole_environment"]
+__all__ = ["Trials", "environment_of_trial", "start_trial", "whole_environment"]
 
 _LONGEST_PAUSE_S = 3600.0
 _MODULE, _HOOK = "mindx_elastic.rejoin.trial", "mindx_elastic.rejoin.trial:prepare"
@@ -100,59 +99,12 @@ class Trials:
 
     @staticmethod
     def _end(process: Any) -> None:
-        _end_process(process)
-
-
-class SeenAhead:
-    """Has the program run up to its guard with fewer ranks, by processes that train nothing, and keeps what they have
-    built (see `guard.fewer_in_place`). One process at a time."""
-
-    def __init__(self, notes: Path, outputs: Path) -> None:
-        """`notes`: the agent's folder. `outputs`: what the processes print goes there."""
-        self._notes, self._outputs = notes, outputs
-        self._tried: set[tuple[int, int]] = set()
-        self._running: tuple[Path, Path, Any, float] | None = None
-
-    def look(self, sizes: Sequence[int], start: Callable[[int, int, Path, str], Any], longest_s: float) -> None:
-        """Twice a second while all ranks train. `sizes`: with how many the job may go on, the most likely first.
-        `start`: starts the process of a rank in a job of that size, which notes what it has built and prints to a
-        file. `longest_s`: it may take so long."""
-        if self._running is not None:
-            note, output, process, deadline = self._running
-            code = process.poll()
-            if code is None and time.monotonic() < deadline:
-                return
-            self.close()
-            if not note.exists():
-                ended = "in time" if code is None else f"(exit code {code})"
-                logger.info("a process with fewer ranks has not come to guard.run %s, see %s", ended, output)
-        left = ((size, rank) for size in sizes for rank in range(size) if (size, rank) not in self._tried)
-        for size, rank in left:
-            self._tried.add((size, rank))
-            note, output = seen_path(self._notes, size, rank), self._outputs / f"with_{size}_{rank}.log"
-            try:
-                self._outputs.mkdir(parents=True, exist_ok=True)
-                self._running = note, output, start(size, rank, note, str(output)), time.monotonic() + longest_s
-            except (OSError, RuntimeError) as error:
-                logger.info("what the program builds with %d ranks cannot be found out: %s", size, error)
-                continue
-            return
-
-    def close(self) -> None:
-        """No process goes on."""
-        if self._running is not None:
-            _end_process(self._running[2])
-            self._running = None
-
-
-def _end_process(process: Any) -> None:
-    """SIGKILL for it, unless it has ended."""
-    if process.poll() is None:
-        with suppress(OSError):
-            process.kill()
-    end = time.monotonic() + 2.0
-    while process.poll() is None and time.monotonic() < end:
-        time.sleep(0.001)
+        if process.poll() is None:
+            with suppress(OSError):
+                process.kill()
+        end = time.monotonic() + 2.0
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.001)
 
 
 def environment_of_trial(own: Mapping[str, str], place: int, count: int, devices: str | None) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """A survivor goes on as a rank of a smaller job in its own process, where nothing of it depends on the size of the job.
 
 It has saved its boundary and left its guard, as for a restart (see `rejoin.parking`). From there it does what a new
-process would do: it enters its guard with the environment of its new rank and loads what the ranks have saved. What a
-new process would have built otherwise must be known first: the agent lets processes that train nothing run the program
-with fewer ranks, up to its guard. `AsBuilt` compares what those have found with what this process had before its guard.
+process would do: it enters its guard with the environment of its new rank and loads what the ranks have saved. What the
+program has worked out from the number of ranks would be stale: `rejoin.asked` knows where it has asked for that. Where
+it has done so outside of the function of ``guard.run``, or keeps an answer from one call of it to the next, the process
+ends, and the job is restarted.
 """
 
 from __future__ import annotations
@@ -11,54 +12,44 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
-from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings, ShrinkSettings
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.as_begun import AsBegun
-from mindx_elastic.guard.built import what_is_built
 from mindx_elastic.guard.process_end import shorten_interpreter_exit
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.variables import own_variables
-from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin import asked, groups
 from mindx_elastic.rejoin.member import Member
-from mindx_elastic.rejoin.parking import Order, seen_path, wait_for_order, write_file
+from mindx_elastic.rejoin.parking import Order, wait_for_order
 from mindx_elastic.rejoin.spare import redirect
 
-__all__ = ["AsBuilt", "may_stay", "new_member", "note_what_is_built", "stay"]
+__all__ = ["BeforeGuard", "new_member", "stay", "watch_answers"]
 
 _MOST_NAMED = 5
 
 
-def note_what_is_built(targets: Mapping[str, Any]) -> None:
-    """In a process that only shows what the program builds with another number of ranks: write it down."""
-    if (path := ShrinkSettings.from_env().note) is not None:
-        write_file(path, {"facts": what_is_built(sys._getframe(), targets)})
+class BeforeGuard:
+    """What a process has before it enters its guard for the first time. Training thread."""
 
-
-class AsBuilt:
-    """What the program has before it enters its guard for the first time. Training thread."""
-
-    def __init__(self, targets: Mapping[str, Any]) -> None:
-        self._targets = targets
-        self._facts = what_is_built(sys._getframe(), targets)
+    def __init__(self, targets: Mapping[str, Any], why_fixed: str) -> None:
+        """`targets`: what the guard keeps. `why_fixed`: as of `run_in_place`."""
+        self._targets, self.why_fixed = targets, why_fixed
         self._rng = pack_rng(capture_rng())
-
-    def difference(self, seen: Mapping[str, Any]) -> str:
-        """What another process has otherwise; empty: nothing."""
-        names = sorted(name for name in {*seen, *self._facts} if seen.get(name) != self._facts.get(name))
-        return listed(names, _MOST_NAMED) if names else ""
+        self.num_threads = torch.get_num_threads()
 
     def changed(self, begun: AsBegun) -> str:
         """The program's own variables that the training has changed, and that a new process would begin anew."""
@@ -76,9 +67,11 @@ class AsBuilt:
                     parameter.grad = None
 
 
-def stay(member: Member, built: AsBuilt, begun: AsBegun, targets: Mapping[str, Any], stop: GracefulExit) -> bool:
+def stay(
+    member: Member, before_guard: BeforeGuard, begun: AsBegun, targets: Mapping[str, Any], stop: GracefulExit
+) -> bool:
     """With the guard left by `stop`: become a rank of the smaller job. False: this process ends instead."""
-    if why := _why_not(member, built, targets):
+    if why := _why_not(member, before_guard, targets):
         logger.warning("rank %d cannot go on in its process with fewer ranks: %s", member.ranks.rank, why)
         return False
     agent = AgentInfo.from_env()
@@ -90,7 +83,7 @@ def stay(member: Member, built: AsBuilt, begun: AsBegun, targets: Mapping[str, A
     if order is None:
         return False
     before = member.ranks
-    if before.rank == min(member.keeps.ranks if member.keeps else (0,)) and (names := built.changed(begun)):
+    if before.rank == min(member.keeps.ranks if member.keeps else (0,)) and (names := before_guard.changed(begun)):
         logger.warning(
             "%s: the training has changed this, and the guard does not keep it: the ranks that go on have it as it is, "
             "where a restart would begin it anew. If the training depends on it, name it in Guard(stateful={...}), or "
@@ -99,12 +92,15 @@ def stay(member: Member, built: AsBuilt, begun: AsBegun, targets: Mapping[str, A
         )
     _follow(order)
     ranks = RankInfo.from_env()
+    answers = asked.current()
+    assert answers is not None, "see _why_not"
+    answers.begin_anew(rank_changes=ranks.rank != before.rank)
     ddp = ddp_modules(targets)
     groups.make_default_anew([module for _, module in ddp])
     for target in targets.values():
         if isinstance(target, ResumableLoader):
             _move(target, before, ranks)
-    built.put_back()
+    before_guard.put_back()
     begun.put_back()
     begun.look_at_groups()
     atexit.unregister(shorten_interpreter_exit)
@@ -112,7 +108,7 @@ def stay(member: Member, built: AsBuilt, begun: AsBegun, targets: Mapping[str, A
     return True
 
 
-def _why_not(member: Member, built: AsBuilt, targets: Mapping[str, Any]) -> str:
+def _why_not(member: Member, before_guard: BeforeGuard, targets: Mapping[str, Any]) -> str:
     agent, keeps, rank = AgentInfo.from_env(), member.keeps, member.ranks.rank
     if agent is None or keeps is None or rank not in keeps.ranks:
         return "no place is left for it"
@@ -120,13 +116,17 @@ def _why_not(member: Member, built: AsBuilt, targets: Mapping[str, Any]) -> str:
         return "the ranks hold different parts of the state"
     if torch.cuda.is_initialized():
         return "it uses a GPU"
-    path = seen_path(agent.folder, keeps.size, keeps.ranks[rank])
-    try:
-        seen = read_json_object(path)["facts"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"what the program builds with {keeps.size} ranks is not known ({error})"
-    if names := built.difference(seen):
-        return f"the program has other values with {keeps.size} ranks, outside of the function of guard.run: {names}"
+    if before_guard.why_fixed:
+        return before_guard.why_fixed
+    answers = asked.current()
+    if answers is None:
+        return "it is not known what the program has asked for: it is none of this Python interpreter"
+    if why := answers.problem(rank_changes=keeps.ranks[rank] != rank):
+        return why
+    if torch.get_num_threads() != before_guard.num_threads:
+        return "the training has changed the number of torch's threads"
+    if _has_compiled():
+        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
     for name, target in targets.items():
         if isinstance(target, torch.utils.data.DataLoader):
             if not isinstance(target, ResumableLoader):
@@ -135,6 +135,12 @@ def _why_not(member: Member, built: AsBuilt, targets: Mapping[str, Any]) -> str:
                 return f"{name} has a rank or a world size of its own"
     ddp = ddp_modules(targets)
     return groups.why_default_stays([module for _, module in ddp]) or groups.reset_ddp(ddp)
+
+
+def _has_compiled() -> bool:
+    """What is compiled may have the number of ranks in it: the compiler does not ask for it as the program does."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["stats"])
 
 
 def _follow(order: Order) -> None:
@@ -172,10 +178,24 @@ def new_member() -> Member | None:
     return member
 
 
-def may_stay() -> bool:
-    """Whether this job may go on with fewer ranks in place: then it has to be known what the program builds."""
-    settings, shrink = RejoinSettings.from_env(), ShrinkSettings.from_env()
-    return shrink.in_place and bool(shrink.full_size) and settings.num_nodes == 1 and AgentInfo.from_env() is not None
+def watch_answers(stack: ExitStack, end: Callable[[str], NoReturn]) -> Callable[[], None] | None:
+    """When a guard is open: find out before the first update what the program keeps of the answers that it got as a
+    rank of a larger job, and `end` the process then. Returns what is to be called at each boundary; None: nothing is.
+    """
+    answers = asked.current()
+    if answers is None:
+        return None
+
+    def look(*_: object) -> None:
+        if answers.is_opening and (why := answers.end_opening()):
+            end(f"this process cannot go on as a rank of a smaller job: {why}")
+
+    def at_boundary() -> None:
+        look()
+        answers.pass_boundary()
+
+    stack.callback(register_optimizer_step_pre_hook(look).remove)
+    return at_boundary
 
 
 def _fixed_ranks(loader: ResumableLoader) -> tuple[Any, ...]:

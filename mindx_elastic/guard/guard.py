@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,7 @@ from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.ending import Ending
+from mindx_elastic.guard.fewer_in_place import watch_answers
 from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.final_save import check_guests_path
 from mindx_elastic.guard.layered import LayeredGuard
@@ -258,6 +260,7 @@ class Guard(LayeredGuard):
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self.ranks, *kept)
         self._start_stages(stack, settings, opening)
+        self._pass_answers = watch_answers(stack, partial(self.stopper.end_unsaved, code=1))
         if trains:
             self._checks.watch(self._update_gate)
             self._fewer.begin_updates(stack)
@@ -439,6 +442,8 @@ class Guard(LayeredGuard):
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         if self._place is not None:
             self._place.member.at_boundary()
+        if self._pass_answers is not None:
+            self._pass_answers()
         loops = self._loops
         self._fewer.end_step()
         if self._fewer.leaves_out(self._boundaries.is_inside_accumulation):

@@ -37,7 +37,7 @@ from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.fewer_in_place import AsBuilt, may_stay, new_member, note_what_is_built, stay
+from mindx_elastic.guard.fewer_in_place import BeforeGuard, new_member, stay
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -48,7 +48,7 @@ from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import ahead, groups, joiner, nccl, sharded, spare, trial
+from mindx_elastic.rejoin import ahead, asked, groups, joiner, nccl, sharded, spare, trial
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.in_memory import find_in_memory
@@ -221,11 +221,15 @@ def _end_if_broken(error: BaseException | None) -> None:
 
 
 def run_in_place(
-    block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]], *, enters_at_once: bool = False
+    block: Callable[[Place | None], _T],
+    targets: Callable[[], Mapping[str, Any]],
+    *,
+    enters_at_once: bool = False,
+    why_fixed: str = "",
 ) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that.
-    `enters_at_once`: the first that `block` does is to enter that guard."""
-    note_what_is_built(targets())
+    `enters_at_once`: the first that `block` does is to enter that guard. `why_fixed`: why it cannot be called again by
+    fewer ranks; empty: it can."""
     trial.pass_trial()
     ahead_of_rank = _warm_up(targets()) if spare.is_waiting() else None
     member = _find_member(current_ranks(RankInfo.from_env()), targets())
@@ -243,12 +247,14 @@ def run_in_place(
             entry, join = join(), None
     member.has_entered = True
     unanswered: Alarm | None = None
-    built = AsBuilt(targets()) if may_stay() else None
+    before = BeforeGuard(targets(), why_fixed) if member.may_shrink else None
     begun = AsBegun(targets()) if ahead_of_rank is None else ahead_of_rank.begun
     begun.look_at_groups()
     collector = ahead_of_rank.collector if ahead_of_rank is not None and enters_at_once else None
     try:
         while True:
+            if (answers := asked.current()) is not None:
+                answers.enter()
             try:
                 return block(Place(member, entry, begun, unanswered, join=join, collector=collector))
             except EnterAgain as again:
@@ -258,7 +264,7 @@ def run_in_place(
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
             except GracefulExit as stop:
-                if built is None or member.keeps is None or not stay(member, built, begun, targets(), stop):
+                if before is None or member.keeps is None or not stay(member, before, begun, targets(), stop):
                     raise
                 _close(member)
                 stop.__context__ = stop.__cause__ = stop.__traceback__ = None
@@ -271,6 +277,8 @@ def run_in_place(
     finally:
         release_signals()
         _close(member)
+    if (answers := asked.current()) is not None:
+        answers.enter()
     return block(None)
 
 

@@ -38,6 +38,8 @@ __all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed",
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
 _LOOK_S = 0.05
+_END_S = 30.0
+"""The agent ends a new process that does not come, and says so, when its own time is up."""
 _LONGEST = 1000
 
 
@@ -138,8 +140,7 @@ class Member:
         self.sockets: SocketsPart | None = None
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
-        shrink = ShrinkSettings.from_env()
-        self.may_shrink = shrink.in_place and bool(shrink.full_size) and settings.num_nodes == 1
+        self.may_shrink = ShrinkSettings.keeps_processes()
         """The job may go on with fewer ranks in these processes."""
         self._attempt = settings.scope or str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
@@ -337,7 +338,7 @@ class Member:
             raise RejoinFailed(said)
         if self.may_shrink:  # torch could not be left while it waits for a process that has ended
             there = [f"{generation}/there/{rank}" for rank in verdict.dead]
-            self._wait(board, there, host, unless=f"{generation}/state", look_s=_LOOK_S)
+            self._wait(board, there, host, unless=f"{generation}/state", look_s=_LOOK_S, more_s=_END_S)
         # Before the state is copied: the new process opens its guard meanwhile.
         self.is_connecting = True
         try:

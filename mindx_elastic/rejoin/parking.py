@@ -20,7 +20,7 @@ from typing import Any
 
 from mindx_elastic.core.posix import read_json_object
 
-__all__ = ["Keeps", "Order", "note_path", "order_path", "seen_path", "wait_for_order", "write_file"]
+__all__ = ["Keeps", "Order", "note_path", "order_path", "wait_for_order", "write_file"]
 
 _LOOK_S = 0.005
 
@@ -66,11 +66,6 @@ def note_path(folder: Path, pid: int) -> Path:
 def order_path(folder: Path, pid: int) -> Path:
     """What the process is told."""
     return folder / f"goes_on_{pid}.json"
-
-
-def seen_path(folder: Path, size: int, rank: int) -> Path:
-    """What the program's variables are with `size` ranks, as a process of that rank has found that trains nothing."""
-    return folder / f"with_{size}_{rank}.json"
 
 
 def write_file(path: Path, content: Mapping[str, Any]) -> None:

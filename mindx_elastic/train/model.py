@@ -134,7 +134,11 @@ class Model(ModelParts):
         def block(place: Place | None) -> None:
             self._train(arguments, loader, dict(extra), place, world_size=world_size, progress=progress)
 
-        run_in_place(block, lambda: {"model": self.network})
+        run_in_place(
+            block,
+            lambda: {"model": self.network},
+            why_fixed="Model.train tells its callbacks of the number of ranks, and they may keep it",
+        )
 
     def _train(
         self,

@@ -155,7 +155,7 @@ class Replacing:
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.replaced = workers, list[int]()
-        self.is_active = False
+        self.is_active, self.overdue = False, dict[int, str]()
 
     def prepare(self) -> None:
         pass
@@ -245,6 +245,22 @@ def test_the_failures_of_replaced_processes_are_known_but_not_those_of_whom_they
     assert run(workers, recovery=TakesAlong, made=made).outcome == "finished"
     assert [end.rank for end in made[0].own_failures] == own
     assert [end.code for end in workers.exits] == [0, 0, 0]
+
+
+def test_a_new_process_that_is_overdue_is_ended_and_has_failed_by_itself(run: Callable[..., Ending]) -> None:
+    workers, made = Workers(dict.fromkeys(range(2), IN_TRAINING), ignore), list[Attempt]()
+
+    class Late(Replacing):
+        def look(self) -> Phase:
+            if len(self.replaced) == 1 and not workers.sent[1]:
+                self.overdue[1] = "its new process has not come"
+            return super().look()
+
+    workers.end(1, -KILL)
+    ending = run(workers, recovery=Late, made=made)
+    assert ending.outcome == "finished"
+    assert workers.sent == {0: [], 1: [KILL]}
+    assert [(end.rank, end.code) for end in made[0].own_failures] == [(1, -KILL), (1, -KILL)]
 
 
 @pytest.mark.parametrize("finds_out", ["before", "as it begins a recovery"])

@@ -135,6 +135,16 @@ def test_a_program_is_known_also_where_the_agent_has_not_looked_at_its_training(
     assert shrinking.places.active == (0, 1)
 
 
+def test_one_that_is_ended_because_it_has_not_come_in_time_is_the_second_in_a_row(make: Make) -> None:
+    shrinking = make(2)
+    shrinking.begin_attempt(None)
+    first, others = end_of(1, status=page()), end_of(0, 75, page())
+    second = end_of(1, -9, pid=2, sent=frozenset({9}))
+    end_attempt(shrinking, attempt_of(second, others, own_failures=[first, second]))
+    assert list(shrinking.places.lost) == [1]
+    assert shrinking.places.active == (0,)
+
+
 def test_after_a_process_that_hangs_in_the_place_of_another_the_next_one_is_awaited(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--late", action="store_true", help="a trial does not see that a place is broken")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--inside", action="store_true", help="ask for rank and world size in the function only")
-    parser.add_argument("--seen", type=int, default=0, help="die when it is known what is built with so many ranks")
     parser.add_argument("--die-waiting", type=int, default=-1, help="this rank dies when it waits for its new rank")
     return parser.parse_args()
 
@@ -105,9 +104,6 @@ class Job:
             place, at = map(int, word.split(":"))
             done = args.directory / f"done_{place}_{at}"
             if (place, at) == (self.place, step) and not done.exists():
-                folder = Path(os.environ.get("MINDX_AGENT_DIR", ""))
-                while not all((folder / f"with_{args.seen}_{rank}.json").exists() for rank in range(args.seen)):
-                    time.sleep(0.01)
                 done.touch()
                 (args.directory / f"broken_{place}").touch()
                 say(f"FAULT {place} {step}")

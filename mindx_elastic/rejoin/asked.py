@@ -1,0 +1,306 @@
+"""Where the program has asked for its rank or for the number of ranks: what it has worked out from that may be stale in
+a process that goes on as a rank of a smaller job (see `guard.fewer_in_place`).
+
+What can be asked is watched from before the program's first line on: torch.distributed's functions, collectives whose
+result depends on how many take part, and variables of the environment. An answer given *outside of the function* of
+``guard.run`` may be kept in anything. One given in it is worked with anew when the function is called again, unless
+the program keeps it from one call to the next (a sampler that is made once, a cached function). So who asks at the
+*opening* of a call, which is all before its first update, has to do so at the opening of the next one as well, and who
+asks later must have done so in more than one step. Who asks is told from the lines of all the program's calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+from mindx_elastic.config import ShrinkSettings
+from mindx_elastic.core.script import run
+
+__all__ = ["ATTEMPT", "RANK", "SIZE", "Asked", "current", "main", "note", "prepare", "watch"]
+
+RANK, SIZE, ATTEMPT = "the rank", "the number of ranks", "the number of restarts"
+"""What is asked for. The result of a collective is of a number of ranks."""
+Place: TypeAlias = "tuple[tuple[str, int], ...]"
+"""Files and lines, the innermost first."""
+
+_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "RANK_ID", "DEVICE_ID"), RANK),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), RANK),
+    **dict.fromkeys(("PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"), RANK),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), SIZE),
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), SIZE),
+    **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "MINDX_ATTEMPT"), ATTEMPT),
+}
+_VARIABLES: Mapping[Any, str] = {**_NAMES, **{name.encode(): what for name, what in _NAMES.items()}}
+_FUNCTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("get_rank", "get_node_local_rank", "get_group_rank", "get_global_rank"), RANK),
+    **dict.fromkeys(("get_world_size", "get_process_group_ranks", "all_gather", "all_gather_coalesced"), SIZE),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced"), SIZE),
+    **dict.fromkeys(("all_to_all", "all_to_all_single", "gather", "gather_object", "reduce", "reduce_scatter"), SIZE),
+    **dict.fromkeys(("reduce_scatter_tensor", "scatter", "scatter_object_list", "recv", "irecv"), SIZE),
+}
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_METHODS: Mapping[str, str] = {"rank": RANK, "size": SIZE}
+"""Of process groups."""
+_HANDS_ON = frozenset(
+    {
+        *("torch.utils.data", "torch.distributed.c10d_logger", "mindx_elastic.data"),
+        *("os", "collections", "functools", "contextlib"),
+    }
+)
+"""Modules that ask for whoever has called them: samplers, loaders, ``os.environ.get``."""
+_LIBRARIES = frozenset({"torch", "mindx_elastic"})
+"""What these ask for themselves is theirs: DDP, groups, this package. They hear of another size."""
+_MOST_FRAMES, _MOST_PLACES = 64, 10_000
+
+
+@dataclass
+class _Times:
+    """Of one place, and of what it asks for."""
+
+    opening: int = 0
+    """How often at the opening of a call, at most."""
+    call: int = -1
+    """The call that `now` is of."""
+    now: int = 0
+    """How often at the opening of this one."""
+    steps: set[tuple[int, int]] = field(default_factory=set)
+    """The first two steps after an opening: call, step."""
+
+    @property
+    def recurs(self) -> bool:
+        """It is asked again and again, so that no answer is kept."""
+        return len(self.steps) > 1
+
+
+class Asked:
+    """Of one process. Any thread asks; the rest is for the training thread."""
+
+    def __init__(self) -> None:
+        self._outside: dict[str, str] = {}
+        self._times: dict[tuple[Place, str], _Times] = {}
+        self._expected: dict[tuple[Place, str], _Times] = {}
+        self._call = self._step = 0
+        self._is_opening = self._has_too_many = False
+
+    def note(self, what: str, frame: FrameType | None) -> None:
+        """What answers has been called from `frame`: the program asks for `what`, if it is the program."""
+        place = _place(frame)
+        if not place:
+            return
+        if not self._call:
+            self._outside.setdefault(what, _words(place))
+            return
+        times = self._times.get((place, what))
+        if times is None:
+            if len(self._times) >= _MOST_PLACES:
+                self._has_too_many = True
+                return
+            times = self._times[place, what] = _Times()
+        if not self._is_opening:
+            if not times.recurs:
+                times.steps.add((self._call, self._step))
+            return
+        if times.call != self._call:
+            times.call, times.now = self._call, 0
+        times.now += 1
+        times.opening = max(times.opening, times.now)
+
+    def enter(self) -> None:
+        """The function of ``guard.run`` is about to be called, once more or for the first time."""
+        self._call, self._step, self._is_opening = self._call + 1, 0, True
+
+    def pass_boundary(self) -> None:
+        """A step has ended."""
+        self._step += 1
+
+    def problem(self, *, rank_changes: bool) -> str:
+        """Why this process may be stale when the number of ranks changes, and its rank or not; empty: it is not."""
+        if self._has_too_many:
+            return f"the program asks for its rank or for the number of ranks at more than {_MOST_PLACES} places"
+        for what, where in self._outside.items():
+            if what != RANK or rank_changes:
+                return f"the program has asked for {what} outside of the function of guard.run ({where})"
+        for (place, what), times in self._times.items():
+            if (what != RANK or rank_changes) and not times.opening and not times.recurs:
+                return f"the program has asked for {what} in one step only, and may keep the answer ({_words(place)})"
+        return ""
+
+    def begin_anew(self, *, rank_changes: bool) -> None:
+        """The next call is the first one with another number of ranks: see `end_opening`."""
+        self._expected = {
+            key: times for key, times in self._times.items() if not times.recurs and (key[1] != RANK or rank_changes)
+        }
+        self._times = {}
+
+    @property
+    def is_opening(self) -> bool:
+        """No update has been made in this call yet."""
+        return self._is_opening
+
+    def end_opening(self) -> str:
+        """Before the first update of a call. Returns what the program keeps of the answers that it was given in the
+        calls before, with another number of ranks; empty: nothing."""
+        self._is_opening = False
+        expected, self._expected = self._expected, {}
+        for key, times in expected.items():
+            place, what = key
+            if key not in self._times or self._times[key].opening < times.opening:
+                return f"the program has not asked again for {what}, and may keep the last answer ({_words(place)})"
+        return ""
+
+
+_asked: Asked | None = None
+
+
+def current() -> Asked | None:
+    """Of this process; None: it was not watched from the program's beginning."""
+    return _asked
+
+
+def note(what: str) -> None:
+    """The function of this package that calls this one answers its own caller with what depends on `what`."""
+    if _asked is not None:
+        _asked.note(what, sys._getframe(2))
+
+
+def watch(asked: Asked) -> None:
+    """Let `asked` hear of every question from now on. Before the program runs, once a process."""
+    from torch.distributed import distributed_c10d as c10d
+
+    homes = [(c10d, _FUNCTIONS)]
+    if (functional := sys.modules.get(_FUNCTIONAL)) is not None:
+        homes.append((functional, dict.fromkeys(_public(functional), SIZE)))
+    for home, names in homes:
+        for name, what in names.items():
+            function = inspect.unwrap(vars(home).get(name))  # type: ignore[arg-type]
+            if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
+                _listen(function, functools.partial(asked.note, what))
+    for name, what in _METHODS.items():
+        _listen_to_method(c10d.ProcessGroup, name, functools.partial(asked.note, what))
+    _listen_to_variables(asked)
+
+
+def _public(home: Any) -> list[str]:
+    """Names of the functions that a module has defined."""
+    own = ((name, getattr(value, "__module__", "")) for name, value in vars(home).items() if name[:1] != "_")
+    return [name for name, module in own if module == home.__name__]
+
+
+def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], None]) -> None:
+    """Let a function tell of each of its calls. The object stays the same: the program may have imported it, and the
+    compiler knows it by its identity."""
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+
+    def answer(*arguments: Any, **named: Any) -> Any:
+        tell(sys._getframe(2))
+        return original(*arguments, **named)
+
+    key = f"_mindx_{function.__name__}"
+    function.__globals__[key] = answer
+    source = f"def {function.__name__}(*arguments, **named):\n    return {key}(*arguments, **named)\n"
+    made: dict[str, Any] = {}
+    exec(compile(source, function.__code__.co_filename, "exec"), made)  # noqa: S102 - the three lines above
+    function.__code__ = made[function.__name__].__code__
+
+
+def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def answer(self: Any) -> Any:
+        tell(sys._getframe(1))
+        return original(self)
+
+    setattr(owner, name, answer)
+
+
+def _listen_to_variables(asked: Asked) -> None:
+    """Everything that reads a variable of `os.environ` or `os.environb` goes through this one method."""
+    environment: Any = type(os.environ)
+    original = environment.__getitem__
+
+    def __getitem__(self: Any, key: Any) -> Any:  # noqa: N807
+        if (what := _VARIABLES.get(key)) is not None:
+            asked.note(what, sys._getframe(1))
+        return original(self, key)
+
+    environment.__getitem__ = __getitem__
+
+
+class _Kind(Enum):
+    """Of a module that asks."""
+
+    PROGRAM = "of the program"
+    HANDS_ON = "asks for whoever has called it"
+    LIBRARY = "asks for itself"
+
+
+def _place(frame: FrameType | None) -> Place:
+    """Of the program's call; empty: a library asks for itself."""
+    while frame is not None and _kind(frame) is _Kind.HANDS_ON:
+        frame = frame.f_back
+    if frame is None or _kind(frame) is _Kind.LIBRARY:
+        return ()
+    found = []
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if _kind(frame) is not _Kind.LIBRARY:
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _kind(frame: FrameType) -> _Kind:
+    return _kind_of(str(frame.f_globals.get("__name__", "")))
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(module: str) -> _Kind:
+    parts = module.split(".")
+    names = {".".join(parts[:number]) for number in range(1, len(parts) + 1)}
+    if names & _HANDS_ON:
+        return _Kind.HANDS_ON
+    return _Kind.LIBRARY if names & _LIBRARIES else _Kind.PROGRAM
+
+
+def _words(place: Place) -> str:
+    path, line = place[0]
+    return f"{Path(path).name}:{line}"
+
+
+def prepare() -> None:
+    """In a process forked for it, before the program runs."""
+    global _asked
+    if _asked is None and ShrinkSettings.keeps_processes():
+        _asked = Asked()
+        watch(_asked)
+
+
+def main() -> None:
+    """``python -m mindx_elastic.rejoin.asked SCRIPT ARGUMENTS``: run the program, watched."""
+    import torch.distributed  # noqa: F401
+
+    prepare()
+    run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    from mindx_elastic.rejoin import asked  # noqa: PLW0406 - under its own name
+
+    asked.main()
