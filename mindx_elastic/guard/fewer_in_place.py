@@ -45,9 +45,8 @@ _MOST_NAMED = 5
 class BeforeGuard:
     """What a process has before it enters its guard for the first time. Training thread."""
 
-    def __init__(self, targets: Mapping[str, Any], why_fixed: str) -> None:
-        """`targets`: what the guard keeps. `why_fixed`: as of `run_in_place`."""
-        self._targets, self.why_fixed = targets, why_fixed
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        self._targets = targets
         self._rng = pack_rng(capture_rng())
         self.num_threads = torch.get_num_threads()
 
@@ -116,8 +115,6 @@ def _why_not(member: Member, before_guard: BeforeGuard, targets: Mapping[str, An
         return "the ranks hold different parts of the state"
     if torch.cuda.is_initialized():
         return "it uses a GPU"
-    if before_guard.why_fixed:
-        return before_guard.why_fixed
     answers = asked.current()
     if answers is None:
         return "it is not known what the program has asked for: it is none of this Python interpreter"

@@ -221,15 +221,10 @@ def _end_if_broken(error: BaseException | None) -> None:
 
 
 def run_in_place(
-    block: Callable[[Place | None], _T],
-    targets: Callable[[], Mapping[str, Any]],
-    *,
-    enters_at_once: bool = False,
-    why_fixed: str = "",
+    block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]], *, enters_at_once: bool = False
 ) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that.
-    `enters_at_once`: the first that `block` does is to enter that guard. `why_fixed`: why it cannot be called again by
-    fewer ranks; empty: it can."""
+    `enters_at_once`: the first that `block` does is to enter that guard."""
     trial.pass_trial()
     ahead_of_rank = _warm_up(targets()) if spare.is_waiting() else None
     member = _find_member(current_ranks(RankInfo.from_env()), targets())
@@ -247,7 +242,7 @@ def run_in_place(
             entry, join = join(), None
     member.has_entered = True
     unanswered: Alarm | None = None
-    before = BeforeGuard(targets(), why_fixed) if member.may_shrink else None
+    before = BeforeGuard(targets()) if member.may_shrink else None
     begun = AsBegun(targets()) if ahead_of_rank is None else ahead_of_rank.begun
     begun.look_at_groups()
     collector = ahead_of_rank.collector if ahead_of_rank is not None and enters_at_once else None

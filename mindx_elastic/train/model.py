@@ -15,6 +15,7 @@ from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import all_or_none, meet
 from mindx_elastic.capture.components import Stateful
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.data import from_loader
 from mindx_elastic.data.position import whole_number
@@ -129,16 +130,13 @@ class Model(ModelParts):
         )
         extra = self._stateful_objects(stateful)
         loader = from_loader(loader)
-        world_size = self._prepare(train=True)
+        self._prepare(train=True)
 
         def block(place: Place | None) -> None:
-            self._train(arguments, loader, dict(extra), place, world_size=world_size, progress=progress)
+            self.ranks = RankInfo.from_env()  # of a smaller job, when it is called again in one
+            self._train(arguments, loader, dict(extra), place, progress=progress)
 
-        run_in_place(
-            block,
-            lambda: {"model": self.network},
-            why_fixed="Model.train tells its callbacks of the number of ranks, and they may keep it",
-        )
+        run_in_place(block, lambda: {"model": self.network})
 
     def _train(
         self,
@@ -147,13 +145,12 @@ class Model(ModelParts):
         extra: dict[str, Any],
         place: Place | None,
         *,
-        world_size: int,
         progress: bool | None,
     ) -> None:
         """Once; or again in the same process, after a recovery in place."""
         given = list(arguments.callbacks)
         with ExitStack() as stack:
-            exchange = self._open_exchange(stack, world_size, place)
+            exchange = self._open_exchange(stack, place)
             with nullcontext() if exchange is None else all_or_none(exchange):
                 given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
                 policies = gather_policies(given)
@@ -262,10 +259,10 @@ class Model(ModelParts):
             self.network = wrap_network(self.network, self.device, world_size)
         return world_size
 
-    def _open_exchange(self, stack: ExitStack, world_size: int, place: Place | None) -> Exchange | None:
-        if world_size == 1:
-            return None
+    def _open_exchange(self, stack: ExitStack, place: Place | None) -> Exchange | None:
         ranks = current_ranks(self.ranks)
+        if ranks.world_size == 1:
+            return None
         exchange = open_exchange(ranks) if place is None else place.open_exchange(ranks, "model/")
         stack.callback(exchange.close)
         return exchange

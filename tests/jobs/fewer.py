@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import mindx_elastic as mx
 from mindx_elastic.config import ShrinkSettings
-from mindx_elastic.train import ExceptionCheckpoint, Model, TrainOneStep
+from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
 
 
 def parse() -> argparse.Namespace:
@@ -173,9 +173,15 @@ class Job:
             grad_accum=self.args.accumulate,
             train_step=Step,
         )
-        say(f"READY {self.rank} {self.world_size} -")
-        callback = ExceptionCheckpoint(prefix="job", directory=str(self.args.directory / "ckpt"))
-        model.train(self.args.epochs, self.loader, callbacks=[callback], progress=False)
+
+        class Begin(Callback):
+            def on_train_begin(self, run_context: RunContext) -> None:
+                job.rank, job.world_size = dist.get_rank(), run_context.original_args().device_number
+                say(f"READY {job.rank} {job.world_size} -")
+                say(f"PID {job.rank} {job.world_size} {os.getpid()}")
+
+        callbacks = [ExceptionCheckpoint(prefix="job", directory=str(self.args.directory / "ckpt")), Begin()]
+        model.train(self.args.epochs, self.loader, callbacks=callbacks, progress=False)
         self.end(model.position.step)
 
     def end(self, step: int) -> None:

@@ -65,6 +65,17 @@ def test_a_death_meanwhile_restarts(tmp_path: Path) -> None:
 
 
 @drill
+def test_a_model_and_its_callbacks(tmp_path: Path) -> None:
+    args = ["--accumulate", "2", "--inside", "--kind", "model"]
+    job = shrunk(tmp_path / "job", *args, options=IN_PLACE)
+    assert job.matches("world 3 -> 2 in place"), job.report()
+    (_, three), (_, two) = pids(job)
+    assert len(two) == 2 and two < three, job.report()
+    restarted = shrunk(tmp_path / "restarted", *args)
+    assert (end(job), seen(job)) == (end(restarted), seen(restarted)), job.report()
+
+
+@drill
 def test_with_a_smaller_rate(tmp_path: Path) -> None:
     args = ["--inside", "--size", "96"]
     job = shrunk(tmp_path / "job", *args, options=[*IN_PLACE, "--on-shrink", "scale-lr"])
