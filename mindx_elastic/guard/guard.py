@@ -260,7 +260,7 @@ class Guard(LayeredGuard):
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self.ranks, *kept)
         self._start_stages(stack, settings, opening)
-        self._pass_answers = watch_answers(stack, partial(self.stopper.end_unsaved, code=1))
+        self._pass_answers = watch_answers(stack, partial(self.stopper.end_unsaved, code=1)) if trains else None
         if trains:
             self._checks.watch(self._update_gate)
             self._fewer.begin_updates(stack)

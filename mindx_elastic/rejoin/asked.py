@@ -12,6 +12,7 @@ asks later must have done so in more than one step. Who asks is told from the li
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -49,12 +50,11 @@ _FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("all_to_all", "all_to_all_single", "gather", "gather_object", "reduce", "reduce_scatter"), SIZE),
     **dict.fromkeys(("reduce_scatter_tensor", "scatter", "scatter_object_list", "recv", "irecv"), SIZE),
 }
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 _METHODS: Mapping[str, str] = {"rank": RANK, "size": SIZE}
 """Of process groups."""
 _HANDS_ON = frozenset(
     {
-        *("torch.utils.data", "torch.distributed.c10d_logger", "mindx_elastic.data"),
+        *("torch.utils.data", "torch.distributed.c10d_logger", "mindx_elastic.data", "mindx_elastic.rejoin.joiner"),
         *("os", "collections", "functools", "contextlib"),
     }
 )
@@ -178,10 +178,8 @@ def watch(asked: Asked) -> None:
     """Let `asked` hear of every question from now on. Before the program runs, once a process."""
     from torch.distributed import distributed_c10d as c10d
 
-    homes = [(c10d, _FUNCTIONS)]
-    if (functional := sys.modules.get(_FUNCTIONAL)) is not None:
-        homes.append((functional, dict.fromkeys(_public(functional), SIZE)))
-    for home, names in homes:
+    functional = importlib.import_module("torch.distributed._functional_collectives")
+    for home, names in ((c10d, _FUNCTIONS), (functional, dict.fromkeys(_public(functional), SIZE))):
         for name, what in names.items():
             function = inspect.unwrap(vars(home).get(name))  # type: ignore[arg-type]
             if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
