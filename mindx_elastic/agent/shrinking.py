@@ -193,8 +193,10 @@ class Shrinking:
         return self.places.choose(refusal=self._refusal, window=self._window)
 
     def learn(self, statuses: Mapping[int, Status]) -> None:
-        """What the pages say about the program, once all ranks train."""
-        if statuses and len(statuses) == self.size and all(status.boundaries for status in statuses.values()):
+        """What the pages say about the program, once all ranks have made a step, or have asked over how many batches to
+        accumulate."""
+        told = all(status.boundaries or status.accumulates for status in statuses.values())
+        if statuses and len(statuses) == self.size and told:
             self._is_known = True
             if not any(status.generation for status in statuses.values()):  # else all have entered again since
                 entered = max(status.entered_ns for status in statuses.values()) / 1e9

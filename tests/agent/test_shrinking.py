@@ -166,3 +166,14 @@ def test_one_failure_that_nobody_was_to_follow_counts_once(make: Make) -> None:
     failure = end_of(1)
     end_attempt(shrinking, attempt_of(failure, end_of(0, 75, page()), own_failures=[failure]))
     assert not shrinking.places.lost
+
+
+def test_a_program_is_known_once_all_ranks_have_asked_over_how_many_batches(make: Make) -> None:
+    """A place that is lost in the first step: 3 times 2 batches can be shared out among 2 ranks, 3 could not."""
+    shrinking = make(3)
+    asked = {"boundaries": 0, "accumulates": 2}
+    for status in (page(**asked), None):
+        shrinking.begin_attempt(None)
+        failed = end_of(2, status=status)
+        end_attempt(shrinking, attempt_of(failed, end_of(0, 75, page(**asked)), end_of(1, 75, page(**asked))))
+    assert shrinking.places.active == (0, 1)
