@@ -349,7 +349,8 @@ class Guard(LayeredGuard):
 
         Under ``mindx-elastic run --recover in-place`` the function is called again in the same process when another
         rank has died and was replaced: the loops in it go on at the boundary that all ranks have agreed on. What must
-        not be built twice (the model, the loader, process groups) is made outside of it.
+        not be built twice (the model, the loader, process groups) is made outside of it. With ``--min-nproc`` it may be
+        called again as one of fewer ranks: where the number of ranks is asked for in it, and only there.
         """
 
         def block(place: Place | None) -> _T:
