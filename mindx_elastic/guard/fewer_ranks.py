@@ -182,20 +182,27 @@ class FewerRanks:
 class SizedGuard:
     """What a guard says of the size of its job."""
 
-    ranks: RankInfo
+    _ranks: RankInfo
     _fewer: FewerRanks
+
+    @property
+    def ranks(self) -> RankInfo:
+        """This process among all; known once the guard is entered."""
+        asked.note(asked.RANK)
+        asked.note(asked.SIZE)
+        return self._ranks
 
     @property
     def rank(self) -> int:
         """This process's rank; known once the guard is entered."""
         asked.note(asked.RANK)
-        return self.ranks.rank
+        return self._ranks.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks; known once the guard is entered."""
         asked.note(asked.SIZE)
-        return self.ranks.world_size
+        return self._ranks.world_size
 
     def accumulation(self, batches: int = 1) -> int:
         """Over how many batches this rank accumulates gradients for one update, where it is `batches` with all ranks.

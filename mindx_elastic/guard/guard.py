@@ -185,12 +185,12 @@ class Guard(LayeredGuard):
         check_that_it_is_not_active(self)
         self._loops.open(frame, self, self._targets)
         with ExitStack() as stack:
-            self.ranks = current_ranks(RankInfo.from_env())
+            self._ranks = current_ranks(RankInfo.from_env())
             place = self._place
             ahead = stack.enter_context(ExitStack())
             prepared = self._prepare(ahead, is_ahead=True) if place is not None and place.can_prepare else None
             own = open_exchange if place is None else place.open_exchange
-            self._exchange = self._shared_exchange or own(self.ranks)
+            self._exchange = self._shared_exchange or own(self._ranks)
             if self._shared_exchange is None:
                 stack.callback(self._exchange.close)
             stack.enter_context(ahead.pop_all())  # closed before the exchange
@@ -198,9 +198,9 @@ class Guard(LayeredGuard):
                 self._open(stack, prepared or self._prepare(stack))
             stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
-                tell_of_block(self.ranks)
+                tell_of_block(self._ranks)
             elif place is not None:
-                place.opened(self.stopper, self._around, self._loaders, self.ranks, self._ddp)
+                place.opened(self.stopper, self._around, self._loaders, self._ranks, self._ddp)
             self._listeners.answer_held()
             self._stack = stack.pop_all()
 
@@ -222,7 +222,7 @@ class Guard(LayeredGuard):
     def _prepare(self, stack: ExitStack, *, is_ahead: bool = False) -> Opening:
         """Do what needs no other rank. `stack` closes everything, in the other order."""
         options, targets, loaders = self._options, self._targets, self._loaders
-        return Opening(stack, options, self.ranks, targets, loaders, self._place, is_ahead=is_ahead)
+        return Opening(stack, options, self._ranks, targets, loaders, self._place, is_ahead=is_ahead)
 
     def _open(self, stack: ExitStack, opening: Opening) -> None:
         """All ranks together. `stack` closes everything, in the other order."""
@@ -258,7 +258,7 @@ class Guard(LayeredGuard):
             self._loops.at_next_batch = self._checks.refreshed.at_next_batch
             stack.callback(self._checks.refreshed.leave)
             kept = self._targets, self._collector, self._loaders
-            self._fewer.enter(stack, self._unmanaged, opening.around.page, self.ranks, *kept)
+            self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)
         self._start_stages(stack, settings, opening)
         self._pass_answers = watch_answers(stack, partial(self.stopper.end_unsaved, code=1)) if trains else None
         if trains:
@@ -283,7 +283,7 @@ class Guard(LayeredGuard):
             self._targets,
             self._collector,
             self._unmanaged,
-            world_size=self.ranks.world_size,
+            world_size=self._ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
             ddp=opening.ddp,
         )
@@ -293,7 +293,7 @@ class Guard(LayeredGuard):
             stack,
             opening.closing,
             step=self._step,
-            listeners=Listeners(settings, self._policies, self.ranks),
+            listeners=Listeners(settings, self._policies, self._ranks),
             update_gate=self._update_gate,
             saver=self._saver,
             settings=settings,
@@ -526,7 +526,7 @@ class Guard(LayeredGuard):
 
     def _is_exposed(self) -> bool:
         """Whether the job saves at exceptions, and nothing else protects its steps from them."""
-        protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
+        protected = self._ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
         return not protected and any("exception" in policy.alarms and policy.save for policy in self._policies)
 
     # --- between two steps ---
