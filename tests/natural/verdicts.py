@@ -352,6 +352,8 @@ LOOPS: Sequence[Loop] = (
         ranks=2,
     ),
     Loop("ddp_accumulate", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop("ddp_hand_averaged", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop("ddp_local_later", Warned("gradients that DDP has not reduced"), ranks=2),
     Loop("ddp_powersgd", EXACT, [Cut('    stateful={"powersgd": powersgd},\n', Refused("PowerSGD"))], ranks=2),
     Loop("ddp_wrapped", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
     Loop(
