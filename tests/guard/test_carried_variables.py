@@ -144,6 +144,63 @@ def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogC
     assert "stateful={" in told[0]
 
 
+def best_by_max(job: Job, folder: Path) -> str:
+    best = 0.0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            job.guard.step_end()
+        score = best + 1 - loss.item() / 100
+        is_best = score > best
+        best = max(score, best)
+        if is_best:
+            torch.save(job.network.state_dict(), folder / "best.pt")
+    return "best"
+
+
+def best_by_if(job: Job, folder: Path) -> str:
+    lowest = float("inf")
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        loss = 10.0 - epoch
+        if loss < lowest:
+            lowest = loss
+            torch.save(job.network.state_dict(), folder / "best.pt")
+    return "lowest"
+
+
+def best_by_a_function(job: Job, folder: Path) -> str:
+    best = -1.0
+
+    def save_checkpoint(*, is_best: bool) -> None:
+        if is_best:
+            torch.save(job.network.state_dict(), folder / "best.pt")
+
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        is_best = epoch > best
+        best = max(best, float(epoch))
+        save_checkpoint(is_best=is_best)
+    return "best"
+
+
+@pytest.mark.parametrize("program", [best_by_max, best_by_if, best_by_a_function])
+def test_the_best_so_far_is_told_where_it_decides_what_is_saved(
+    program: Callable[[Job, Path], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    with job.guard:
+        name = program(job, tmp_path)
+    (told,) = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+    assert told.startswith(f"the variable {name} ({program.__name__}() in ") and "saved as the best" in told
+    assert "guard.step" not in told
+
+
 def logs(job: Job) -> None:
     running, seen, losses, smooth = 0.0, 0, [], 1.0
     for epoch in job.guard.epochs(3):

@@ -184,6 +184,16 @@ LOOPS: Sequence[Loop] = (
         [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
     ),
     Loop(
+        "plateau_of_a_meter",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"meter": meter},\n',
+                Warned("meter (train_one_epoch() in plateau_of_a_meter.py) is filled"),
+            )
+        ],
+    ),
+    Loop(
         "scheduler_each_epoch",
         EXACT,
         [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],

@@ -9,12 +9,16 @@ That a value changes is not enough: most such variables are sums and counts for 
   of a named module, an argument of ``step(...)`` or of a function named like ``adjust_lr``, a test above a step or a
   break.
 
+So is the best value so far (``best = max(value, best)``, ``if value < best: best = value``), where it decides what is
+saved or copied: a resumed run would take the next value for the best.
+
 A count of which only ``count % n`` is used must also differ from its first value in that. All is a risk.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
+from mindx_elastic.guard.checks.epoch_sums import find_epoch_sums
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.surroundings import place_of
@@ -37,7 +42,7 @@ __all__ = ["CarriedVariables"]
 
 _Loop = ast.For | ast.While
 _SIMPLE = (int, float, np.number, torch.Tensor, np.ndarray)
-_OF_NO_VALUE = ("len", "time", "perf_counter", "isinstance")
+_COPIES = re.compile(r"save|checkpoint|deepcopy|clone|copy|state_dict|export")
 _ADDS = ("append", "appendleft", "extend", "add", "push", "insert", "put", "store", "remember")
 _LOADS = ("load_state_dict", "copy_", "reset_parameters")
 
@@ -49,6 +54,8 @@ class _Variable:
     line: int
     moduli: tuple[int, ...]
     """Where only ``count % n`` is used: those n."""
+    is_best: bool = False
+    """It does not steer the training, but decides what is kept as the best."""
     before: object = None
 
 
@@ -76,6 +83,8 @@ class CarriedVariables:
         """At a boundary, which is passed in `frame`."""
         places = dict(_loops_by_frame(frame, self._entry))
         if self._variables is None:
+            for what, remedy in find_epoch_sums(frame, self._entry, kept):
+                self._unmanaged.risk(what, remedy)
             self._variables = [v for place, loops in places.items() for v in _find(place, loops, self._origins, kept)]
         frames = {place_of(place): place for place in places}
         for one in self._variables:
@@ -114,12 +123,15 @@ def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tu
 def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
     outer = loops[-1]
     nodes = list(ast.walk(outer))
-    names = {target.id: None for node in nodes for target in _own_updates(node)}
+    best = {name for node in nodes for name in _best_in(node)}
+    names = {target.id: None for node in nodes for target in _own_updates(node)} | dict.fromkeys(sorted(best))
     for name in names:
         if not any(is_carried(loop, variable(name)) for loop in loops) or _is_begun_from(name, frame, outer, origins):
             continue
         line = _sink(outer, name, frame, kept.objects)
-        if line is not None:
+        if line is None and name in best and (line := _saves(outer, name)) is not None:
+            yield _Variable(name, place_of(frame), line, (), is_best=True)
+        elif line is not None:
             yield _Variable(name, place_of(frame), line, _moduli(nodes, name, frame))
 
 
@@ -136,6 +148,38 @@ def _own_updates(node: ast.AST) -> list[ast.Name]:
             pairs = list(zip(target.elts, node.value.elts, strict=False))
         found += [each for one, value in pairs for each in _targets(one) if each.id in _reads(value)]
     return found
+
+
+def _best_in(node: ast.AST) -> Iterator[str]:
+    """The variable of ``best = max(value, best)``, or of ``if value < best: best = value``."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _name(node.value.func) in ("max", "min"):
+        given = {name for part in node.value.args for name in _reads(part)}
+        yield from (each.id for target in node.targets for each in _targets(target) if each.id in given)
+    elif isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
+        assigns = [statement for statement in node.body if isinstance(statement, ast.Assign)]
+        sets = {each.id for one in assigns for target in one.targets for each in _targets(target)}
+        yield from sets & _reads(node.test)
+
+
+def _saves(outer: _Loop, name: str) -> int | None:
+    """The line in which it decides what is saved or copied."""
+    nodes = [node for statement in outer.body for node in ast.walk(statement)]
+    flags = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Compare) and name in _reads(node.value)
+        for one in node.targets
+        for target in _targets(one)
+    }
+    lines = []
+    for node in nodes:
+        if isinstance(node, ast.If) and _reads(node.test) & {name, *flags}:
+            inner = [each for statement in node.body for each in ast.walk(statement)]
+            lines += [n.lineno for n in inner if isinstance(n, ast.Call) and _COPIES.search(_name(n.func))]
+        elif isinstance(node, ast.Call) and _COPIES.search(_name(node.func)):
+            given = (name for part in (*node.args, *node.keywords) for name in _reads(part))
+            lines += [node.lineno] if flags & set(given) else []
+    return min(lines, default=None)
 
 
 def _targets(node: ast.AST) -> Iterator[ast.Name]:
@@ -280,10 +324,15 @@ def _words(one: _Variable, value: Any) -> tuple[str, str]:
     name, file = one.name, Path(one.place.rpartition(" in ")[2]).name
     what = f"the variable {name} ({one.place}) goes on from step to step, steers the training in line {one.line} of "
     what += f"{file}, and is not kept"
+    if one.is_best:
+        what = (
+            f"the variable {name} ({one.place}) decides in line {one.line} of {file} what is saved as the best, and is "
+        )
+        what += "not kept: a resumed run takes the next value for the best"
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
         change = f"{name}.copy_(...)" if isinstance(value, torch.Tensor) else f"{name}[...] = ..."
         line = f'Guard(stateful={{"{name}": {name}}}, ...)'
         return what, f"Make it before the guard, write {line}, and change it in place: {change}"
     state = f'state = {{"{name}": {name}}} before the guard, Guard(stateful={{"state": state}}, ...)'
-    other = "" if isinstance(value, (list, tuple)) else "; or work it out from guard.step"
+    other = "" if one.is_best or isinstance(value, (list, tuple)) else "; or work it out from guard.step"
     return what, f'Keep it in a dict: {state}, and state["{name}"] in its place{other}'
