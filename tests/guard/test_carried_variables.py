@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +124,82 @@ def a_patience(job: Job) -> str:
     return "bad"
 
 
+class Walk:
+    """A world of a reinforcement learner."""
+
+    def __init__(self) -> None:
+        self.place = 0.0
+
+    def reset(self) -> np.ndarray[Any, Any]:
+        self.place = 0.0
+        return np.array([self.place] * 4, dtype=np.float32)
+
+    def step(self, action: float) -> tuple[np.ndarray[Any, Any], float]:
+        self.place += action
+        return np.array([self.place] * 4, dtype=np.float32), -abs(self.place)
+
+
+def an_observation(job: Job) -> str:
+    world, memory = Walk(), []
+    observation = world.reset()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            action = observation.sum() % 3 - 1
+            following, reward = world.step(float(action))
+            memory.append((observation, reward))
+            observation = following
+            seen = torch.tensor(np.stack([one for one, _ in memory[-4:]]))
+            update(job, job.network(torch.cat([x, seen])).square().mean())
+            job.guard.step_end()
+    return "observation"
+
+
+def a_last_loss(job: Job) -> str:
+    last = 100.0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            if loss.item() > last:
+                for group in job.optimizer.param_groups:
+                    group["lr"] *= 0.5
+            last = loss.item()
+            update(job, loss)
+            job.guard.step_end()
+    return "last"
+
+
+steps_done = 0
+
+
+def a_global_of_a_function(job: Job) -> str:
+    def scale() -> float:
+        global steps_done
+        steps_done += 1
+        return float(np.exp(-steps_done / 10))
+
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean() * scale())
+            job.guard.step_end()
+    return "steps_done"
+
+
+def a_count_for_timms_schedulers(job: Job) -> str:
+    class Schedule:
+        def step_update(self, num_updates: int) -> None:
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.01 / num_updates
+
+    num_updates, schedule = 0, Schedule()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            num_updates += 1
+            schedule.step_update(num_updates)
+            job.guard.step_end()
+    return "num_updates"
+
+
 CARRIED: list[Callable[[Job], str]] = [
     a_scale_that_decays,
     a_count_that_sets_the_rate,
@@ -131,6 +208,10 @@ CARRIED: list[Callable[[Job], str]] = [
     a_hidden_state,
     a_sum_that_a_scheduler_gets,
     a_patience,
+    an_observation,
+    a_last_loss,
+    a_global_of_a_function,
+    a_count_for_timms_schedulers,
 ]
 
 
@@ -238,6 +319,34 @@ def saves_the_best(job: Job) -> None:
             files.append(f"best-{best_epoch}-{best}.pt")
 
 
+num_logged = 0
+
+
+def counts_globally_for_a_log(job: Job) -> None:
+    def note(loss: float) -> None:
+        global num_logged
+        num_logged += 1
+        if num_logged % 2 == 0:
+            print(num_logged, loss)
+
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            note(loss.item())
+            job.guard.step_end()
+
+
+def asks_the_guard(job: Job) -> None:
+    """Behind the start, which has put it back."""
+    place = 0.5 * job.guard.step
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x * (1 + 0.01 * place)).square().mean())
+            place = place + 1
+            job.guard.step_end()
+
+
 def counts_from_the_guard(job: Job) -> None:
     count = job.guard.step
     for _ in job.guard.epochs(3):
@@ -324,6 +433,8 @@ def swaps(job: Job) -> None:
         logs,
         saves_the_best,
         counts_from_the_guard,
+        counts_globally_for_a_log,
+        asks_the_guard,
         counts_for_a_window,
         evaluates_now_and_then,
         ends_at_a_number_of_steps,

@@ -28,9 +28,11 @@ from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
 
-__all__ = ["find_epoch_sums"]
+__all__ = ["STEPS", "find_epoch_sums"]
 
 _FILLS = ("append", "appendleft", "extend", "add", "update", "push", "put", "insert", "accumulate")
+STEPS = ("step", "step_update", "step_frac")
+"""Methods of schedulers, timm's among them."""
 _OF_NO_VALUE = ("len", "time", "isinstance", "reset", "clear")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Loop = ast.For | ast.While
@@ -212,7 +214,7 @@ def _sink(behind: _Body, tainted: set[str]) -> tuple[int | None, bool]:
 def _is_sink(node: ast.AST, tainted: set[str]) -> bool:
     if isinstance(node, (ast.If, ast.While)):
         return _reads(node.test, tainted) and any(map(_trains, node.body))
-    if isinstance(node, ast.Assign):
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
         return _sets_rate(node) and _reads(node.value, tainted)
     if not isinstance(node, ast.Call):
         return False
@@ -221,7 +223,7 @@ def _is_sink(node: ast.AST, tainted: set[str]) -> bool:
         _reads(part, tainted) for part in (*node.args, *(k.value for k in node.keywords))
     ):
         return False
-    return called == "step" or bool(_SETS.search(called))
+    return called in STEPS or bool(_SETS.search(called))
 
 
 def _reads(node: ast.AST, tainted: set[str]) -> bool:
