@@ -83,7 +83,7 @@ def _filled_by(node: ast.AST) -> Iterator[ast.expr]:
         is_plain = isinstance(whole, ast.Name) or (
             isinstance(whole, ast.Attribute) and isinstance(whole.value, ast.Name)
         )
-        if is_plain and not _LOGS.search(_name(whole)):
+        if is_plain and not _LOGS.search(_name(whole)) and ast.unparse(whole) != "self":
             yield whole
 
 
