@@ -184,6 +184,40 @@ def a_global_of_a_function(job: Job) -> str:
     return "steps_done"
 
 
+def a_variable_around_a_function(job: Job) -> str:
+    scale = 1.0
+
+    def scaled(loss: torch.Tensor) -> torch.Tensor:
+        nonlocal scale
+        scale *= 0.9
+        return loss * scale
+
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, scaled(job.network(x).square().mean()))
+            job.guard.step_end()
+    return "scale"
+
+
+def a_variable_of_a_maker(job: Job) -> str:
+    def make() -> Callable[[torch.Tensor], torch.Tensor]:
+        factor = 1.0
+
+        def scaled(loss: torch.Tensor) -> torch.Tensor:
+            nonlocal factor
+            factor *= 0.9
+            return loss * factor
+
+        return scaled
+
+    scaled = make()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, scaled(job.network(x).square().mean()))
+            job.guard.step_end()
+    return "factor"
+
+
 def a_count_for_timms_schedulers(job: Job) -> str:
     class Schedule:
         def step_update(self, num_updates: int) -> None:
@@ -211,6 +245,8 @@ CARRIED: list[Callable[[Job], str]] = [
     an_observation,
     a_last_loss,
     a_global_of_a_function,
+    a_variable_around_a_function,
+    a_variable_of_a_maker,
     a_count_for_timms_schedulers,
 ]
 

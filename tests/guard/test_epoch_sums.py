@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,22 @@ def a_meter_of_a_function_by_a_variable(job: Job, plateau: Any) -> str:
     return "meter"
 
 
+def a_window_that_decides_about_steps(job: Job, plateau: Any) -> str:
+    recent: collections.deque[float] = collections.deque(maxlen=5)
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            loss.backward()
+            if not recent or loss.item() < 100 * sum(recent) / len(recent):
+                job.optimizer.step()
+            job.optimizer.zero_grad()
+            recent.append(loss.item())
+            job.guard.step_end()
+    return "recent"
+
+
 TOLD = [
+    a_window_that_decides_about_steps,
     a_list_whose_mean_a_scheduler_gets,
     a_dict_that_decides_when_to_stop,
     a_meter_of_a_function,
@@ -132,6 +148,41 @@ def told_by(
 def test_told(program: Callable[[Job, Any], str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (told,), name = told_by(program, tmp_path, caplog, {})
     assert told.startswith(f"{name} (") and f'Guard(stateful={{"{name}": {name}}}, ...)' in told
+
+
+def test_a_value_in_a_dict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"lr": 0.1, "steps": 0}
+
+    def program(job: Job, plateau: Any) -> None:
+        for _ in job.guard.epochs(3):
+            for group in job.optimizer.param_groups:
+                group["lr"] = settings["lr"]
+            for x, _ in job.loader:
+                update(job, job.network(x).square().mean())
+                settings["steps"] += 1
+                print(settings["steps"])
+                job.guard.step_end()
+            settings["lr"] *= 0.5
+
+    told_by(program, tmp_path, caplog, {})
+    (told,) = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+    assert told.startswith("settings['lr'] (") and 'Guard(stateful={"settings": settings}, ...)' in told
+
+
+def test_a_value_in_a_dict_that_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"lr": 0.1}
+
+    def program(job: Job, plateau: Any) -> None:
+        for _ in job.guard.epochs(3):
+            for group in job.optimizer.param_groups:
+                group["lr"] = settings["lr"]
+            for x, _ in job.loader:
+                update(job, job.network(x).square().mean())
+                job.guard.step_end()
+            settings["lr"] *= 0.5
+
+    told_by(program, tmp_path, caplog, {"settings": settings})
+    assert "is not kept" not in caplog.text
 
 
 def shows_a_mean(job: Job, plateau: Any) -> None:

@@ -13,7 +13,7 @@ That a value changes is not enough: most such variables are sums and counts for 
 So is the best value so far (``best = max(value, best)``, ``if value < best: best = value``), where it decides what is
 saved or copied: a resumed run would take the next value for the best.
 
-A function that is not running at a boundary may do so with a global variable, too (``global steps_done``).
+A function that is not running at a boundary may do so with a variable that is not its own, too (``global steps_done``).
 
 A count of which only ``count % n`` is used must also differ from its first value in that. All is a risk.
 """
@@ -23,9 +23,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,8 @@ class CarriedVariables:
             if place is None or one.name in self._told:
                 continue
             value = value_of(ast.Name(one.name, ast.Load()), place)
+            if not _is_simple(value):
+                value = _in_closure(one.name, place)
             if not _is_simple(value) or (torch.is_tensor(value) and kept.has(value)) or _is_named(value, kept):
                 one.before = None
                 continue
@@ -106,6 +109,17 @@ class CarriedVariables:
             if before is not None and before != now:
                 self._told.add(one.name)
                 self._unmanaged.risk(*_words(one, value))
+
+
+def _in_closure(name: str, frame: FrameType) -> Any:
+    """The variable of a function around one that the program has a variable for; None: there is none."""
+    for variables in (frame.f_locals, frame.f_globals):
+        for function in list(variables.values()):
+            if isinstance(function, FunctionType) and name in function.__code__.co_freevars:
+                cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+                with suppress(ValueError):  # it has no value yet
+                    return cell.cell_contents
+    return None
 
 
 def _is_simple(value: Any) -> bool:
@@ -143,7 +157,7 @@ def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -
 
 
 def _find_in_functions(places: Iterable[FrameType]) -> Iterator[_Variable]:
-    """Global variables that some function sets from their last value, and not only for a log."""
+    """Variables of other functions or the module that a function sets from their last value, and not only for a log."""
     seen: set[str] = set()
     for frame in places:
         file, tree = frame.f_code.co_filename, tree_of(frame)
@@ -153,7 +167,7 @@ def _find_in_functions(places: Iterable[FrameType]) -> Iterator[_Variable]:
         parents: dict[int, ast.AST] | None = None
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             nodes = list(ast.walk(function))
-            own = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+            own = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
             if not own:
                 continue
             parents = parents or parents_of(tree)

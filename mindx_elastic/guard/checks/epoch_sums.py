@@ -7,8 +7,10 @@ An epoch that is resumed in the middle begins with an empty one. Variables that 
 - a method named like `append` or `update` is called, or an element or attribute is set, in the innermost loop around
   ``step_end()``, in which the variable itself is not set,
 - it is not kept, and
-- behind that loop it, or what is worked out from it, is given to a ``step(...)``, sets a learning rate, or decides
-  about a break or a step; also where it is what the function returns, and its caller does that.
+- there or behind that loop it, or what is worked out from it, is given to a ``step(...)``, sets a learning rate, or
+  decides about a break or a step; also where it is what the function returns, and its caller does that.
+
+So is a value in a dict that is only ever set from its own last one (``settings["lr"] *= 0.9``) and steers it.
 
 All is a risk. Read from source, at the first boundary.
 """
@@ -45,15 +47,44 @@ def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) ->
     if not loops:
         return
     steps, place = loops[0]
+    told: set[str] = set()
     for key, node in _filled(steps, place, kept).items():
         line = _steering_line(loops, key)
         if line is None:
             continue
+        told.add(key)
         name = _name(node)
         what = f"{key} ({place_of(place)}) is filled by the steps of an epoch, steers the training in line {line}, and "
         what += "is not kept: an epoch that is resumed in the middle begins with an empty one"
         keep = f'Guard(stateful={{"{name}": {name}}}, ...)'
         yield what, f"Make it before the guard, write {keep}, and empty it in place at the epoch's beginning"
+    outer, place = loops[-1]
+    for key, owner in _own_values(outer, place, kept):
+        if owner not in told and (line := _sink(outer.body, {key})[0]) is not None:
+            what = (
+                f"{key} ({place_of(place)}) goes on from its own last value, steers the training in line {line}, and "
+            )
+            yield f"{what}is not kept", f'Write Guard(stateful={{"{owner}": {owner}}}, ...)'
+
+
+def _own_values(outer: _Loop, place: FrameType, kept: Kept) -> Iterator[tuple[str, str]]:
+    """What is only ever set from its own last value, ``settings["lr"] *= 0.9``: its text, and that of the dict."""
+    goes_on: dict[str, ast.expr] = {}
+    anew: set[str] = set()
+    for node in _inside(outer.body):
+        if not isinstance(node, (ast.Assign, ast.AugAssign)):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+                key = ast.unparse(target)
+                if isinstance(node, ast.AugAssign) or _reads(node.value, {key}):
+                    goes_on.setdefault(key, target.value)
+                else:
+                    anew.add(key)
+    for key, owner in goes_on.items():
+        value = value_of(owner, place)
+        if key not in anew and type(value) is dict and id(value) not in kept.objects:
+            yield key, ast.unparse(owner)
 
 
 def _filled(steps: _Loop, place: FrameType, kept: Kept) -> dict[str, ast.expr]:
@@ -131,8 +162,10 @@ def _inside_node(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _steering_line(loops: Sequence[tuple[_Loop, FrameType]], key: str) -> int | None:
-    """The line behind the innermost loop in which `key` steers the training; None: nowhere."""
+    """The line in the innermost loop or behind it in which `key` steers the training; None: nowhere."""
     steps, place = loops[0]
+    if (line := _sink(steps.body, {key})[0]) is not None:  # a window of the last losses
+        return line
     outer = next((loop for loop, where in loops[1:] if where is place), None)
     tainted, behind = {key}, list(_behind(steps, place, outer))
     while True:
@@ -234,6 +267,7 @@ def _reads(node: ast.AST, tainted: set[str]) -> bool:
             return True
         if _LOGS.search(called) or called in _OF_NO_VALUE:
             return False
-    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load) and ast.unparse(node) in tainted:
+    is_one = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Load)
+    if is_one and ast.unparse(node) in tainted:
         return True
     return any(_reads(child, tainted) for child in ast.iter_child_nodes(node))
