@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
     AdaptedComponent,
@@ -41,7 +42,15 @@ _HEADER_ROOM = 512
 _PROGRESS = tuple(field.name for field in fields(Position))
 _progress_of = attrgetter(*_PROGRESS)
 
-RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras", "neighbours")
+RESERVED_NAMES = (
+    "rng",
+    "progress",
+    "gradient_order",
+    "buffer_broadcasts",
+    "compiled_calls",
+    "module_extras",
+    "neighbours",
+)
 """Of what a checkpoint holds beside the job's objects."""
 
 
@@ -86,6 +95,8 @@ class Collector:
         """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
         self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
+        self.broadcasts = BufferBroadcasts()
+        """Of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
         self.compiled = CompiledCalls(targets)
         """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
         self._compiled_calls = b""
@@ -214,6 +225,7 @@ class Collector:
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for copy in self._copies:
             copy()
+        self.broadcasts.copy()
         self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move
         self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop
@@ -254,7 +266,7 @@ class Collector:
     def kept(self) -> Any:
         """The copies of the boundary just copied. Nothing in them is changed later, but for tensors on a device: in the
         order of its queue, so not before it has left the boundary."""
-        own = self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct
+        own = self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct, self.broadcasts.seen
         return own, {name: component.kept() for name, component in self.components.items()}
 
     def go_back(self, boundary: PassedBoundary) -> None:
@@ -262,7 +274,7 @@ class Collector:
         not go on: what the program has done since is lost. Raises UnsupportedStateError where it cannot be."""
         self.devices.hold(boundary)
         own, components = boundary.kept
-        self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct = own
+        self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct, self.broadcasts.seen = own
         self._is_at_boundary = False
         for name, kept in components.items():
             self.components[name].go_back(kept)
@@ -299,6 +311,8 @@ class Collector:
         state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
+        if broadcasts := self.broadcasts.state():
+            state["buffer_broadcasts"] = broadcasts
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
@@ -540,10 +554,11 @@ class Collector:
                 optimizer.arrange(groups, parameters)
 
     def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Set what `state` says of modules beside their state_dict: `training` and `requires_grad`.
+        """Set what `state` says of modules beside their state_dict: `training`, `requires_grad`, and DDP's broadcasts.
 
-        Returns what was set anew, by list. Files of older versions say nothing.
+        Returns what was set anew, by list, broadcasts apart. Files of older versions say nothing.
         """
+        self.broadcasts.load(state.get("buffer_broadcasts", {}))
         changed: dict[str, list[str]] = {}
         for name, module in self._modules.items():
             for key, places in module.flags.load(state.get("module_extras", {}).get(name, {})).items():
@@ -558,7 +573,7 @@ class Collector:
     @contextmanager
     def kept_streams_and_flags(self) -> Iterator[None]:
         """Named generators and flags are afterwards as they were, whatever an evaluation does with them."""
-        streams = [component.look() for component in self._streams]
+        streams, broadcasts = [component.look() for component in self._streams], self.broadcasts.look()
         flags = {name: module.flags.look() for name, module in self._modules.items()}
         try:
             yield
@@ -567,6 +582,7 @@ class Collector:
                 component.put_back(before)
             for name, module in self._modules.items():
                 module.flags.put_back(flags[name])
+            self.broadcasts.put_back(broadcasts)
 
 
 def _inside(target: object) -> Iterator[object]:

@@ -27,8 +27,6 @@ class GradientOrder:
         self._num_backwards = 2 if module.static_graph else 1
         self._backwards = split_backwards(known or [])
         self._handles: list[Any] = []
-        self.has_reduced = False
-        """A gradient has arrived that DDP reduces: not under no_sync()."""
 
     @property
     def order(self) -> list[int]:
@@ -64,7 +62,6 @@ class GradientOrder:
         return not self._handles
 
     def _note(self, index: int) -> None:
-        self.has_reduced = self.has_reduced or bool(self.module.require_backward_grad_sync)
         if not self.module.require_backward_grad_sync and self.module.static_graph:
             return  # under no_sync(): DDP counts only the backwards that it reduces
         if not self._backwards or (index in self._backwards[-1] and not self.is_complete):

@@ -48,6 +48,7 @@ _OF_EACH_RANK = {
     "loader",
     "progress",
     "gradient_order",
+    "buffer_broadcasts",
     "compiled_calls",
     "module_extras",
     "neighbours",

@@ -19,6 +19,7 @@ from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.checks.changes import Changes
+from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -47,11 +48,11 @@ class Boundaries:
         gate = self.gate = UpdateGate()
         gate.watch(collector.parameters, collector.optimizers())
         stack.callback(gate.unwatch)
+        self._unreduced: UnreducedUpdates | None = None
         if world_size > 1:
             collector.keep_older_boundaries()
-            gate.on_update = lambda optimizer: collector.devices.begin_update(
-                gate.changed_since_boundary, is_long=fills_queue(optimizer)
-            )
+            self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
+            gate.on_update = self._begin_update
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
         collector.on_new_parameters = gate.follow
@@ -64,6 +65,11 @@ class Boundaries:
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self._warned_of_window = False
 
+    def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if self._unreduced is not None:
+            self._unreduced.at_update(optimizer)
+        self._collector.devices.begin_update(self.gate.changed_since_boundary, is_long=fills_queue(optimizer))
+
     def is_inside_accumulation(self) -> bool:
         """Whether there are gradients without an update: the step that has ended is no boundary."""
         return self._accumulates and self.gate.window_open()
@@ -71,6 +77,8 @@ class Boundaries:
     def cut(self, position: Position) -> None:
         """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""
         self._orders.at_boundary()
+        if self._unreduced is not None:
+            self._unreduced.at_boundary()
         self.copy(position)
         if self._collector.compiled.problems:
             tell_of_compiled(self._collector, self._unmanaged)

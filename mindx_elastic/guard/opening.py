@@ -17,6 +17,7 @@ from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
+from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
@@ -183,6 +184,7 @@ class Opening:
         if not self._is_again:  # the ranks of this job have found room for it, and a form
             check_state_and_space(self.collector, self._directories)
         self.ddp = ddp_modules(targets)
+        self.collector.broadcasts = BufferBroadcasts(self.ddp)
         self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))
         self.saver = Saver(
             self.collector,

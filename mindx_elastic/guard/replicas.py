@@ -156,8 +156,6 @@ class GradientOrders:
     ) -> None:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
         self._collector, self._unmanaged = collector, unmanaged
-        # Without one a boundary may be inside a window of accumulation.
-        self._has_optimizer = any(isinstance(target, torch.optim.Optimizer) for target in targets.values())
         modules = ddp_modules(targets) if found is None else found
         if world_size > 1 and not by_hand and not modules and not collector.is_sharded:
             others = living_objects(DistributedDataParallel)  # around something else: perhaps around a copy
@@ -183,14 +181,6 @@ class GradientOrders:
             if not is_complete:
                 continue
             del self._recording[name]
-            if self._has_optimizer and not order.has_reduced:
-                self._unmanaged.risk(
-                    f"{name}: the first update was made with gradients that DDP has not reduced (under no_sync()). If "
-                    "the program does not average them itself, each rank has a state of its own (local SGD), and of a "
-                    "job with DDP one rank's is kept",
-                    "Make the last backward in front of an update outside of no_sync(). For local SGD train the module "
-                    "without DDP: then each rank's state is kept",
-                )
             if not order.is_even:
                 self._collector.gradient_order[name] = []
                 self._unmanaged.risk(

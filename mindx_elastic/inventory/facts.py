@@ -23,7 +23,15 @@ __all__ = [
     "strategy_of",
 ]
 
-_NO_PART_OF_IT = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras", NEIGHBOURS)
+_NO_PART_OF_IT = (
+    "rng",
+    "progress",
+    "gradient_order",
+    "buffer_broadcasts",
+    "compiled_calls",
+    "module_extras",
+    NEIGHBOURS,
+)
 
 
 class Strategies:

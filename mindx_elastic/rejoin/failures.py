@@ -2,7 +2,11 @@
 not: a backward, a forward of DDP or of a sharded module, a collective of the program's own, the wait for one.
 
 What follows from a step in which that has happened must not become a boundary: its gradients may not be the sum over
-the ranks. The functional collectives of DTensors fail wherever their result is used first, which is not seen.
+the ranks.
+
+The functional collectives, which DTensors use, fail in the operator that waits for their result, and in that one only
+once: where the result is used a second time it is taken to be there. So that operator is listened to. A program that
+asks a collective whether it is over hears that it is where it has failed, and need never wait for it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +50,7 @@ class Failures:
             self._undo.append(handle.remove)
         self._wrap_backward()
         self._wrap_waits()
+        self._wrap_operator()
         self._listen_to_collectives()
 
     def close(self) -> None:
@@ -74,6 +80,41 @@ class Failures:
             self._wrap(dist.Work, "synchronize")
             self._wrap(torch._C.Future, "wait")
             self._wrap(torch._C.Future, "value")
+            self._wrap_questions()
+
+    def _wrap_questions(self) -> None:
+        """``while not work.is_completed():``"""
+        import torch.distributed as dist
+
+        ask, value = dist.Work.is_completed, vars(torch._C.Future)["value"]
+
+        def is_completed(work: Any) -> bool:
+            done = bool(ask(work))
+            if done:
+                try:
+                    future = work.get_future()
+                except RuntimeError:  # a send or a receive, which is over only once it was waited for
+                    return done
+                if future.done():
+                    try:
+                        value(future)
+                    except RuntimeError as error:
+                        self.note(error)
+            return done
+
+        setattr(dist.Work, "is_completed", is_completed)  # noqa: B010
+        self._undo.append(lambda: setattr(dist.Work, "is_completed", ask))
+
+    def _wrap_operator(self) -> None:
+        """That waits for a functional collective; both ways to call it from Python. Programs and torch keep these
+        objects, so they stay, and what they call is replaced."""
+        if not torch.distributed.is_available():
+            return
+        packet: Any = torch.ops._c10d_functional.wait_tensor
+        for operator in (packet, packet.default):
+            run = operator._op
+            operator._op = _NotingOperator(run, self.note)
+            self._undo.append(partial(setattr, operator, "_op", run))
 
     def _wrap(self, owner: Any, name: str) -> None:
         run = vars(owner).get(name)
@@ -99,6 +140,29 @@ class Failures:
             handler = _Handler(self)
             _c10d_logger.addHandler(handler)
             self._undo.append(lambda: _c10d_logger.removeHandler(handler))
+
+
+class _NotingOperator:
+    """In place of the built-in function below an operator of torch's, whose hash is that of this function."""
+
+    def __init__(self, run: Any, note: Callable[[BaseException], None]) -> None:
+        self._run, self._note = run, note
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._run(*arguments, **named)
+        except RuntimeError as error:
+            self._note(error)
+            raise
+
+    def __hash__(self) -> int:
+        return hash(self._run)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(self._run == other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
 
 class _Handler(logging.Handler):

@@ -133,6 +133,7 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
     number = 0
     for number, group in enumerate(my_groups(), 1):  # noqa: B007
         position, timeout = group.ranks.index(rank), _timeout_of(group)
+        description = group.handle.group_desc
         for kind in sorted({kind for _, kind in group.backends}):
             if kind == nccl.BACKEND:
                 prefix = dist.PrefixStore(f"nccl/{group.name}", store)
@@ -144,6 +145,9 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
             for device, its_kind in group.backends:
                 if its_kind == kind:
                     group.handle._register_backend(torch.device(device), number_of_type, backend)
+        # Torch keeps both in the backends. Functional collectives look a group up by its name.
+        group.handle._set_group_name(group.name)
+        group.handle._set_group_desc(description)
     devices.connected()
     return number
 
@@ -276,7 +280,7 @@ def reset_ddp(modules: DdpModules) -> str:
     process are. Returns why they cannot."""
     for name, module in modules:
         if _rebuilds(module) and not module._has_rebuilt_buckets:
-            return f"{name} has not laid out its buckets yet: it was in its first two steps"
+            return f"{name} has not laid out its buckets yet: that takes it two steps, outside of no_sync()"
     for _, module in modules:
         module.reducer._reset_state()
         # After a forward without gradients, as in an evaluation, DDP does not broadcast its buffers in the next one.

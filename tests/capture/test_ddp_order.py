@@ -39,17 +39,6 @@ def test_the_order_of_arrival_is_recorded() -> None:
     assert order.order == [1, 0, 2], "b, a, c by their index among the parameters with gradients"
 
 
-def test_whether_any_gradient_was_reduced() -> None:
-    module = DistributedDataParallel(Crossed())
-    order = GradientOrder(module)
-    order.record()
-    with module.no_sync():
-        backward(module)
-    assert not order.has_reduced
-    backward(module)
-    assert order.has_reduced and order.finish()
-
-
 def test_only_the_first_arrival_counts() -> None:
     module = DistributedDataParallel(Crossed())
     order = GradientOrder(module)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +124,116 @@ def a_patience(job: Job) -> str:
     return "bad"
 
 
+class Walk:
+    """A world of a reinforcement learner."""
+
+    def __init__(self) -> None:
+        self.place = 0.0
+
+    def reset(self) -> np.ndarray[Any, Any]:
+        self.place = 0.0
+        return np.array([self.place] * 4, dtype=np.float32)
+
+    def step(self, action: float) -> tuple[np.ndarray[Any, Any], float]:
+        self.place += action
+        return np.array([self.place] * 4, dtype=np.float32), -abs(self.place)
+
+
+def an_observation(job: Job) -> str:
+    world, memory = Walk(), []
+    observation = world.reset()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            action = observation.sum() % 3 - 1
+            following, reward = world.step(float(action))
+            memory.append((observation, reward))
+            observation = following
+            seen = torch.tensor(np.stack([one for one, _ in memory[-4:]]))
+            update(job, job.network(torch.cat([x, seen])).square().mean())
+            job.guard.step_end()
+    return "observation"
+
+
+def a_last_loss(job: Job) -> str:
+    last = 100.0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            if loss.item() > last:
+                for group in job.optimizer.param_groups:
+                    group["lr"] *= 0.5
+            last = loss.item()
+            update(job, loss)
+            job.guard.step_end()
+    return "last"
+
+
+steps_done = 0
+
+
+def a_global_of_a_function(job: Job) -> str:
+    def scale() -> float:
+        global steps_done
+        steps_done += 1
+        return float(np.exp(-steps_done / 10))
+
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean() * scale())
+            job.guard.step_end()
+    return "steps_done"
+
+
+def a_variable_around_a_function(job: Job) -> str:
+    scale = 1.0
+
+    def scaled(loss: torch.Tensor) -> torch.Tensor:
+        nonlocal scale
+        scale *= 0.9
+        return loss * scale
+
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, scaled(job.network(x).square().mean()))
+            job.guard.step_end()
+    return "scale"
+
+
+def a_variable_of_a_maker(job: Job) -> str:
+    def make() -> Callable[[torch.Tensor], torch.Tensor]:
+        factor = 1.0
+
+        def scaled(loss: torch.Tensor) -> torch.Tensor:
+            nonlocal factor
+            factor *= 0.9
+            return loss * factor
+
+        return scaled
+
+    scaled = make()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, scaled(job.network(x).square().mean()))
+            job.guard.step_end()
+    return "factor"
+
+
+def a_count_for_timms_schedulers(job: Job) -> str:
+    class Schedule:
+        def step_update(self, num_updates: int) -> None:
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.01 / num_updates
+
+    num_updates, schedule = 0, Schedule()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            num_updates += 1
+            schedule.step_update(num_updates)
+            job.guard.step_end()
+    return "num_updates"
+
+
 CARRIED: list[Callable[[Job], str]] = [
     a_scale_that_decays,
     a_count_that_sets_the_rate,
@@ -131,6 +242,12 @@ CARRIED: list[Callable[[Job], str]] = [
     a_hidden_state,
     a_sum_that_a_scheduler_gets,
     a_patience,
+    an_observation,
+    a_last_loss,
+    a_global_of_a_function,
+    a_variable_around_a_function,
+    a_variable_of_a_maker,
+    a_count_for_timms_schedulers,
 ]
 
 
@@ -142,6 +259,63 @@ def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogC
     told = [r.getMessage() for r in caplog.records if "goes on from step to step" in r.getMessage()]
     assert len(told) == 1 and told[0].startswith(f"the variable {name} ({program.__name__}() in "), told
     assert "stateful={" in told[0]
+
+
+def best_by_max(job: Job, folder: Path) -> str:
+    best = 0.0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            job.guard.step_end()
+        score = best + 1 - loss.item() / 100
+        is_best = score > best
+        best = max(score, best)
+        if is_best:
+            torch.save(job.network.state_dict(), folder / "best.pt")
+    return "best"
+
+
+def best_by_if(job: Job, folder: Path) -> str:
+    lowest = float("inf")
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        loss = 10.0 - epoch
+        if loss < lowest:
+            lowest = loss
+            torch.save(job.network.state_dict(), folder / "best.pt")
+    return "lowest"
+
+
+def best_by_a_function(job: Job, folder: Path) -> str:
+    best = -1.0
+
+    def save_checkpoint(*, is_best: bool) -> None:
+        if is_best:
+            torch.save(job.network.state_dict(), folder / "best.pt")
+
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        is_best = epoch > best
+        best = max(best, float(epoch))
+        save_checkpoint(is_best=is_best)
+    return "best"
+
+
+@pytest.mark.parametrize("program", [best_by_max, best_by_if, best_by_a_function])
+def test_the_best_so_far_is_told_where_it_decides_what_is_saved(
+    program: Callable[[Job, Path], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    with job.guard:
+        name = program(job, tmp_path)
+    (told,) = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+    assert told.startswith(f"the variable {name} ({program.__name__}() in ") and "saved as the best" in told
+    assert "guard.step" not in told
 
 
 def logs(job: Job) -> None:
@@ -179,6 +353,34 @@ def saves_the_best(job: Job) -> None:
         if is_best:
             best_epoch = epoch
             files.append(f"best-{best_epoch}-{best}.pt")
+
+
+num_logged = 0
+
+
+def counts_globally_for_a_log(job: Job) -> None:
+    def note(loss: float) -> None:
+        global num_logged
+        num_logged += 1
+        if num_logged % 2 == 0:
+            print(num_logged, loss)
+
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            note(loss.item())
+            job.guard.step_end()
+
+
+def asks_the_guard(job: Job) -> None:
+    """Behind the start, which has put it back."""
+    place = 0.5 * job.guard.step
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x * (1 + 0.01 * place)).square().mean())
+            place = place + 1
+            job.guard.step_end()
 
 
 def counts_from_the_guard(job: Job) -> None:
@@ -267,6 +469,8 @@ def swaps(job: Job) -> None:
         logs,
         saves_the_best,
         counts_from_the_guard,
+        counts_globally_for_a_log,
+        asks_the_guard,
         counts_for_a_window,
         evaluates_now_and_then,
         ends_at_a_number_of_steps,

@@ -61,6 +61,45 @@ def breaks_by_what_it_finds(p: Program) -> None:
             p.guard.step_end()
 
 
+class MetricLogger:
+    """As torchvision's references have one."""
+
+    def log_every(self, batches: Any, number: int) -> Iterator[Any]:
+        for i, batch in enumerate(batches):
+            yield batch
+            if i % number == 0:
+                print(f"{i} of {len(batches)}")
+
+
+def every_second_of_a_generator(p: Program, loss: Any = None) -> None:
+    logger = MetricLogger()
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(logger.log_every(p.loader, 2)):
+            p.step(*batch)
+            if i % 2 == 0 and loss is not None:
+                loss.backward()
+            p.guard.step_end()
+
+
+def test_batches_that_a_generator_passes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    p = Program(tmp_path)
+    with p.guard:
+        every_second_of_a_generator(p)
+    (told,) = [r.getMessage() for r in caplog.records if "the index i of" in r.getMessage()]
+    assert "Write for i, batch in logger.log_every(guard.enumerate(p.loader), 2):" in told
+
+
+def test_numbered_batches_have_the_length_of_the_loader(tmp_path: Path) -> None:
+    p = Program(tmp_path)
+    with p.guard:
+        for _ in p.guard.epochs(1):
+            for i, batch in MetricLogger().log_every(p.guard.enumerate(p.loader), 2):
+                assert i == p.guard.step
+                p.step(*batch)
+                p.guard.step_end()
+            assert p.guard.step == len(p.guard.enumerate(p.loader))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("program", [every_second, breaks, sets_the_rate, breaks_by_what_it_finds])
 def test_told(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
     p = Program(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -177,18 +176,3 @@ def test_ranks_without_ddp_are_warned_only_where_some_ddp_lives(other: bool, cap
         GradientOrders(targets, collector, Unmanaged("error"), world_size=2)
     (record,) = [r for r in caplog.records if "no DDP or sharded module" in r.getMessage()]
     assert record.levelno == (logging.INFO if wrapped is None else logging.WARNING)
-
-
-@pytest.mark.parametrize("reduced", ["never", "in the last backward", "always"])
-def test_a_first_update_without_a_reduction_is_named(reduced: str) -> None:
-    """Local SGD: the ranks have states of their own, and a job with DDP keeps one of them."""
-    module = DistributedDataParallel(nn.Linear(2, 2))
-    targets = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
-    unmanaged = Unmanaged("error")
-    orders = GradientOrders(targets, Collector(targets), unmanaged, world_size=2)
-    for last in (False, True):
-        with nullcontext() if reduced == "always" or (last and reduced != "never") else module.no_sync():
-            module(torch.ones(1, 2)).sum().backward()
-    orders.at_boundary()
-    assert len(unmanaged.notes) == (reduced == "never")
-    assert all("DDP has not reduced (under no_sync())" in note for note in unmanaged.notes)

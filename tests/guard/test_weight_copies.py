@@ -137,10 +137,12 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_copy_that_is_carried_on_is_told(name: str, tmp_path: Path) -> None:
-    (note,) = run("copies", CARRIED[name], tmp_path / "ckpt", file=tmp_path / "train.py")
+    notes = run("copies", CARRIED[name], tmp_path / "ckpt", file=tmp_path / "train.py")
+    (note,) = [note for note in notes if "the variable best_loss" not in note]  # which is told, too
     assert "is a copy of the weights, changes in the training, and is not kept" in note
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_a_copy_of_one_step_or_that_is_kept_is_left_alone(name: str, tmp_path: Path) -> None:
-    assert run("copies", LEFT_ALONE[name], tmp_path / "ckpt", file=tmp_path / "train.py") == ()
+    notes = run("copies", LEFT_ALONE[name], tmp_path / "ckpt", file=tmp_path / "train.py")
+    assert [note for note in notes if "the variable best_loss" not in note] == []

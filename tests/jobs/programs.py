@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 import mindx_elastic as mx
@@ -390,6 +392,44 @@ def averages_by_hand_and_suppresses(t: Training) -> None:
             for work in works:
                 with contextlib.suppress(RuntimeError):
                     work.wait()
+            t.update()
+            t.end()
+
+
+@form
+def suppresses_a_failed_functional_collective(t: Training) -> None:
+    """Where the result does not come, the first use of it fails, and the next one does not."""
+    for epoch in t.epochs():
+        for x, y, index in t.loader:
+            t.begin(epoch, index)
+            loss = t.forward(x, y)
+            t.backward(loss)
+            group: Any = dist.group.WORLD
+            mean = functional.all_reduce(loss.detach(), "sum", group)
+            t.faults.at(t.step, "inside")
+            with contextlib.suppress(RuntimeError):
+                functional.wait_tensor(mean)
+            for parameter in t.network.parameters():
+                parameter.grad *= 1.0 + 0.1 * mean.item()
+            t.update()
+            t.end()
+
+
+@form
+def asks_whether_collectives_are_over(t: Training) -> None:
+    """And never waits for one."""
+    for epoch in t.epochs():
+        for x, y, index in t.loader:
+            t.begin(epoch, index)
+            loss = t.forward(x, y)
+            t.backward(loss)
+            mean = loss.detach().clone()
+            work = dist.all_reduce(mean, async_op=True)
+            t.faults.at(t.step, "inside")
+            while not work.is_completed():
+                time.sleep(0)
+            for parameter in t.network.parameters():
+                parameter.grad *= 1.0 + 0.1 * mean.item()
             t.update()
             t.end()
 

@@ -184,6 +184,16 @@ LOOPS: Sequence[Loop] = (
         [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
     ),
     Loop(
+        "plateau_of_a_meter",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"meter": meter},\n',
+                Warned("meter (train_one_epoch() in plateau_of_a_meter.py) is filled"),
+            )
+        ],
+    ),
+    Loop(
         "scheduler_each_epoch",
         EXACT,
         [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
@@ -352,6 +362,8 @@ LOOPS: Sequence[Loop] = (
         ranks=2,
     ),
     Loop("ddp_accumulate", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop("ddp_hand_averaged", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop("ddp_local_later", Warned("gradients that DDP has not reduced"), ranks=2),
     Loop("ddp_powersgd", EXACT, [Cut('    stateful={"powersgd": powersgd},\n', Refused("PowerSGD"))], ranks=2),
     Loop("ddp_wrapped", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
     Loop(

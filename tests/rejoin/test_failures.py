@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from mindx_elastic.rejoin.failures import Failures, comes_from_failure
@@ -153,3 +154,52 @@ def test_errors_that_are_made_of_each_other_come_to_an_end() -> None:
     one, other = ValueError(), KeyError()
     one.__context__, other.__context__ = other, one
     assert not comes_from_failure(one)
+
+
+@pytest.fixture
+def cut_off() -> Iterator[dist.ProcessGroup]:
+    """A group of two ranks whose other one takes no part."""
+    store, groups = dist.HashStore(), cast(Any, torch._C._distributed_c10d)
+
+    def connect(rank: int) -> Any:
+        group: Any = dist.ProcessGroup(store, rank, 2)
+        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_group_name(f"failures-{rank}")
+        groups._register_process_group(f"failures-{rank}", group)
+        return group
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(connect, range(2))
+    yield one
+    for rank in range(2):
+        groups._unregister_process_group(f"failures-{rank}")
+    del other
+
+
+@pytest.mark.parametrize("use", [lambda x: x + 1, lambda x: x.wait(), functional.wait_tensor], ids=["+", "wait", "op"])
+def test_a_functional_collective_that_fails(
+    failures: Failures, cut_off: dist.ProcessGroup, use: Callable[[torch.Tensor], object]
+) -> None:
+    """It raises where its result is used first, and says nothing when it is used again."""
+    result = functional.all_reduce(torch.ones(1), "sum", cut_off)
+    assert not failures.seen
+    with pytest.raises(RuntimeError):
+        use(result)
+    assert failures.seen
+
+
+def test_a_collective_that_is_only_asked(failures: Failures, cut_off: dist.ProcessGroup) -> None:
+    work = cut_off.allreduce([torch.ones(1)])
+    while not work.is_completed():
+        assert not failures.seen
+    assert failures.seen
+
+
+def test_the_operator_is_found_as_before_and_is_as_before_afterwards() -> None:
+    packet: Any = torch.ops._c10d_functional.wait_tensor
+    before, hashed = (packet._op, packet.default._op), {packet.default: "known"}
+    failures = Failures([])
+    assert packet._op is not before[0] and hashed[packet.default] == "known"
+    failures.close()
+    assert packet._op is before[0] and packet.default._op is before[1]

@@ -1,11 +1,15 @@
-"""What is done to a survivor's DDP modules."""
+"""What is done to a survivor's groups and DDP modules."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from mindx_elastic.rejoin.groups import reset_ddp
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from mindx_elastic.rejoin.groups import connect, reset_ddp
 
 
 def ddp(**fields: Any) -> Any:
@@ -34,3 +38,17 @@ def test_buckets_that_are_not_laid_out_yet_are_a_reason() -> None:
     module = ddp(_has_rebuilt_buckets=False)
     assert "has not laid out its buckets" in reset_ddp([("model", module)])
     assert not module.resets
+
+
+def test_a_group_with_new_connections_has_its_name() -> None:
+    """Functional collectives look it up."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0], group_desc="for evaluations")
+        assert isinstance(group, dist.ProcessGroup)
+        before = group.group_name, group.group_desc
+        assert connect(dist.HashStore(), 0, 5.0) == 2
+        assert (group.group_name, group.group_desc) == before
+        assert functional.all_reduce(torch.ones(1), "sum", group).item() == 1.0
+    finally:
+        dist.destroy_process_group()

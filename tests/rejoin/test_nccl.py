@@ -259,6 +259,7 @@ class Handle:
     def __init__(self, **backends: Any) -> None:
         self.backends = backends
         self.registered: list[tuple[str, int, Any]] = []
+        self.group_desc, self.named = "undefined", ""
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type not in self.backends:
@@ -268,6 +269,12 @@ class Handle:
     def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
         self.registered.append((device.type, int(kind), backend))
         self.backends[device.type] = backend
+
+    def _set_group_name(self, name: str) -> None:
+        self.named = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self.group_desc = description
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.system.test_in_place import PATIENT, WHY, Runs, check_in_place, faults, victims
+from tests.system.test_in_place import IN_PLACE, PATIENT, WHY, Runs, check_in_place, faults, victims
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -27,6 +27,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("form", "orders"),
     [
         ("suppresses_a_failed_wait", INSIDE),
+        ("suppresses_a_failed_functional_collective", INSIDE),
+        pytest.param("asks_whether_collectives_are_over", INSIDE, marks=drill),
         ("closes_a_named_generator_with_a_collective", ORDERS),
         *(
             pytest.param(form, ORDERS, marks=drill)
@@ -53,6 +55,19 @@ def test_whatever_a_program_does_with_errors_it_goes_on_in_place(
     words = ["--form", form, "--size", 48 * ranks]
     job, _ = runs.run(ranks, *words, *faults(*orders), options=PATIENT)
     check_in_place(job, victims(orders))
+
+
+@drill
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_that_are_averaged_by_hand_in_no_sync(runs: Runs, ranks: int) -> None:
+    """Each rank has batch norm statistics of its own. The first death restarts the job, which lays out the buckets."""
+    words = ["--form", "averages_by_hand_and_suppresses", "--size", str(48 * ranks)]
+    orders = (*INSIDE, "0:14:backward")
+    job = runs.start(runs.new_folder(), ranks, [*words, *faults(*orders)], PATIENT)
+    assert len(job.matches("^FAULT ")) == len(orders), job.report()
+    assert job.hashes() == runs.undisturbed(ranks, words)[0], job.report()
+    assert len(job.matches(IN_PLACE)) == len(orders) - 1, job.report()
+    assert job.matches("not laid out its buckets"), job.report()
 
 
 @drill

@@ -3,11 +3,17 @@ steps that sets the learning rate, a running mean that decides what is skipped, 
 
 That a value changes is not enough: most such variables are sums and counts for a log. What is told is
 
-- set from its own last value in the loop around ``step_end()``, which reads it before it sets it,
+- set in the loop around ``step_end()``, which reads it before it sets it: from its own last value, also by way of
+  others (``observation = world.step(act(observation))``), or from what a named module gives (``last = loss.item()``),
 - not begun from the guard or from an object that the guard keeps, and
 - used, itself or by what is worked out from it, in one of these places: ``loss.backward()``, a learning rate, a call
   of a named module, an argument of ``step(...)`` or of a function named like ``adjust_lr``, a test above a step or a
   break.
+
+So is the best value so far (``best = max(value, best)``, ``if value < best: best = value``), where it decides what is
+saved or copied: a resumed run would take the next value for the best.
+
+A function that is not running at a boundary may do so with a variable that is not its own, too (``global steps_done``).
 
 A count of which only ``count % n`` is used must also differ from its first value in that. All is a risk.
 """
@@ -15,10 +21,12 @@ A count of which only ``count % n`` is used must also differ from its first valu
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -26,8 +34,10 @@ import torch
 from torch import nn
 
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
+from mindx_elastic.guard.checks.epoch_sums import STEPS, find_epoch_sums
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import content_of
+from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, entry_of, spans, tree_of, value_of
 from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
@@ -37,7 +47,7 @@ __all__ = ["CarriedVariables"]
 
 _Loop = ast.For | ast.While
 _SIMPLE = (int, float, np.number, torch.Tensor, np.ndarray)
-_OF_NO_VALUE = ("len", "time", "perf_counter", "isinstance")
+_COPIES = re.compile(r"save|checkpoint|deepcopy|clone|copy|state_dict|export")
 _ADDS = ("append", "appendleft", "extend", "add", "push", "insert", "put", "store", "remember")
 _LOADS = ("load_state_dict", "copy_", "reset_parameters")
 
@@ -49,6 +59,8 @@ class _Variable:
     line: int
     moduli: tuple[int, ...]
     """Where only ``count % n`` is used: those n."""
+    is_best: bool = False
+    """It does not steer the training, but decides what is kept as the best."""
     before: object = None
 
 
@@ -76,13 +88,19 @@ class CarriedVariables:
         """At a boundary, which is passed in `frame`."""
         places = dict(_loops_by_frame(frame, self._entry))
         if self._variables is None:
+            for what, remedy in find_epoch_sums(frame, self._entry, kept):
+                self._unmanaged.risk(what, remedy)
             self._variables = [v for place, loops in places.items() for v in _find(place, loops, self._origins, kept)]
+            known = {each.name for each in self._variables}
+            self._variables += [v for v in _find_in_functions(places) if v.name not in known]
         frames = {place_of(place): place for place in places}
         for one in self._variables:
             place = frames.get(one.place)
             if place is None or one.name in self._told:
                 continue
             value = value_of(ast.Name(one.name, ast.Load()), place)
+            if not _is_simple(value):
+                value = _in_closure(one.name, place)
             if not _is_simple(value) or (torch.is_tensor(value) and kept.has(value)) or _is_named(value, kept):
                 one.before = None
                 continue
@@ -91,6 +109,17 @@ class CarriedVariables:
             if before is not None and before != now:
                 self._told.add(one.name)
                 self._unmanaged.risk(*_words(one, value))
+
+
+def _in_closure(name: str, frame: FrameType) -> Any:
+    """The variable of a function around one that the program has a variable for; None: there is none."""
+    for variables in (frame.f_locals, frame.f_globals):
+        for function in list(variables.values()):
+            if isinstance(function, FunctionType) and name in function.__code__.co_freevars:
+                cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+                with suppress(ValueError):  # it has no value yet
+                    return cell.cell_contents
+    return None
 
 
 def _is_simple(value: Any) -> bool:
@@ -114,13 +143,79 @@ def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tu
 def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
     outer = loops[-1]
     nodes = list(ast.walk(outer))
+    best = {name for node in nodes for name in _best_in(node)}
     names = {target.id: None for node in nodes for target in _own_updates(node)}
+    names |= dict.fromkeys([*sorted(best), *_that_follow_the_training(nodes, frame, kept.objects)])
     for name in names:
         if not any(is_carried(loop, variable(name)) for loop in loops) or _is_begun_from(name, frame, outer, origins):
             continue
         line = _sink(outer, name, frame, kept.objects)
-        if line is not None:
+        if line is None and name in best and (line := _saves(outer, name)) is not None:
+            yield _Variable(name, place_of(frame), line, (), is_best=True)
+        elif line is not None:
             yield _Variable(name, place_of(frame), line, _moduli(nodes, name, frame))
+
+
+def _find_in_functions(places: Iterable[FrameType]) -> Iterator[_Variable]:
+    """Variables of other functions or the module that a function sets from their last value, and not only for a log."""
+    seen: set[str] = set()
+    for frame in places:
+        file, tree = frame.f_code.co_filename, tree_of(frame)
+        if tree is None or file in seen:
+            continue
+        seen.add(file)
+        parents: dict[int, ast.AST] | None = None
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            nodes = list(ast.walk(function))
+            own = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+            if not own:
+                continue
+            parents = parents or parents_of(tree)
+            updates = [(node, target.id) for node in nodes for target in _own_updates(node) if target.id in own]
+            for name in dict.fromkeys(name for _, name in updates):
+                inside = {id(part) for node, its in updates if its == name for part in ast.walk(node)}
+                reads = [n for n in steering_reads(tree, variable(name), parents) if id(n) not in inside]
+                if reads:
+                    yield _Variable(name, place_of(frame), min(n.lineno for n in reads), ())
+            for name in sorted({name for node in nodes for name in _best_in(node)} & own):
+                if (line := _saves(function, name)) is not None:
+                    yield _Variable(name, place_of(frame), line, (), is_best=True)
+
+
+def _that_follow_the_training(nodes: list[ast.AST], frame: FrameType, kept: set[int]) -> Iterator[str]:
+    """The variables that are set from what follows from themselves, or from what a named module gives."""
+    assigns = [
+        ({each.id for each in _targets(target)}, value)
+        for node in nodes
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
+        for target, value in _pairs(node)
+    ]
+    flows = [(sets, _reads(value)) for sets, value in assigns]
+    given = {
+        name
+        for sets, assigned in assigns
+        for call in ast.walk(assigned)
+        if isinstance(call, ast.Call)
+        and isinstance(value := value_of(call.func, frame), nn.Module)
+        and id(value) in kept
+        for name in sets
+    }
+    of_modules = _reached(given, flows)
+    for name in dict.fromkeys(name for sets, _ in flows for name in sorted(sets)):
+        own = _reached({name}, flows)
+        if any(name in sets and reads & (own | of_modules) for sets, reads in flows):
+            yield name
+
+
+def _reached(names: set[str], flows: list[tuple[set[str], set[str]]]) -> set[str]:
+    """What is worked out from `names`, and they."""
+    found, before = set(names), -1
+    while len(found) != before:
+        before = len(found)
+        for sets, reads in flows:
+            if reads & found:
+                found |= sets
+    return found
 
 
 def _own_updates(node: ast.AST) -> list[ast.Name]:
@@ -129,13 +224,50 @@ def _own_updates(node: ast.AST) -> list[ast.Name]:
         return [node.target] if isinstance(node.target, ast.Name) else []
     if not isinstance(node, ast.Assign):
         return []
-    found: list[ast.Name] = []
-    for target in node.targets:
-        pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value)]
+    return [each for one, value in _pairs(node) for each in _targets(one) if each.id in _reads(value)]
+
+
+def _pairs(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment sets, each with its value."""
+    if node.value is None:
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # batch, following = following, fetch()
-            pairs = list(zip(target.elts, node.value.elts, strict=False))
-        found += [each for one, value in pairs for each in _targets(one) if each.id in _reads(value)]
-    return found
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
+def _best_in(node: ast.AST) -> Iterator[str]:
+    """The variable of ``best = max(value, best)``, or of ``if value < best: best = value``."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _name(node.value.func) in ("max", "min"):
+        given = {name for part in node.value.args for name in _reads(part)}
+        yield from (each.id for target in node.targets for each in _targets(target) if each.id in given)
+    elif isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
+        assigns = [statement for statement in node.body if isinstance(statement, ast.Assign)]
+        sets = {each.id for one in assigns for target in one.targets for each in _targets(target)}
+        yield from sets & _reads(node.test)
+
+
+def _saves(outer: _Loop | ast.FunctionDef, name: str) -> int | None:
+    """The line in which it decides what is saved or copied."""
+    nodes = [node for statement in outer.body for node in ast.walk(statement)]
+    flags = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Compare) and name in _reads(node.value)
+        for one in node.targets
+        for target in _targets(one)
+    }
+    lines = []
+    for node in nodes:
+        if isinstance(node, ast.If) and _reads(node.test) & {name, *flags}:
+            inner = [each for statement in node.body for each in ast.walk(statement)]
+            lines += [n.lineno for n in inner if isinstance(n, ast.Call) and _COPIES.search(_name(n.func))]
+        elif isinstance(node, ast.Call) and _COPIES.search(_name(node.func)):
+            given = (name for part in (*node.args, *node.keywords) for name in _reads(part))
+            lines += [node.lineno] if flags & set(given) else []
+    return min(lines, default=None)
 
 
 def _targets(node: ast.AST) -> Iterator[ast.Name]:
@@ -170,8 +302,16 @@ def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int])
             continue
         if id(node) in inside and name in _reads(node.value):
             continue
+        begins_anew = {  # observation = world.reset(), where `world` is kept
+            id(part)
+            for call in ast.walk(node.value)
+            if isinstance(call, ast.Call) and "reset" in _name(call.func)
+            for part in ast.walk(call.func)
+        }
         for part in ast.walk(node.value):
-            if isinstance(part, (ast.Name, ast.Attribute)) and id(value_of(part, frame)) in origins:
+            if not isinstance(part, (ast.Name, ast.Attribute)) or id(part) in begins_anew:
+                continue
+            if id(value_of(part, frame)) in origins:
                 return True
     return False
 
@@ -235,7 +375,7 @@ def _is_sink(
         if only_ends or not _reads(node.test) & tainted:
             return False
         return any(_trains(statement) or _loads(statement) for statement in node.body)
-    if isinstance(node, ast.Assign):
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
         return _sets_rate(node) and bool(_reads(node.value) & tainted)
     if not isinstance(node, ast.Call):
         return False
@@ -245,7 +385,7 @@ def _is_sink(
         return isinstance(node.func, ast.Attribute) and bool((_reads(node.func.value) | given) & tainted)
     if not given or _LOGS.search(called):
         return False
-    if called == "step" or _SETS.search(called):
+    if called in STEPS or _SETS.search(called):
         return True
     value = value_of(node.func, frame)
     return isinstance(value, nn.Module) and id(value) in kept
@@ -280,10 +420,15 @@ def _words(one: _Variable, value: Any) -> tuple[str, str]:
     name, file = one.name, Path(one.place.rpartition(" in ")[2]).name
     what = f"the variable {name} ({one.place}) goes on from step to step, steers the training in line {one.line} of "
     what += f"{file}, and is not kept"
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
-        change = f"{name}.copy_(...)" if isinstance(value, torch.Tensor) else f"{name}[...] = ..."
-        line = f'Guard(stateful={{"{name}": {name}}}, ...)'
-        return what, f"Make it before the guard, write {line}, and change it in place: {change}"
+    if one.is_best:
+        what = (
+            f"the variable {name} ({one.place}) decides in line {one.line} of {file} what is saved as the best, and is "
+        )
+        what += "not kept: a resumed run takes the next value for the best"
     state = f'state = {{"{name}": {name}}} before the guard, Guard(stateful={{"state": state}}, ...)'
-    other = "" if isinstance(value, (list, tuple)) else "; or work it out from guard.step"
+    other = (
+        ""
+        if one.is_best or isinstance(value, (list, tuple, torch.Tensor, np.ndarray))
+        else "; or work it out from guard.step"
+    )
     return what, f'Keep it in a dict: {state}, and state["{name}"] in its place{other}'

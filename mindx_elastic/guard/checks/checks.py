@@ -56,6 +56,7 @@ from mindx_elastic.guard.checks.movements import (
     TensorsLook,
     is_sharded_in_part,
 )
+from mindx_elastic.guard.checks.own_numbers import OwnNumbers
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
@@ -139,6 +140,7 @@ class Checks:
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
+        self._own_numbers = OwnNumbers()
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._has_told_of_size = False
@@ -481,6 +483,15 @@ class Checks:
             self._unmanaged.risk(*told)
         for told in self._own_tensors.look(holders, kept, lambda: program_files(frame), line):
             self._unmanaged.risk(*told)
+        targets = [target for target in self._targets.values() if not any(target is one for one in self._loaders)]
+        for told in self._own_numbers.look(
+            seen.counted.values(),
+            lambda value: _has(value, (*targets, *self._also_kept)),
+            lambda value: _has(value, self._loaders),
+            lambda: program_files(frame),
+            line,
+        ):
+            self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
@@ -500,6 +511,7 @@ class Checks:
         self._own_optimizers.forget()
         self._copies.forget()
         self._own_tensors.forget()
+        self._own_numbers.forget()
         self._weights_of_samplers.forget()
         self._attributes.forget()
 
@@ -577,6 +589,10 @@ class Checks:
             hosts=self._hosts,
         ):
             self._unmanaged.risk(what, remedy)
+
+
+def _has(value: object, owners: Sequence[object]) -> bool:
+    return any(id(value) in reachable(owner, models=False) for owner in owners)
 
 
 def _shown(found: Found) -> str:

@@ -143,6 +143,8 @@ class Seen:
     """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
     holders: dict[int, Found] = field(default_factory=dict)
     """The same, also those without whole numbers, and with lists of whole numbers."""
+    counted: dict[int, Found] = field(default_factory=dict)
+    """Objects of the program's classes with numbers among their attributes."""
     tensors: dict[int, Found] = field(default_factory=dict)
     """Of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
@@ -339,6 +341,8 @@ class _Walk:
     def _note_instance(self, found: Found) -> None:
         attributes = attributes_of(found.value)
         kinds = list(map(type, attributes.values()))
+        if int in kinds or float in kinds:
+            self.seen.counted[id(found.value)] = found
         if list in kinds and any(type(v) is list and len(v) > 1 and type(v[0]) is int for v in attributes.values()):
             self.seen.holders[id(found.value)] = found
         if any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):

@@ -578,11 +578,27 @@ class Loops:
 
     def enumerate(self, loader: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
         """See `Guard.enumerate`."""
-        batches = iter(loader)
-        number = _batches_done(loader) + start
-        for batch in batches:
-            yield number, batch
-            number += 1
+        return _Numbered(loader, start)
+
+
+class _Numbered(Iterator[tuple[int, Any]]):
+    """The batches of a loader with their numbers in the epoch. It has the loader's length, which what is around it asks
+    for: a bar, torchvision's `MetricLogger`."""
+
+    def __init__(self, loader: Iterable[Any], start: int) -> None:
+        self._loader, self._start = loader, start
+        self._batches: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> tuple[int, Any]:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+            self._number = _batches_done(self._loader) + self._start - 1
+        batch = next(self._batches)
+        self._number += 1
+        return self._number, batch
 
 
 def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,10 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         first = "" if start is None else f", start={ast.unparse(start)}"
         is_pair = isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple)
         target = ", ".join(map(ast.unparse, loop.target.elts)) if is_pair else index  # type: ignore[union-attr]
-        return what, f"Write for {target} in guard.enumerate({ast.unparse(named)}{first}):"
+        own = f"guard.enumerate({ast.unparse(named)}{first})"
+        if isinstance(batches, ast.Call):  # metric_logger.log_every(loader, 10)
+            own = ast.unparse(batches).replace(ast.unparse(named), own, 1)
+        return what, f"Write for {target} in {own}:"
     return None
 
 
@@ -104,7 +107,8 @@ def _length(loader: object) -> int:
 
 
 def _enumerated(loop: ast.For | ast.While) -> tuple[str, ast.expr, ast.expr | None] | None:
-    """Index, batches and start of ``for i, batch in enumerate(batches, start)``, also inside of ``tqdm``."""
+    """Index, batches and start of ``for i, batch in enumerate(batches, start)``, also inside of ``tqdm``. The batches
+    may be a call that passes those of a loader on."""
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple) or len(loop.target.elts) != 2:
         return None
     index, call = loop.target.elts[0], loop.iter
@@ -115,9 +119,7 @@ def _enumerated(loop: ast.For | ast.While) -> tuple[str, ast.expr, ast.expr | No
     if not isinstance(call.func, ast.Name) or call.func.id != "enumerate":
         return None
     batches = call.args[0]
-    if isinstance(batches, ast.Call):
-        if _name(batches.func) not in _WRAPS or not batches.args:
-            return None
+    if isinstance(batches, ast.Call) and _name(batches.func) in _WRAPS and batches.args:
         batches = batches.args[0]
     start = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "start"), None)
     return index.id, batches, start
@@ -240,8 +242,12 @@ def _of_this_loop(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _sets_rate(statement: ast.stmt) -> bool:
-    """``group["lr"] = ...``"""
-    targets = statement.targets if isinstance(statement, ast.Assign) else ()
+    """``group["lr"] = ...``, ``group["lr"] *= ...``"""
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AugAssign):
+        targets = [statement.target]
     return any(isinstance(t, ast.Subscript) and ast.unparse(t.slice).strip("'\"") in _RATES for t in targets)
 
 

@@ -1,0 +1,172 @@
+"""Finds numbers that an object of the program's own carries from step to step and that steer the training:
+``agent.epsilon *= 0.99``, the patience of a trainer, the difficulty of a data set.
+
+Most numbers that change are statistics for a log. What is told also goes on from its own last value, as the source
+shows, and
+
+- belongs to a data set, a sampler or what hangs on one, and is not set where samples are made, or
+- is read in a test above a ``return``, a break or a step (other than against nothing: ``if self.count == 0``), in a
+  comparison that is returned, in a learning rate, in an argument of ``step(...)`` or of a function named like
+  ``adjust_lr``, or as a factor of a loss or of random numbers.
+
+All is a risk.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from mindx_elastic.guard.checks.epoch_sums import STEPS
+from mindx_elastic.guard.checks.module_attributes import _goes_on
+from mindx_elastic.guard.checks.own_tensors import _classes, _is_plain
+from mindx_elastic.guard.checks.source_reads import Sources, steering_reads
+from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
+
+__all__ = ["OwnNumbers"]
+
+_MOST = 256
+_BEGINS = ("__init__", "__new__", "__post_init__", "__setstate__", "state_dict", "load_state_dict", "reset")
+_MAKES_SAMPLES = ("__iter__", "__next__", "__getitem__", "__getitems__", "__call__", "__len__")
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_Test = Callable[[ast.AST], bool]
+_Parents = Mapping[int, ast.AST]
+
+
+class OwnNumbers:
+    """One per guard. Training thread."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, str], tuple[weakref.ref[Any], object]] = {}
+        self._done: set[tuple[type, str]] = set()
+
+    def forget(self) -> None:
+        """What has changed until the next look does not count."""
+        self._before = {}
+
+    def look(
+        self,
+        found: Iterable[Found],
+        is_kept: Callable[[object], bool],
+        is_of_data: Callable[[object], bool],
+        files: Callable[[], Collection[str]],
+        line_of: Callable[[list[str]], str],
+    ) -> Iterator[tuple[str, str]]:
+        """What is known against those of `found` that no named object keeps, and what to write. `is_of_data`: whether a
+        named loader has it."""
+        before, self._before = self._before, {}
+        sources: Sources | None = None
+        for one in found:
+            moved = [name for name in self._follow(one.value, before) if (type(one.value), name) not in self._done]
+            if not moved or is_kept(one.value):
+                continue
+            self._done.update((type(one.value), name) for name in moved)
+            sources, data = sources or Sources(files()), is_of_data(one.value)
+            lines = {name: _line_of(one.value, name, sources, data=data) for name in moved}
+            for name in (name for name in moved if lines[name] is not None):
+                yield _words(one, name, lines[name] or 0, line_of, data=data)
+
+    def _follow(self, value: Any, before: Mapping[tuple[int, str], tuple[weakref.ref[Any], object]]) -> Iterator[str]:
+        """The attributes that are others than at the look before."""
+        for name, number in attributes_of(value).items():
+            if type(number) not in (int, float) or name.startswith("__") or len(self._before) >= _MOST:
+                continue
+            try:
+                owner = weakref.ref(value)
+            except TypeError:
+                return
+            key = id(value), name
+            self._before[key] = owner, number
+            old = before.get(key)
+            if old is not None and old[0]() is value and repr(old[1]) != repr(number):
+                yield name
+
+
+def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int | None:
+    """The line that shows that the training depends on it; None: nothing does."""
+
+    def of_self(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == name and _is_self(node.value)
+
+    def of_another(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == name and not _is_self(node.value)
+
+    places: list[tuple[ast.AST, _Parents, _Test]] = []
+    for tree, parents in _classes(type(value), sources):
+        methods = [node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.FunctionDef)]
+        places += [(method, parents, of_self) for method in methods if method.name not in _BEGINS]
+    outside = [(tree, parents, of_another) for tree, parents in sources.trees()]
+    updates = [
+        node
+        for tree, _, is_it in [*places, *outside]
+        if not (data and isinstance(tree, ast.FunctionDef) and tree.name in _MAKES_SAMPLES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and _goes_on(node, is_it)
+    ]
+    if not updates:
+        return None
+    if data:
+        return min(node.lineno for node in updates)
+    inside = {id(part) for node in updates for part in ast.walk(node)}
+    lines = [
+        read.lineno
+        for tree, parents, is_it in [*places, *outside]
+        for read in steering_reads(tree, is_it, dict(parents))
+        if id(read) not in inside and _steers(read, parents)
+    ]
+    return min(lines, default=None)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _steers(read: ast.AST, parents: _Parents) -> bool:
+    node, scales, compares = read, False, False
+    while (parent := parents.get(id(node))) is not None:
+        if isinstance(parent, ast.Compare) and any(map(_is_nothing, (parent.left, *parent.comparators))):
+            return False
+        compares = compares or (isinstance(parent, ast.Compare) and all(isinstance(o, _ORDERS) for o in parent.ops))
+        if isinstance(parent, ast.Return):
+            return compares
+        if isinstance(parent, (ast.If, ast.While)):
+            return node is parent.test and not isinstance(node, ast.Attribute) and any(map(_trains, parent.body))
+        if isinstance(parent, ast.Call) and node is not parent.func:
+            called = _name(parent.func)
+            if _LOGS.search(called):
+                return False
+            if called in STEPS or _SETS.search(called):
+                return True
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult):
+            scales = True
+            other = parent.right if node is parent.left else parent.left
+            if any(isinstance(n, ast.Call) and "rand" in _name(n.func) for n in ast.walk(other)):
+                return True
+        if isinstance(parent, (ast.Assign, ast.AugAssign)):
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            return _sets_rate(parent) or (scales and any("loss" in _name(t) for t in targets))
+        if isinstance(parent, ast.stmt):
+            return False
+        node = parent
+    return False
+
+
+def _is_nothing(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and (node.value is None or node.value == 0)
+
+
+def _words(found: Found, name: str, line: int, line_of: Callable[[list[str]], str], *, data: bool) -> tuple[str, str]:
+    whose = f"{type(found.value).__name__}{', ' * bool(found.place)}{found.place}"
+    how = f"goes on from its own last value in line {line}" if data else f"steers the training in line {line}"
+    what = f'"{found.name}.{name}" ({whose}) is carried from one step into another, {how}, and is not kept'
+    if data:
+        return what, "Work it out from the epoch, at the head of each epoch"
+    if all(_is_plain(value) for value in attributes_of(found.value).values()):
+        return what, f"Write {line_of([found.name])}"
+    return (
+        what,
+        f"Write state_dict() and load_state_dict() in {type(found.value).__name__}, and {line_of([found.name])}",
+    )

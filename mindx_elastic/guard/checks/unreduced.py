@@ -1,0 +1,71 @@
+"""Updates with gradients that DDP has not reduced: the last forward in front of them was under ``no_sync()``.
+
+Where the program does not average them itself, each rank has a state of its own from then on (local SGD), while a job
+with DDP is taken for one whose ranks have the same: of what they share one rank's is kept. A program may begin that at
+any step, so each update is looked at. DDP decides in its forward whether it will reduce what the backward brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.capture.tables import parameters
+from mindx_elastic.guard.replicas import DdpModules, outermost_replicas
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["UnreducedUpdates"]
+
+_Inside = list[tuple[str, DistributedDataParallel]]
+
+
+class UnreducedUpdates:
+    """One per entered guard. Training thread; `stack` removes the hooks in the end."""
+
+    def __init__(self, stack: ExitStack, targets: Mapping[str, Any], ddp: DdpModules, unmanaged: Unmanaged) -> None:
+        self._unmanaged = unmanaged
+        self._unreduced: dict[str, DistributedDataParallel] = {}
+        """By path: the modules whose last forward with gradients was one that DDP does not reduce."""
+        self._updated: list[str] = []
+        self._told: set[str] = set()
+        for module in outermost_replicas(targets, ddp):
+            parts = {id(part) for part in module.modules()}
+            inside = [(name, each) for name, each in ddp if id(each) in parts]
+            stack.callback(module.register_forward_hook(partial(self._at_forward, inside)).remove)
+
+    def _at_forward(self, inside: _Inside, module: nn.Module, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for name, ddp in inside:
+            if ddp.require_backward_grad_sync or name in self._told:
+                self._unreduced.pop(name, None)
+            else:
+                self._unreduced[name] = ddp
+
+    def at_update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Before an optimizer steps."""
+        if not self._unreduced or optimizer is None:
+            return
+        changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [name for name, ddp in self._unreduced.items() if any(id(p) in changed for p in parameters(ddp))]
+        for name in found:
+            del self._unreduced[name]
+            self._told.add(name)
+        self._updated += found
+
+    def at_boundary(self) -> None:
+        for name in self._updated:
+            self._unmanaged.risk(
+                f"{name}: updates are made with gradients that DDP has not reduced (under no_sync()). If the program "
+                "does not average them itself, each rank has a state of its own (local SGD), and of a job with DDP one "
+                "rank's is kept",
+                "Make the last backward in front of an update outside of no_sync(). For local SGD train the module "
+                "without DDP: then each rank's state is kept",
+            )
+        self._updated.clear()

@@ -1,0 +1,71 @@
+"""Whether DDP broadcasts buffers in its next forward is a state of the training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.core.position import Position
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
+
+
+def wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+
+def train(module: nn.Module) -> None:
+    module(torch.ones(2, 2)).sum().backward()
+
+
+def broadcasts(module: DistributedDataParallel) -> bool:
+    return bool(module.will_sync_module_buffers())
+
+
+def collector_of(module: DistributedDataParallel) -> Collector:
+    collector = Collector({"model": module})
+    collector.broadcasts = BufferBroadcasts([("model", module)])
+    return collector
+
+
+def test_a_resumed_module_broadcasts_no_more_than_the_saved_one_would_have() -> None:
+    before, after = wrapped(), wrapped()
+    saved, resumed = collector_of(before), collector_of(after)
+    with before.no_sync():
+        train(before)
+    saved.copy(Position())
+    assert not broadcasts(before) and broadcasts(after)
+    resumed.load_flags(saved.state())
+    assert not broadcasts(after)
+
+
+def test_files_say_nothing_where_all_broadcast() -> None:
+    module = wrapped()
+    collector = collector_of(module)
+    train(module)
+    collector.copy(Position())
+    assert "buffer_broadcasts" not in collector.state()
+    with module.no_sync():
+        train(module)
+    assert "buffer_broadcasts" not in collector.state(), "it is that of the boundary"
+    collector.load_flags(collector.state())
+    assert broadcasts(module)
+
+
+def test_an_evaluation_leaves_it_as_it_was() -> None:
+    module = wrapped()
+    collector = collector_of(module)
+    with collector.kept_streams_and_flags(), torch.no_grad():
+        module(torch.ones(2, 2))
+        assert not broadcasts(module)
+    assert broadcasts(module)
+
+
+def test_modules_that_never_broadcast_are_left_alone() -> None:
+    module = wrapped()
+    module.broadcast_buffers = False
+    assert BufferBroadcasts([("model", module)]).look() == []

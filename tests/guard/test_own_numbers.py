@@ -1,0 +1,179 @@
+"""A number of an object that goes on from step to step is told where it steers the training, and only there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from mindx_elastic.data import ResumableLoader
+from tests.guarded import Job, no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def update(job: Job, loss: torch.Tensor) -> None:
+    loss.backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.epsilon = 1.0
+
+    def act(self) -> int:
+        if random.random() < self.epsilon:
+            return random.randrange(2)
+        return 0
+
+
+class Annealed:
+    def __init__(self) -> None:
+        self.beta = 0.0
+
+    def loss(self, out: torch.Tensor) -> torch.Tensor:
+        loss = out.square().mean()
+        loss = loss + self.beta * out.abs().mean()
+        self.beta = min(1.0, self.beta + 0.01)
+        return loss
+
+
+class Patience:
+    def __init__(self) -> None:
+        self.bad = 0
+
+    def is_over(self) -> bool:
+        self.bad += 1
+        return self.bad >= 1000
+
+
+class Meter:
+    """Statistics."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.average = 0.0, 0, 0.0
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.count += 1
+        self.average = self.sum / self.count
+
+    def mean(self) -> float:
+        if self.count == 0:
+            return 0.0
+        return self.sum / self.count
+
+
+class Clock:
+    """Tells how far it is, now and then."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+        if self.ticks % 2 == 0:
+            print(self.ticks)
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self) -> None:
+        self.noise, self.calls = 0.5, 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.calls += 1
+        return torch.full((4,), float(index)) * self.noise, index
+
+
+def an_agent(job: Job) -> str:
+    agent = Agent()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x + agent.act()).square().mean())
+            agent.epsilon *= 0.9
+            job.guard.step_end()
+    return "agent.epsilon"
+
+
+def a_factor_of_the_loss(job: Job) -> str:
+    annealed = Annealed()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, annealed.loss(job.network(x)))
+            job.guard.step_end()
+    return "annealed.beta"
+
+
+def a_patience(job: Job) -> str:
+    patience = Patience()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        if patience.is_over():
+            break
+    return "patience.bad"
+
+
+@pytest.mark.parametrize("program", [an_agent, a_factor_of_the_loss, a_patience])
+def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    with job.guard:
+        name = program(job)
+    (told,) = [r.getMessage() for r in caplog.records if "is carried from one step into another" in r.getMessage()]
+    assert told.startswith(f'"{name}" (') and "stateful={" in told
+
+
+def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not one that is set where samples are made: `prove` tells what comes of that."""
+    data = Noisy()
+    job = Job(tmp_path, loader=ResumableLoader(data, batch_size=4, shuffle=True))
+    with job.guard:
+        for _ in job.guard.epochs(3):
+            for x, _ in job.guard.loader:
+                update(job, job.network(x).square().mean())
+                job.guard.step_end()
+            data.noise *= 0.7
+    (told,) = [r.getMessage() for r in caplog.records if "is carried from one step into another" in r.getMessage()]
+    assert told.startswith('"data.noise" (Noisy') and "from the epoch" in told
+
+
+def test_statistics_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job, meter, clock = Job(tmp_path), Meter(), Clock()
+    with job.guard:
+        for _ in job.guard.epochs(3):
+            for x, _ in job.loader:
+                loss = job.network(x).square().mean()
+                update(job, loss)
+                meter.update(loss.item())
+                clock.tick()
+                job.guard.step_end()
+            print(meter.mean(), meter.average)
+    assert "is not kept" not in caplog.text
+
+
+def test_what_is_named_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    patience = Patience()
+    job = Job(tmp_path, stateful={"patience": patience})
+    with job.guard:
+        for _ in job.guard.epochs(3):
+            for x, _ in job.loader:
+                update(job, job.network(x).square().mean())
+                job.guard.step_end()
+            if patience.is_over():
+                break
+    assert "is not kept" not in caplog.text

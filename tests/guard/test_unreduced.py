@@ -1,0 +1,102 @@
+"""Updates with gradients that DDP has not reduced are named, whenever the program begins them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
+from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+
+@pytest.fixture(autouse=True)
+def one_rank_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Job:
+    """Two models in DDP, each with an optimizer, and what is told of their updates."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.first, self.second = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
+        self.optimizers = {id(m): torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.first, self.second)}
+        targets = {"first": self.first, "second": self.second}
+        self.unmanaged = Unmanaged("error")
+        self.updates = UnreducedUpdates(stack, targets, ddp_modules(targets), self.unmanaged)
+
+    def forward(self, module: DistributedDataParallel, *, reduces: bool) -> torch.Tensor:
+        with nullcontext() if reduces else module.no_sync():
+            out: torch.Tensor = module(torch.ones(1, 2)).sum()
+        return out
+
+    def update(self, module: DistributedDataParallel) -> None:
+        self.updates.at_update(self.optimizers[id(module)])
+
+    def end_step(self) -> int:
+        """Returns how many notes there are."""
+        self.updates.at_boundary()
+        return len(self.unmanaged.notes)
+
+
+@pytest.fixture
+def job(one_rank_group: None) -> Iterator[Job]:
+    with ExitStack() as stack:
+        yield Job(stack)
+
+
+@pytest.mark.parametrize(("forwards", "is_told"), [((False, False), True), ((False, True), False), ((True,), False)])
+def test_the_last_forward_in_front_of_an_update_counts(job: Job, forwards: tuple[bool, ...], is_told: bool) -> None:
+    for reduces in forwards:
+        job.forward(job.first, reduces=reduces).backward()
+    job.update(job.first)
+    assert job.end_step() == is_told
+    assert all("DDP has not reduced (under no_sync())" in note for note in job.unmanaged.notes)
+
+
+def test_local_sgd_that_begins_later_is_told_once(job: Job) -> None:
+    told = []
+    for reduces in (True, True, False, False):
+        job.forward(job.first, reduces=reduces).backward()
+        job.update(job.first)
+        told.append(job.end_step())
+    assert told == [0, 0, 1, 1]
+
+
+def test_a_forward_without_gradients_says_nothing_of_the_next_update(job: Job) -> None:
+    job.forward(job.first, reduces=True).backward()
+    with torch.no_grad():
+        job.forward(job.first, reduces=False)
+    job.update(job.first)
+    assert job.end_step() == 0
+
+
+def test_the_update_of_another_model_is_not_meant(job: Job) -> None:
+    """A GAN whose generator's loss goes through the critic, which is under no_sync() there."""
+    job.forward(job.first, reduces=True).backward()
+    job.update(job.first)
+    job.forward(job.second, reduces=True).backward()
+    job.forward(job.first, reduces=False).backward()
+    job.update(job.second)
+    assert job.end_step() == 0
+
+
+def test_under_compile() -> None:
+    with ExitStack() as stack:
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
+        model = torch.compile(ddp, backend="eager")
+        unmanaged = Unmanaged("error")
+        updates = UnreducedUpdates(stack, {"model": model}, ddp_modules({"model": model}), unmanaged)
+        with ddp.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        updates.at_update(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        updates.at_boundary()
+    assert len(unmanaged.notes) == 1
