@@ -1,7 +1,7 @@
 """What a guard adds to a whole step in which nothing happens, in a natural loop of steps of about 1 ms.
 
-    python benchmarks/bench_idle_step.py [--cases mlp,busy,batchnorm,transformer] [--ranks 1] [--rounds 15] [--steps 100]
-        [--snapshot-every 1] [--busy-ms 10] [--size 64]
+    python benchmarks/bench_idle_step.py [--cases mlp,busy,batchnorm,transformer] [--ranks 1] [--rounds 15]
+        [--steps 100] [--snapshot-every 1] [--busy-ms 10] [--size 64]
 
 The loop has a `ResumableLoader` without workers, AdamW, one scheduler and ``guard.step_end(loss=loss)``. Cases:
 

@@ -172,17 +172,18 @@ class GradientOrders:
             if not order.is_complete:
                 self._recording[name] = order
                 order.record()
+        self.are_complete = not self._recording
+        """There is nothing left to record, and `at_boundary` need not be called."""
 
     def at_boundary(self) -> None:
         """Training thread, at each boundary: keep the orders that are complete."""
-        if not self._recording:
-            return
         for name, order in list(self._recording.items()):
             is_complete = order.finish()
             self._collector.gradient_order[name] = order.order
             if not is_complete:
                 continue
             del self._recording[name]
+            self.are_complete = not self._recording
             if self._has_optimizer and not order.has_reduced:
                 self._unmanaged.risk(
                     f"{name}: the first update was made with gradients that DDP has not reduced (under no_sync()). If "
