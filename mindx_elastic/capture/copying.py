@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 __all__ = [
-    "DictCopier",
+    "copy_items",
     "copy_tree",
     "device_tensors",
     "equal_tensors",
@@ -58,48 +58,9 @@ def copy_tree(value: Any) -> Any:
     return value
 
 
-_UNKNOWN, _MISSING = object(), object()
-
-
-class DictCopier:
-    """Copies one dict after another, of one object in turn, as `copy_tree` does.
-
-    Which of its items share something mutable is worked out once for the types of its items. So the usual dict, of
-    which only numbers and lists of numbers are others each time, takes no loop of Python's. Not for several threads.
-    """
-
-    def __init__(self, *, but: str = "") -> None:
-        """`but`: the name of an item that is left out."""
-        self._but = but
-        self._kinds: list[type] = []
-        self._inner: dict[Any, object] = {}
-        """The keys of items that are no atoms; with the tuple of atoms, if it was one."""
-
-    def copy(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        copied = dict(value)
-        copied.pop(self._but, None)
-        if [*map(type, copied.values())] != self._kinds:
-            self._learn(copied)
-        inner = self._inner
-        for key, known in inner.items():
-            item = copied.get(key, _MISSING)
-            if item is known:
-                continue
-            kind = type(item)
-            if kind is list and _ATOMS.issuperset(map(type, item)):
-                copied[key] = item.copy()
-            elif kind is tuple and _ATOMS.issuperset(map(type, item)):
-                inner[key] = item
-            elif item is _MISSING or kind in _ATOMS:  # the same types under other keys
-                self._learn(copied)
-                return {key: copy_tree(item) for key, item in value.items() if key != self._but}
-            else:
-                copied[key] = copy_tree(item)
-        return copied
-
-    def _learn(self, value: dict[Any, Any]) -> None:
-        self._kinds = [*map(type, value.values())]
-        self._inner = dict.fromkeys([key for key, item in value.items() if type(item) not in _ATOMS], _UNKNOWN)
+def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
+    """A copy of `value` as `copy_tree` makes it, without the item named `but`."""
+    return {key: item if type(item) in _ATOMS else copy_tree(item) for key, item in value.items() if key != but}
 
 
 def same_tree(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
-from mindx_elastic.capture.copying import DictCopier, copy_tree, map_containers, map_tensors
+from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
@@ -56,7 +56,6 @@ class OptimizerComponent:
         # By name: importing it runs torch.jit, which takes a second and is deprecated.
         self.is_spread = any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(self.optimizer).__mro__)
         self._sizes = self._look_sizes()
-        self._copiers: list[DictCopier] = []  # one for each group
         self._built: list[list[str]] | None = None
         self._named: list[list[str]] | None = None
         self._places: Mapping[int, str] = {}
@@ -103,7 +102,7 @@ class OptimizerComponent:
         return found
 
     def copy(self) -> None:
-        self._groups = self.look()
+        self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
         if self.keeps_host_state:
             self._host, self._is_back = self._copy_host_state(), False
 
@@ -176,10 +175,7 @@ class OptimizerComponent:
 
     def look(self) -> list[dict[str, Any]]:
         """The options of the groups as they are now, in the form of `groups`."""
-        groups, copiers = self.optimizer.param_groups, self._copiers
-        while len(copiers) < len(groups):
-            copiers.append(DictCopier(but="params"))
-        return [copier.copy(group) for copier, group in zip(copiers, groups, strict=False)]
+        return [copy_items(group, but="params") for group in self.optimizer.param_groups]
 
     @property
     def groups(self) -> list[dict[str, Any]]:

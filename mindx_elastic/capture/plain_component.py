@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.adapters import Adapter, TensorAdapter
-from mindx_elastic.capture.copying import DictCopier, copy_tree
+from mindx_elastic.capture.copying import copy_items, copy_tree
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
 
@@ -59,7 +59,6 @@ class PlainComponent:
         self._stateful: Stateful = stateful or target
         self._is_scheduler = _is_stock_scheduler(target)
         self._giver = target if isinstance(target, GivesCopies) else None
-        self._copier = DictCopier(but="optimizer" if self._is_scheduler else "")
         self.copy()
 
     def copy(self) -> None:
@@ -67,15 +66,10 @@ class PlainComponent:
             variables = vars(self.target)
             if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
                 # What its state_dict would give, which makes a dict in a loop of Python's.
-                self._copy: Any = self._copier.copy(variables)
+                self._copy: Any = copy_items(variables, but="optimizer")
                 return
         state = self._stateful.state_dict()
-        if self._giver is not None and self._giver.gives_copies:
-            self._copy = state
-        elif type(state) is dict and not self._is_scheduler:
-            self._copy = self._copier.copy(state)
-        else:
-            self._copy = copy_tree(state)
+        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_tree(state)
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
