@@ -87,7 +87,7 @@ class _Encoder:
             if known is None:
                 known = self.encode(part, _join("", key), 1)
                 if content is not None:
-                    known = tables.keep_plain(key, content, part, known)
+                    known = tables.keep_plain(key, content, known)
             tree[key] = known
         return tree
 

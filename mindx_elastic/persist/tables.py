@@ -9,9 +9,8 @@ a small part of what making the tree and its text anew takes. Nothing here keeps
 from __future__ import annotations
 
 import json
-import marshal
 from collections.abc import Mapping, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -96,15 +95,24 @@ class _TableTree(dict[str, Any]):
     text: str
 
 
-_MOST_PLAIN = 1 << 16  # bytes
+_MOST_PLAIN, _DEEPEST_PLAIN = 1 << 16, 8  # characters, levels
 _PLAIN = frozenset((type(None), bool, int, float, str))
+_PLAIN_OR_NESTED = _PLAIN | {dict, list, tuple}
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind is dict:
-        return _PLAIN.issuperset(map(type, value)) and all(map(_is_plain, value.values()))
-    return kind in _PLAIN or (kind in (list, tuple) and all(map(_is_plain, value)))
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether there are only plain values in it. The types of many items are asked in one call."""
+    if type(value) is dict:
+        if not _PLAIN.issuperset(map(type, value)):
+            return False
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        return type(value) in _PLAIN
+    kinds = {*map(type, value)}
+    if kinds <= _PLAIN:
+        return True
+    is_nested = kinds <= _PLAIN_OR_NESTED and depth < _DEEPEST_PLAIN
+    return is_nested and all(map(_is_plain, value, repeat(depth + 1)))
 
 
 class _Remembered(NamedTuple):
@@ -120,36 +128,34 @@ class RememberedTables:
     def __init__(self) -> None:
         self._before: dict[str, _Remembered] = {}
         self._now: dict[str, _Remembered] = {}
-        self._plain: dict[str, tuple[bytes, _TableTree | None]] = {}
+        self._plain: dict[str, tuple[str, _TableTree | None]] = {}
         """Of the parts with nothing but plain values: what they were, and their tree once they have stayed so."""
 
     def begin(self) -> None:
         """Another state is flattened. What the one before had no more is forgotten."""
         self._before, self._now = self._now, {}
 
-    def content_of(self, part: object) -> bytes | None:
-        """Bytes that are equal for equal parts of plain values (numbers, texts, and dicts, lists and tuples of them)
-        only; None: it is another kind, or large.
-
-        `marshal` writes them, which tells 1 from 1.0 and True; nothing ever reads them. It also writes what is no plain
-        value (a numpy array, as its bytes), so only a part that was seen to be plain is kept (`keep_plain`)."""
-        if type(part) is not dict:
+    def content_of(self, part: object) -> str | None:
+        """A text that is equal for equal parts of plain values (numbers, texts, and dicts, lists and tuples of them)
+        only: Python's own, which for these tells 1 from 1.0 and True, and -0.0 from 0.0. None: it is another kind, or
+        large, or may have a number that is not finite."""
+        if type(part) is not dict or not _is_plain(part):
             return None
         try:
-            content = marshal.dumps(part, 2)  # later versions write the number of references, too
-        except ValueError:  # a tensor, say
+            content = repr(part)
+        except ValueError:  # a number of thousands of digits
             return None
-        return content if len(content) <= _MOST_PLAIN else None
+        return None if len(content) > _MOST_PLAIN or "nan" in content or "inf" in content else content
 
-    def recall_plain(self, key: str, content: bytes) -> Tree | None:
+    def recall_plain(self, key: str, content: str) -> Tree | None:
         """The tree of the part `key` of the state before, if that had the same `content`; None: it had not."""
         known = self._plain.get(key)
         return known[1] if known is not None and known[0] == content else None
 
-    def keep_plain(self, key: str, content: bytes, part: object, tree: Tree) -> Tree:
-        """`tree` was made of the `part` with that `content`. Returns it, to be used."""
+    def keep_plain(self, key: str, content: str, tree: Tree) -> Tree:
+        """`tree` was made of the part with that `content`. Returns it, to be used."""
         known = self._plain.get(key)
-        if known is None or known[0] != content or not _is_plain(part):
+        if known is None or known[0] != content:
             self._plain[key] = content, None  # not before it is the same again: most that change do so at each step
             return tree
         remembered = _TableTree(tree)

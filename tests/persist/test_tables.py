@@ -309,6 +309,12 @@ def test_places_that_are_gone_are_forgotten() -> None:
 
 # --- parts without tensors ---
 
+
+class ReprOfOne:
+    def __repr__(self) -> str:
+        return "1"
+
+
 PARTS: list[Any] = [
     {"lr": 0.5, "betas": (0.9, 0.95), "names": ["a", "b"], "on": True, "none": None},
     {"lr": 1.0},
@@ -319,6 +325,11 @@ PARTS: list[Any] = [
     {"lr": float("nan")},
     {"lr": float("inf")},
     {"lr": 1 << 80},
+    {"lr": "1.0"},
+    {"lr": 10**5000},
+    {"lr": -float("nan")},
+    {"lr": ReprOfOne()},
+    {"lr": np.float32(1.0)},
     {"lr": [1, 2]},
     {"lr": (1, 2)},
     {"lr": [1.0, 2]},
