@@ -82,7 +82,7 @@ class _Encoder:
             return self.encode(state, "", 0)
         tree: dict[str, Tree] = {}
         for key, part in state.items():
-            content = tables.content_of(part)
+            content = tables.content_of(key, part)
             known = None if content is None else tables.recall_plain(key, content)
             if known is None:
                 known = self.encode(part, _join("", key), 1)
@@ -145,7 +145,9 @@ class _Encoder:
             within, prefix = inner < MAX_DEPTH, f"{where}." if where else ""
             return {  # without a call for what most items are; the names as by _join()
                 key: item
-                if type(item) in _AS_THEY_ARE or (type(item) is int and -(1 << 63) <= item < 1 << 63)
+                if type(item) in _AS_THEY_ARE
+                or (type(item) is int and -(1 << 63) <= item < 1 << 63)
+                or (type(item) is float and item - item == 0.0)  # finite
                 else tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
                 if type(item) in TENSORS and within
                 else encode(item, _join(where, key), inner)

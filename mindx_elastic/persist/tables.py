@@ -95,7 +95,7 @@ class _TableTree(dict[str, Any]):
     text: str
 
 
-_MOST_PLAIN, _DEEPEST_PLAIN = 1 << 16, 8  # characters, levels
+_MOST_PLAIN, _DEEPEST_PLAIN, _MOST_MISSES = 1 << 16, 8, 8  # characters, levels, snapshots
 _PLAIN = frozenset((type(None), bool, int, float, str))
 _PLAIN_OR_NESTED = _PLAIN | {dict, list, tuple}
 
@@ -130,16 +130,18 @@ class RememberedTables:
         self._now: dict[str, _Remembered] = {}
         self._plain: dict[str, tuple[str, _TableTree | None]] = {}
         """Of the parts with nothing but plain values: what they were, and their tree once they have stayed so."""
+        self._misses: dict[str, int] = {}
+        """How often in a row they were others."""
 
     def begin(self) -> None:
         """Another state is flattened. What the one before had no more is forgotten."""
         self._before, self._now = self._now, {}
 
-    def content_of(self, part: object) -> str | None:
+    def content_of(self, key: str, part: object) -> str | None:
         """A text that is equal for equal parts of plain values (numbers, texts, and dicts, lists and tuples of them)
         only: Python's own, which for these tells 1 from 1.0 and True, and -0.0 from 0.0. None: it is another kind, or
-        large, or may have a number that is not finite."""
-        if type(part) is not dict or not _is_plain(part):
+        large, may have a number that is not finite, or the part `key` is another each time."""
+        if type(part) is not dict or self._misses.get(key, 0) >= _MOST_MISSES or not _is_plain(part):
             return None
         try:
             content = repr(part)
@@ -157,10 +159,11 @@ class RememberedTables:
         known = self._plain.get(key)
         if known is None or known[0] != content:
             self._plain[key] = content, None  # not before it is the same again: most that change do so at each step
+            self._misses[key] = self._misses.get(key, 0) + 1
             return tree
         remembered = _TableTree(tree)
         remembered.text = _quoted(_encode(tree))
-        self._plain[key] = content, remembered
+        self._plain[key], self._misses[key] = (content, remembered), 0
         return remembered
 
     def recall(
