@@ -1,13 +1,15 @@
 """What a guard adds to a whole step in which nothing happens, in a natural loop of steps of about 1 ms.
 
-    python benchmarks/bench_idle_step.py [--cases mlp,busy,batchnorm] [--ranks 1] [--rounds 15] [--steps 100]
-        [--snapshot-every 1] [--busy-ms 10] [--size 64]
+    python benchmarks/bench_idle_step.py [--cases mlp,busy,batchnorm,transformer] [--ranks 1] [--rounds 15]
+        [--steps 100] [--snapshot-every 1] [--busy-ms 10] [--size 64]
 
 The loop has a `ResumableLoader` without workers, AdamW, one scheduler and ``guard.step_end(loss=loss)``. Cases:
 
 * mlp: a small network whose step takes about 1 ms
 * busy: a very small one, and then a busy wait until the step has taken 1 ms
 * batchnorm: a convolution network with BatchNorm, so with buffers that every forward changes
+* transformer: four encoder layers, 52 parameters and no buffers
+* resnet20: of `examples/`, with 57 buffers; not among the default cases, as its steps are not of 1 ms
 
 Blocks of steps with and without a guard alternate in one process. A guarded block enters a guard of its own, so that
 the bare ones run without its optimizer hooks, and its first twelve steps do not count. The figures:
@@ -68,7 +70,26 @@ def _batchnorm() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10))
 
 
-CASES = {"mlp": _mlp, "busy": lambda: nn.Linear(64, 10), "batchnorm": _batchnorm}
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, dim_feedforward=64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (8, 8)), nn.Linear(8, 32), encoder, nn.Flatten(), nn.Linear(256, 10))
+
+
+def _resnet20() -> nn.Module:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet_cifar10"))
+    from resnet import ResNet20
+
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Upsample(scale_factor=4), nn.Conv2d(1, 3, 1), ResNet20())
+
+
+CASES = {
+    "mlp": _mlp,
+    "busy": lambda: nn.Linear(64, 10),
+    "batchnorm": _batchnorm,
+    "transformer": _transformer,
+    "resnet20": _resnet20,
+}
 Block = tuple[list[float], float]
 """Seconds of each step, and CPU seconds of the thread a step."""
 
@@ -175,7 +196,7 @@ def _best(times: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default="mlp,busy,batchnorm,transformer", help=", ".join(CASES))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=100)
@@ -207,7 +228,7 @@ def main() -> None:
             rows = measure(job, folder_of, rounds=args.rounds, steps=args.steps, snapshot_every=every)
             if leads:
                 print(
-                    f"{case:10s}"
+                    f"{case:12s}"
                     + "  ".join(f"{name.strip()} {value:6.1f}" for name, value in rows.items())
                     + f"  longer {rows['median'] / rows['bare step']:.2%}",
                     flush=True,

@@ -82,7 +82,8 @@ class CompiledCalls:
         self._calls: list[dict[str, Any]] = []
         self._frames: dict[str, int] = {}
         self._listening = False
-        self._same_step = False  # the last call was made in the step that is being done
+        self.is_same_step = False
+        """The last call was made in the step that is being done; a boundary resets it."""
         self.kept = b""
         """The calls so far, one a line, as JSON; only ever replaced. Empty: nothing was compiled."""
         self.problems: dict[str, str] = {}
@@ -109,11 +110,6 @@ class CompiledCalls:
 
             callback_handler.remove_start_callback(self._compiles)
             self._listening = False
-
-    def at_boundary(self) -> bytes:
-        """A step has ended: the calls so far."""
-        self._same_step = False
-        return self.kept
 
     def go_on(self, kept: bytes, frames: Mapping[str, int]) -> None:
         """Go on from the calls of the run before. `frames`: the numbers of the frames that this process has compiled
@@ -167,11 +163,11 @@ class CompiledCalls:
         }
         step = f"{self._frames.setdefault(frame, len(self._frames))}/{number}"
         last = self._calls[-1] if self._calls else {}
-        if self._same_step and {key: value for key, value in last.items() if key != "compiles"} == call:
+        if self.is_same_step and {key: value for key, value in last.items() if key != "compiles"} == call:
             last["compiles"].append(step)
         else:
             self._calls.append({**call, "compiles": [step]})
-        self._same_step = True
+        self.is_same_step = True
         self._publish()
 
     def _note_other(self, name: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], because: str) -> None:

@@ -97,6 +97,8 @@ class DeviceProgress:
         """`cuda`: where events and streams come from."""
         self._cuda = cuda
         self._devices: list[torch.device] = []
+        self.is_used = False
+        """Whether some of the job's state is on a CUDA device."""
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._boundaries: deque[PassedBoundary] = deque(maxlen=_KEPT)
         self._held: PassedBoundary | None = None
@@ -113,14 +115,10 @@ class DeviceProgress:
         """The first device that holds some of the job's state; None: there is none."""
         return self._devices[0] if self._devices else None
 
-    @property
-    def is_used(self) -> bool:
-        """Whether some of the job's state is on a CUDA device."""
-        return bool(self._devices)
-
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """From here on these are the job's tensors. Older boundaries had others and are forgotten."""
         self._devices = sorted({t.device for t in tensors if t.is_cuda}, key=str)
+        self.is_used = bool(self._devices)
         self._boundaries.clear()
         self._held = None
         for device in self._devices:  # now: a dying process should make none
@@ -172,7 +170,7 @@ class DeviceProgress:
 
     def end_forward(self) -> None:
         """A forward of the job's modules is queued."""
-        if self.waits_in_forward:
+        if self.waits_in_forward and self.keeps_older:
             self.wait_for_update()
 
     def end_step(self) -> None:

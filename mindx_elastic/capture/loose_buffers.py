@@ -36,6 +36,8 @@ class LooseBuffers:
     def follow(self) -> None:
         """Find the buffers that there are now."""
         self._slots = list(_slots(self._module))
+        self.are_used = bool(self._slots)
+        """Without any there is nothing to copy."""
         names = {name for name, _, _ in self._slots}
         self._kept = {name: copy for name, copy in self._kept.items() if name in names}
         self._replaced &= names

@@ -168,8 +168,10 @@ class ModuleComponent:
         if self._extras:
             self._extra_copies = self.look()
         self.flags.copy()
-        self._masks.copy()
-        self._loose.copy()
+        if self._masks.are_used:
+            self._masks.copy()
+        if self._loose.are_used:
+            self._loose.copy()
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]

@@ -125,7 +125,7 @@ class OptimizerComponent:
 
     def has_changed(self) -> bool:
         """Whether it has got other groups since `follow`. Every step."""
-        return self._look_sizes() != self._sizes
+        return [*map(len, map(_params_of, self.optimizer.param_groups))] != self._sizes
 
     def set_names(self, names: Mapping[int, str]) -> None:
         """`names`: the places of parameters, by id. With these groups the program begins."""

@@ -4,17 +4,21 @@ boundary. A container that takes too long for that (a replay buffer) is read onl
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from mindx_elastic.capture.adapters import Adapter, TensorAdapter
-from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.copying import copy_items, copy_tree
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["AdaptedComponent", "PlainComponent", "Stateful"]
+__all__ = ["AdaptedComponent", "GivesCopies", "PlainComponent", "Stateful"]
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
+_STATE_OF_SCHEDULER = LRScheduler.state_dict
 
 
 @runtime_checkable
@@ -23,6 +27,16 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class GivesCopies(ABC):
+    """Base of classes of ours whose ``state_dict`` may return what shares nothing with the object."""
+
+    gives_copies: bool
+    """Whether it does now."""
+
+    @abstractmethod
+    def state_dict(self) -> Any: ...
 
 
 class PlainComponent:
@@ -35,20 +49,27 @@ class PlainComponent:
     is_heavy = False
     """It is not copied at every boundary."""
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether its copy is on a device, and to read it waits for that; every replica has the same."""
-        return False
+    is_on_device = False
+    """Its copy is on a device, and to read it waits for that; every replica has the same."""
 
     def __init__(self, name: str, target: Any, stateful: Stateful | None = None) -> None:
         """`stateful`: has the two methods, if `target` has not."""
         self.name = name
         self.target = target
         self._stateful: Stateful = stateful or target
+        self._is_scheduler = _is_stock_scheduler(target)
+        self._giver = target if isinstance(target, GivesCopies) else None
         self.copy()
 
     def copy(self) -> None:
-        self._copy = copy_tree(self._stateful.state_dict())  # `look`, without a call
+        if self._is_scheduler:
+            variables = vars(self.target)
+            if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
+                # What its state_dict would give, which makes a dict in a loop of Python's.
+                self._copy: Any = copy_items(variables, but="optimizer")
+                return
+        state = self._stateful.state_dict()
+        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_tree(state)
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
@@ -75,6 +96,15 @@ class PlainComponent:
     def put_back(self, state: Any) -> None:
         """Make the target as `state` says, which `look` or `state` has given."""
         self._stateful.load_state_dict(copy_tree(state))
+
+
+def _is_stock_scheduler(target: Any) -> bool:
+    """Whether its state is all its attributes but the optimizer, as torch's schedulers have it."""
+    if not isinstance(target, LRScheduler) or type(target).state_dict is not _STATE_OF_SCHEDULER:
+        return False
+    variables, state = vars(target), target.state_dict()
+    expected = [key for key in variables if key != "optimizer"]
+    return list(state) == expected and all(state[key] is variables[key] for key in expected)
 
 
 class AdaptedComponent(PlainComponent):

@@ -27,6 +27,8 @@ class Masks:
         """Find the pruned parameters that there are now."""
         self._pruned = _pruned(self._module)
         self.copy()
+        self.are_used = bool(self._pruned)
+        """Without any there is nothing to copy."""
 
     @property
     def places(self) -> list[str]:

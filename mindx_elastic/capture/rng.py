@@ -19,6 +19,7 @@ import torch
 from mindx_elastic.core.mersenne import (
     NumpyState,
     PythonState,
+    have_moved,
     numpy_state,
     put_back_numpy,
     put_back_python,
@@ -46,13 +47,18 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     """The state of every generator that this process uses. No copies are shared with the generators.
 
-    `earlier` is a captured state whose parts may be taken over where the generator has not moved since.
+    `earlier` is a captured state whose parts may be taken over where the generator has not moved since; itself where
+    none has. Do not change what this gives.
     """
+    has_cuda = _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available()
     old = earlier or {}
+    is_comparable = bool(old) and not has_cuda and "cuda" not in old
+    if is_comparable and not have_moved(old["python"], old.get("numpy"), old["torch"]):
+        return old
     state: dict[str, Any] = {"python": python_state(old.get("python")), "torch": torch_state()}
     if "numpy" in sys.modules:
         state["numpy"] = numpy_state(old.get("numpy"))
-    if _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available():
+    if has_cuda:
         state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
     return state
 
@@ -90,6 +96,8 @@ class RawRng:
 
     def of(self, state: dict[str, Any]) -> dict[str, Any]:
         """Never change in place what it gives."""
+        if state is self._of:
+            return self._raw
         # A part of a captured state is never changed, and the same object where its generator has not moved.
         if state.keys() != self._of.keys() or not all(map(is_, state.values(), self._of.values())):
             self._raw = raw_rng(state)
@@ -124,7 +132,7 @@ def _pack_python(state: Any) -> dict[str, Any]:
 
 def equal_rng(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two captured states are the same."""
-    return one.keys() == other.keys() and not moved_streams(one, other)
+    return one is other or (one.keys() == other.keys() and not moved_streams(one, other))
 
 
 def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

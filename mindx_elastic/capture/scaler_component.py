@@ -26,11 +26,8 @@ class ScalerComponent(PlainComponent):
 
     def copy(self) -> None:
         self._copy = self.look()
-
-    @property
-    def is_on_device(self) -> bool:
-        """See `PlainComponent`. Every replica's is the same, as the gradients are."""
-        return any(isinstance(value, torch.Tensor) and not value.is_cpu for value in self._copy.values())
+        # Every replica's is the same, as the gradients are.
+        self.is_on_device = any(isinstance(v, torch.Tensor) and not v.is_cpu for v in self._copy.values())
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class UpdateGate:
         self._changed = threading.Condition(self._lock)
         self._readers = self._writers = self._waiters = 0
         self._hopeless = False
-        self._state = GateState.CLEAN
+        self.state = GateState.CLEAN
         self._running = 0
         self.waited_s = 0.0
         """How long updates have waited for copies so far, in seconds."""
@@ -113,10 +113,6 @@ class UpdateGate:
         self._versions: list[int] = []
         self._optimizers = OptimizerVersions()
         self._is_new = False  # the parameters are others than at the last boundary
-
-    @property
-    def state(self) -> GateState:
-        return self._state
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
         """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
@@ -170,7 +166,7 @@ class UpdateGate:
             if self._readers:
                 self._wait_for_readers()
             self._running += 1
-            self._state = GateState.UPDATING
+            self.state = GateState.UPDATING
 
     def end_update(self, optimizer: int = 0) -> None:
         """It has stepped. `optimizer`: its `id`."""
@@ -179,7 +175,7 @@ class UpdateGate:
             self._running = max(0, self._running - 1)
             self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
             if self._running == 0:
-                self._state = GateState.DIRTY
+                self.state = GateState.DIRTY
             look = self.at_last_update
             if look is None or self._running or self._updates != self._usual:
                 return
@@ -201,8 +197,8 @@ class UpdateGate:
         now = [p._version - at for p, at in zip(self._parameters, self._versions, strict=True)]
         return len(now) if len(then) != len(now) else sum(a != b for a, b in zip(then, now, strict=True))
 
-    def pass_boundary(self, copy_volatile: Callable[[], None]) -> bool:
-        """The boundary is reached: copy the volatile state and be clean. Waits for the readers.
+    def pass_boundary(self, copy_volatile: Callable[..., None], *args: object) -> bool:
+        """The boundary is reached: copy the volatile state (with `args`) and be clean. Waits for the readers.
 
         Returns False when an update that began never ended (the program swallowed an exception inside
         ``optimizer.step()``): the caller warns, since the program has chosen to go on from there. An exception in
@@ -212,14 +208,14 @@ class UpdateGate:
             if self._readers:
                 self._wait_for_readers()
             torn = self._running > 0
-            before, self._state = self._state, GateState.PASSING
-        copy_volatile()  # runs code of the program (`state_dict`), so not under the lock
+            before, self.state = self.state, GateState.PASSING
+        copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         versions = list(map(_version_of, self._parameters))
         self._optimizers.note()
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
-            self._state = GateState.CLEAN
+            self.state = GateState.CLEAN
             self.had_updates = bool(self._updates)
             if self.had_updates:
                 self.steady = self.steady and (not self._usual or self._usual == self._updates)
@@ -287,7 +283,7 @@ class UpdateGate:
         with self._lock:
             self._waiters += 1
             try:
-                while self._state is not GateState.CLEAN:
+                while self.state is not GateState.CLEAN:
                     left = end - time.monotonic()
                     if left <= 0 or self._hopeless or not self._changed.wait(left):
                         break
@@ -304,19 +300,19 @@ class UpdateGate:
 
     def window_open(self) -> bool:
         """Whether there are gradients and no update since the boundary (gradient accumulation)."""
-        if self._state is not GateState.CLEAN or self.changed_since_boundary():
+        if self.state is not GateState.CLEAN or self.changed_since_boundary():
             return False
         return any(p.grad is not None for p in self._parameters)
 
     def is_clean(self) -> bool:
         """Whether the live state is that of the last boundary, as far as hooks and counters tell. Training thread."""
-        return self._state is GateState.CLEAN and self.changed_since_boundary() is None
+        return self.state is GateState.CLEAN and self.changed_since_boundary() is None
 
     def accept_changes(self) -> None:
         """The parameters were changed in place since the boundary, and are as before. Training thread."""
         versions = [p._version for p in self._parameters]
         with self._lock:
-            if self._state is GateState.CLEAN:
+            if self.state is GateState.CLEAN:
                 self._versions, self._total = versions, sum(versions)
 
     def changed_since_boundary(self) -> str | None:
@@ -331,11 +327,11 @@ class UpdateGate:
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
 
     def _why_not_clean(self) -> str | None:
-        if self._state is GateState.UPDATING:
+        if self.state is GateState.UPDATING:
             return "an optimizer.step() was in progress or failed half-way"
-        if self._state is GateState.DIRTY:
+        if self.state is GateState.DIRTY:
             return "an optimizer had stepped and the boundary was not reached"
-        if self._state is GateState.PASSING:
+        if self.state is GateState.PASSING:
             return "the boundary was being copied, or its copy failed"
         return self.changed_since_boundary()
 

@@ -22,7 +22,7 @@ window that has never run in a step that was looked at stays unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -79,11 +79,12 @@ class UpdateWindow:
         self._boundaries = 0
         self._middle: _Middle | None = None
         self._blocks: dict[str, BufferBlock] = {}
-        self._kept = [(name, component, component.KEPT_IN) for name, component in collector.components.items()]
+        self._names = list(collector.components)
         self._broken: str | None = None
         # These copies are never changed in place, so the last two boundaries' are kept without another copy.
-        self._base: dict[str, Any] = self._references()
-        self._before = self._after = self._base  # around the last step with updates
+        self._base: Sequence[Any] = collector.copies()
+        self._before: Sequence[Any] = self._base  # around the last step with updates
+        self._after: Sequence[Any] = self._base
 
     @property
     def num_windows(self) -> int:
@@ -93,13 +94,13 @@ class UpdateWindow:
     def at_boundary(self, step: int) -> None:
         """Boundary `step` has just been copied. Learns from the look into this step and plans the next one."""
         self._boundaries += 1
-        before, self._base = self._base, self._references()
+        before, self._base = self._base, self._collector.copies()
         if self._gate.had_updates:  # not in a step that the scaler has skipped
             self._before, self._after = before, self._base
         middle, self._middle = self._middle, None
         if middle is not None and self._broken is None:
             try:
-                self._learn(middle, before)
+                self._learn(middle, self._by_name(before))
             except Exception as error:  # an object that cannot be compared does not end the training
                 self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
         if self._boundaries <= _FIRST:
@@ -146,7 +147,7 @@ class UpdateWindow:
         if changed := gate.unusual_changes():
             found.append(f"{changed} parameters were not changed in place as often as in the step before")
         now = _flat_parts(self._parts())
-        base, before, after = (_flat_parts(parts) for parts in (self._base, self._before, self._after))
+        base, before, after = (_flat_parts(self._by_name(c)) for c in (self._base, self._before, self._after))
         for name in learned.moved:
             missing = {
                 leaf
@@ -200,7 +201,7 @@ class UpdateWindow:
             self._middle, self._broken = None, f"the state cannot be looked at ({type(error).__name__}: {error})"
 
     def _learn(self, middle: _Middle, before: Mapping[str, Any]) -> None:
-        learned, collector = self._learned, self._collector
+        learned, collector, base = self._learned, self._collector, self._by_name(self._base)
         learned.num_windows += 1
         learned.draws |= not equal_rng(middle.rng, collector.rng)
         for name, block in middle.buffers.items():
@@ -209,16 +210,16 @@ class UpdateWindow:
             if not component.has_buffers(block):
                 learned.buffers.add(name)
         for name, part in middle.parts.items():
-            moved = set(_changes(part, self._base[name]))
+            moved = set(_changes(part, base[name]))
             if moved:
                 learned.moved.setdefault(name, set()).update(moved)
                 learned.num_moves[name] = learned.num_moves.get(name, 0) + 1
                 if both := moved.intersection(_changes(before[name], part)):
                     learned.both.setdefault(name, set()).update(both)
 
-    def _references(self) -> dict[str, Any]:
-        """The last boundary's copies of all small state except generators and buffers."""
-        return {name: getattr(component, attribute) for name, component, attribute in self._kept}
+    def _by_name(self, copies: Sequence[Any]) -> dict[str, Any]:
+        """Of `Collector.copies`."""
+        return dict(zip(self._names, copies, strict=True))
 
     def _parts(self) -> dict[str, Any]:
         """The same state as it is now."""

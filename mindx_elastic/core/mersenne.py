@@ -32,6 +32,7 @@ __all__ = [
     "LiveTwister",
     "NumpyState",
     "PythonState",
+    "have_moved",
     "is_numpy_plain",
     "is_python_plain",
     "live_numpy",
@@ -431,6 +432,30 @@ def torch_state() -> Any:
         if raw.startswith(access.block):  # no other thread has drawn in between
             access.last = raw, state
     return state
+
+
+def have_moved(python: object, numpy: object, torch: object) -> bool:
+    """Whether one of the three may be another now than the states given here, of one moment each; None for numpy's: it
+    was not imported. False: `python_state`, `numpy_state` and `torch_state` would give these very objects again.
+
+    In one call, for after most steps none has moved."""
+    mine, theirs = _python, _torch
+    if mine.block is None or mine.getstate is not random.getstate or theirs is None or theirs.block is None:
+        return True
+    if type(python) is not PythonState or theirs.last[1] is not torch:
+        return True
+    if type(numpy) is NumpyState and (access := _numpy) is not None and access.words is not None:
+        if access.current_bits() is not access.bits:
+            return True
+        if not (numpy.raw.startswith(access.words) and numpy.gauss.startswith(access.gauss)):  # compares, as above
+            return True
+    elif numpy is not None or "numpy" in sys.modules:
+        return True
+    return not (
+        python.raw.startswith(mine.block)
+        and python.gauss == mine.owner.gauss_next
+        and theirs.last[0].startswith(theirs.block)
+    )
 
 
 def _torch_words(generator: Any) -> bytes:

@@ -38,7 +38,8 @@ class Track:
         self._marks: deque[Mark] = deque([now])  # after batch number `_oldest`, and after each one since
         self._oldest = 0
         self._keeps_marks = True
-        self._handed = self._asked = self._iterations = 0
+        self.handed = self.iterations = self._asked = 0
+        """Batches handed out, and the number of the newest iteration."""
         self._exhausted = False
         self._dropped: Fetches | None = None
         self._first_batches: list[weakref.ref[torch.Tensor]] = []
@@ -66,7 +67,7 @@ class Track:
 
     @property
     def fetches(self) -> Fetches:
-        return Fetches(self._handed, self._asked, self._iterations, self._exhausted, self._dropped)
+        return Fetches(self.handed, self._asked, self.iterations, self._exhausted, self._dropped)
 
     def mark_after(self, number: int) -> Mark:
         """The position after `number` batches, which are at least those of the last `forget_before`."""
@@ -85,47 +86,44 @@ class Track:
     def at_boundary(self) -> int:
         """A step has ended. Returns how many batches were handed out since the last one."""
         self._boundaries += 1
-        number, self._handed_before = self._handed - self._handed_before, self._handed
+        number, self._handed_before = self.handed - self._handed_before, self.handed
         return number
 
-    @property
-    def newest(self) -> tuple[int, int]:
-        """Batches handed out, and the number of the newest iteration."""
-        return self._handed, self._iterations
+    def use_all(self) -> int:
+        """At each boundary all batches are used, and no older position will be asked for. Returns how many were handed
+        out."""
+        if self._keeps_marks or self._marks:
+            self._keeps_marks = False
+            self._marks.clear()
+        return self.handed
 
     @property
     def batches_of_epoch(self) -> int:
         """Handed out by the newest iteration."""
-        return self._handed - self._handed_at_begin
+        return self.handed - self._handed_at_begin
 
     @property
     def kept_batches(self) -> int:
         """How many of its first batches the program has kept, as far as that can be seen."""
         return sum(one() is not None for one in self._first_batches)
 
-    def forget_all(self) -> int:
-        """No position will be asked for. Returns how many batches were handed out."""
-        self._keeps_marks = False
-        self._marks.clear()
-        return self._handed
-
     # --- called by the loader ---
 
     def begin(self, *, moved_on: bool) -> None:
         """`moved_on`: to the next epoch, though batches of the one before were left."""
-        self._iterations += 1
+        self.iterations += 1
         self.at_next_ask = self.at_next_batch = None
-        self._handed_at_begin = self._handed
+        self._handed_at_begin = self.handed
         self.left_early |= self._left_at_boundary
         self.peeked |= moved_on and not self._boundaries
         self._left_at_boundary = False
 
     def drop(self) -> None:
         """The iteration was given up, and its epoch has more batches."""
-        self._left_at_boundary = self._handed == self._handed_before
+        self._left_at_boundary = self.handed == self._handed_before
         if self._left_at_boundary:
             self.left_behind = self._boundaries
-        self._dropped = Fetches(self._handed, self._asked, self._iterations)
+        self._dropped = Fetches(self.handed, self._asked, self.iterations)
 
     def ask(self) -> None:
         self._asked += 1
@@ -154,7 +152,7 @@ class Track:
         """`mark` gives the position after this batch."""
         if self._keeps_marks:
             self._marks.append(mark())
-        self._handed += 1
+        self.handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used
         if self.at_next_batch is not None and threading.get_ident() == self._thread:
             look, self.at_next_batch = self.at_next_batch, None
@@ -162,7 +160,7 @@ class Track:
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
-        if exhausted and self._handed == self._handed_before:
+        if exhausted and self.handed == self._handed_before:
             self.ended_behind = self._boundaries
             if self.at_exhaustion is not None and threading.get_ident() == self._thread:
                 self.at_exhaustion()

@@ -26,6 +26,8 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Boundaries"]
 
+_CLEAN = GateState.CLEAN
+
 
 class Boundaries:
     """One per entered guard. Training thread; `stack` removes the hooks in the end."""
@@ -63,7 +65,8 @@ class Boundaries:
         self._orders = GradientOrders(targets, collector, unmanaged, world_size=world_size, by_hand=by_hand, found=ddp)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
-        self._warned_of_window = False
+        self.has_warned_of_window = False
+        """`warn_of_window` has nothing left to do."""
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:
@@ -72,11 +75,13 @@ class Boundaries:
 
     def is_inside_accumulation(self) -> bool:
         """Whether there are gradients without an update: the step that has ended is no boundary."""
-        return self._accumulates and self.gate.window_open()
+        gate = self.gate
+        return gate.state is _CLEAN and self._accumulates and gate.window_open()
 
     def cut(self, position: Position) -> None:
         """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""
-        self._orders.at_boundary()
+        if not self._orders.are_complete:
+            self._orders.at_boundary()
         if self._unreduced is not None:
             self._unreduced.at_boundary()
         self.copy(position)
@@ -87,7 +92,7 @@ class Boundaries:
     def copy(self, position: Position) -> None:
         """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""
         self.has_passed = True
-        if not self.gate.pass_boundary(lambda: self._collector.copy(position)):
+        if not self.gate.pass_boundary(self._collector.copy, position):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 position.step,
@@ -99,9 +104,9 @@ class Boundaries:
     def warn_of_window(self, is_exposed: Callable[[], bool]) -> None:
         """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
         step. `is_exposed`: the job saves at exceptions and has no other protection."""
-        if self._warned_of_window or self._window.num_windows < 2:
+        if self.has_warned_of_window or self._window.num_windows < 2:
             return
-        self._warned_of_window = True
+        self.has_warned_of_window = True
         reasons = self._window.standing()
         if reasons and is_exposed():
             logger.info(

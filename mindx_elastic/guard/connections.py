@@ -100,7 +100,10 @@ class Connections:
             saver.collector.layouts.forget()  # what is not known yet of layouts given by hand
         kept = None if member is None else member.take_arena()
         self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=self.has_replicas, kept=kept)
-        self._has_trained = False
+        self.has_trained = False
+        """A step has ended."""
+        self.sees_steps = self.memory is not None or self.link is not None
+        """`at_boundary` has something to do."""
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""
         self.reenters = False
@@ -213,7 +216,7 @@ class Connections:
     ) -> None:
         """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. `planned`:
         steps of the whole training; 0: not known. For the tail see `Memory.at_boundary`."""
-        self._has_trained = True
+        self.has_trained = True
         if self.memory is not None and cut and not self.keeps_nothing:
             self.memory.at_boundary(step, tail_follows=tail_follows, after_tail=after_tail)
         if self.link is not None:
@@ -273,5 +276,5 @@ class Connections:
         if self.memory is not None and self._member is not None and self.reenters:
             self._member.arena = self.memory.release()
         elif self.memory is not None:
-            guest = self.is_guest and self._was_there and not self._has_trained
+            guest = self.is_guest and self._was_there and not self.has_trained
             self.memory.close(keep=self._was_there if self.keeps_nothing else self.keep_memory or guest)

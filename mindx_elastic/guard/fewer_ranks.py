@@ -50,6 +50,8 @@ class FewerRanks:
         self._loaders: Loaders | None = None
         self._handed: dict[int, int] = {}  # batches handed out up to the last step, by optimizer
         self._calls = 0  # of `step_end` in the window
+        self.is_shrunk = False
+        """The job has fewer ranks than it is meant to have. Else there is nothing to do in a step."""
         self.has_left_out = False
         """`leaves_out` has said so last."""
         self._scaled: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
@@ -84,10 +86,11 @@ class FewerRanks:
         self._world_size, self._shares, self._calls = world_size, shares_of(world_size), 0
         self._handed.clear()
         self._scales = None
+        self.has_left_out, self.is_shrunk = False, settings.is_shrunk(world_size)
         if page is not None and settings.full_size:
             page.set(accumulates=self._divisor)
             page.set_text("fixed_size", why_fixed(settings, world_size, loaders.by_name(), optimizers))
-        if not settings.is_shrunk(world_size):
+        if not self.is_shrunk:
             return
         full = self._full = settings.full_size
         _check_schedulers(targets.values(), unmanaged, settings.mode, world_size, full)

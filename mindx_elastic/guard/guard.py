@@ -439,16 +439,17 @@ class Guard(LayeredGuard):
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         require_entered(self, "step_end()")
-        if self._evaluations.is_inside:
+        if self._evaluations.depth:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         if self._place is not None:
             self._place.member.at_boundary()
         if self._pass_answers is not None:
             self._pass_answers()
         loops = self._loops
-        self._fewer.end_step()
-        if self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
-            return
+        if self._fewer.is_shrunk:
+            self._fewer.end_step()
+            if self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
+                return
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
         self._finished_step = False
@@ -463,7 +464,8 @@ class Guard(LayeredGuard):
         self._boundaries.cut(self._loops.position)
         self._loops.at_boundary()
         self._checks.at_boundary()
-        self._boundaries.warn_of_window(self._is_exposed)
+        if not self._boundaries.has_warned_of_window:
+            self._boundaries.warn_of_window(self._is_exposed)
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
@@ -480,18 +482,20 @@ class Guard(LayeredGuard):
 
     def _offer_stop(self, *, at_tail: bool, loss: object = None) -> None:
         """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
-        step, tail = self._loops.step, self._loops.tail
+        step, tail, around = self._loops.step, self._loops.tail, self._around
         self._log_filter.step = step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(
-            step,
-            cut=self._cut,
-            loss=loss,
-            planned=self._loops.planned,
-            tail_follows=tail.is_pending,
-            after_tail=at_tail,
-        )
+        around.has_trained = True
+        if around.sees_steps:
+            around.at_boundary(
+                step,
+                cut=self._cut,
+                loss=loss,
+                planned=self._loops.planned,
+                tail_follows=tail.is_pending,
+                after_tail=at_tail,
+            )
         if (
             self._witness is not None
             and not at_tail
@@ -505,8 +509,10 @@ class Guard(LayeredGuard):
             if self._cut and not tail.is_pending and policy.due(self._loops.position):
                 self._checks.before_save(refuse=True)
                 self.save_periodic(policy)
-        self._collector.devices.end_step()
-        self._collector.leave_boundary()
+        collector = self._collector
+        if collector.devices.is_used:
+            collector.devices.end_step()
+        collector.leave_boundary()
 
     def _late_boundary(self) -> None:
         """The loop has gone on, which shows that the step counted last is one to resume from."""

@@ -170,17 +170,18 @@ class GradientOrders:
             if not order.is_complete:
                 self._recording[name] = order
                 order.record()
+        self.are_complete = not self._recording
+        """There is nothing left to record, and `at_boundary` need not be called."""
 
     def at_boundary(self) -> None:
         """Training thread, at each boundary: keep the orders that are complete."""
-        if not self._recording:
-            return
         for name, order in list(self._recording.items()):
             is_complete = order.finish()
             self._collector.gradient_order[name] = order.order
             if not is_complete:
                 continue
             del self._recording[name]
+            self.are_complete = not self._recording
             if not order.is_even:
                 self._collector.gradient_order[name] = []
                 self._unmanaged.risk(

@@ -32,6 +32,8 @@ class Unmanaged:
         """What is known, oldest first; only ever replaced."""
         self._told: set[str] = set()
         self._refusal: str | None = None
+        self.has_refused = False
+        """There is a `refusal`."""
 
     def certain(self, what: str, remedy: str) -> None:
         """A resumed run will differ: raises UnmanagedStateError, or warns once.
@@ -39,7 +41,7 @@ class Unmanaged:
         `what`: a sentence without its full stop that names the thing. `remedy`: the line to write.
         """
         if self._refuses:
-            self._refusal = f"{what}. {remedy}"
+            self._refusal, self.has_refused = f"{what}. {remedy}", True
             raise UnmanagedStateError(self._refusal)
         self.risk(what, remedy)
 

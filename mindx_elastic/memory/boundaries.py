@@ -415,7 +415,9 @@ class BoundaryLog:
             if state is None:
                 return
             content = self._packers[forecast].pack(state)
-            addition = self._collect_from_device(state["buffers"], forecast) if from_device else None
+            addition = None
+            if from_device and self._copies is not None:
+                addition = self._collect_from_device(self._copies, state["buffers"], forecast)
             kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
             self._put(step, content, kind, addition)
             if self._also_to is not None:
@@ -435,13 +437,11 @@ class BoundaryLog:
                 return
             self._leave_ring()
 
-    def _collect_from_device(self, modules: Collection[str], forecast: bool) -> Addition | None:
-        if self._copies is None:
-            return None
+    def _collect_from_device(self, copies: DeviceCopies, modules: Collection[str], forecast: bool) -> Addition | None:
         try:
-            return self._copies.collect(modules, forecast=forecast)
+            return copies.collect(modules, forecast=forecast)
         except RuntimeError as error:  # no memory on the device
-            self._copies.turn_off(str(error).partition("\n")[0])
+            copies.turn_off(str(error).partition("\n")[0])
             return None
 
     def _open(self, nbytes: int, addition: Addition | None) -> BoundaryRing:

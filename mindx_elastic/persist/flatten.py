@@ -40,6 +40,7 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
+_AS_THEY_ARE = frozenset((str, bool, type(None)))
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
@@ -61,7 +62,7 @@ def flatten(state: object, tables: RememberedTables | None = None) -> tuple[Tree
     if tables is not None:
         tables.begin()
     encoder = _Encoder(tables)
-    return encoder.encode(state, "", 0), encoder.tensors
+    return encoder.encode_state(state), encoder.tensors
 
 
 class _Encoder:
@@ -73,6 +74,22 @@ class _Encoder:
         self._first_name: dict[int, str] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self._in_key = False
+
+    def encode_state(self, state: object) -> Tree:
+        """As `encode`; of a dict, the parts with plain values only that are as in the state before are taken over."""
+        tables = self._tables
+        if tables is None or type(state) is not dict or not all(type(k) is str and k[:1] != "$" for k in state):
+            return self.encode(state, "", 0)
+        tree: dict[str, Tree] = {}
+        for key, part in state.items():
+            content = tables.content_of(key, part)
+            known = None if content is None else tables.recall_plain(key, content)
+            if known is None:
+                known = self.encode(part, _join("", key), 1)
+                if content is not None:
+                    known = tables.keep_plain(key, content, known)
+            tree[key] = known
+        return tree
 
     def encode(self, value: Any, where: str, depth: int) -> Tree:
         kind = type(value)
@@ -127,7 +144,11 @@ class _Encoder:
             tensor: Callable[[Any, str, int], Tree] = self._tensor
             within, prefix = inner < MAX_DEPTH, f"{where}." if where else ""
             return {  # without a call for what most items are; the names as by _join()
-                key: tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
+                key: item
+                if type(item) in _AS_THEY_ARE
+                or (type(item) is int and -(1 << 63) <= item < 1 << 63)
+                or (type(item) is float and item - item == 0.0)  # finite
+                else tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
                 if type(item) in TENSORS and within
                 else encode(item, _join(where, key), inner)
                 for key, item in value.items()

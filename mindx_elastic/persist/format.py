@@ -331,7 +331,9 @@ class HeaderDraft:
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
         self._entries = ",".join(entry_texts(entries))
-        self._digests = json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST))
+        digests = json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST))
+        self._digests = json.dumps(digests)
+        self._layout: tuple[Mapping[str, Any] | None, str] = None, ""
 
     def header(
         self,
@@ -346,21 +348,18 @@ class HeaderDraft:
         in, in place. Raises UnsupportedStateError when the header would be too long for any reader.
         """
         metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
-            "mindx.schema": SCHEMA if held is None else SCHEMA_DIVIDED,
-            "mindx.header_digest": NO_DIGEST,
-            "mindx.checkpoint": info.to_json(),
+            "mindx.schema": json.dumps(SCHEMA if held is None else SCHEMA_DIVIDED),
+            "mindx.header_digest": json.dumps(NO_DIGEST),
+            "mindx.checkpoint": json.dumps(info.to_json()),
             "mindx.tree": tree_text(tree),
             "mindx.digests": self._digests,
         }
         if layout:
-            try:
-                metadata["mindx.layout"] = json.dumps(layout)
-            except (TypeError, ValueError) as error:
-                raise UnsupportedStateError("layout", f"{error}; give numbers, strings, lists and dicts") from None
+            metadata["mindx.layout"] = self._layout_text(layout)
         if held is not None:
             record = {"parts": list(held.parts), "sample": held.sample, **held.division.to_json()}
-            metadata["mindx.division"] = json.dumps(record, separators=(",", ":"))
-        described = json.dumps(metadata, separators=(",", ":"))
+            metadata["mindx.division"] = json.dumps(json.dumps(record, separators=(",", ":")))
+        described = "{" + ",".join([f'"{key}":{value}' for key, value in metadata.items()]) + "}"
         rest = f",{self._entries}" if self._entries else ""
         text = f'{{"__metadata__":{described}{rest}}}'.encode()
         text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
@@ -368,6 +367,15 @@ class HeaderDraft:
             problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
             raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
         return struct.pack("<Q", len(text)) + text
+
+    def _layout_text(self, layout: Mapping[str, Any]) -> str:
+        # A recorder gives the same one as long as it is the same, and replaces it then.
+        if self._layout[0] is not layout:
+            try:
+                self._layout = layout, json.dumps(json.dumps(layout))
+            except (TypeError, ValueError) as error:
+                raise UnsupportedStateError("layout", f"{error}; give numbers, strings, lists and dicts") from None
+        return self._layout[1]
 
 
 def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:

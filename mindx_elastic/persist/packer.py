@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -142,15 +143,14 @@ class _Shape:
                 raise _OtherShape
             found = [self._look_item(item, depth) for item in value.values()]
             tree: Any = dict(zip(value, (node for node, _ in found), strict=True))
-            return tree, _taker_of_dict(list(value), list(value.values()), [take for _, take in found])
+            return tree, _taker(dict, list(value), list(value.values()), [take for _, take in found])
         if kind in (list, tuple):
             found = [self._look_item(item, depth) for item in value]
             nodes = [node for node, _ in found]
-            return nodes if kind is list else {"$tuple": nodes}, _taker_of_items(
-                kind, list(value), [take for _, take in found]
-            )
+            takes = [take for _, take in found]
+            return nodes if kind is list else {"$tuple": nodes}, _taker(kind, None, list(value), takes)
         node, take = self._look_item(value, depth)
-        take_items = _taker_of_items(None, [value], [take])
+        take_items = _taker(None, None, [value], [take])
         return node, lambda value, numbers, pieces: take_items([value], numbers, pieces)
 
     def _look_item(self, value: Any, depth: int) -> tuple[Any, Any]:
@@ -175,51 +175,57 @@ class _Shape:
 
 
 def _number(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-    numbers.append(value)
+    """Stands for what takes a number; `_taker` takes runs of them at once."""
 
 
-def _taker_of_dict(keys: list[str], values: list[Any], takes: list[Any]) -> Any:
-    of_values = _taker_of_items(None, values, takes)
-
-    def take(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-        if type(value) is not dict or [*value] != keys:
-            raise _OtherShape
-        of_values([*value.values()], numbers, pieces)
-
-    return take
-
-
-def _taker_of_items(kind: type | None, values: list[Any], takes: list[Any]) -> Any:
-    """`kind`: of the container; None: a list of items that the caller has made."""
+def _taker(kind: type | None, keys: list[str] | None, values: list[Any], takes: list[Any]) -> Any:
+    """`kind`: of the container; None: a list of items that the caller has made. `keys`: of a dict."""
     kinds = [*map(type, values)]
     constants = [i for i, take in enumerate(takes) if take is None]
-    expected = [values[i] for i in constants]
-    constants_of = itemgetter(*constants) if len(constants) > 1 else None
-    expected_of = constants_of(values) if constants_of is not None else None
-    # In the order of the values, for so are the numbers counted: runs of numbers, and what has its own function.
-    others = [(i, take) for i, take in enumerate(takes) if take is not None]
-    are_numbers = all(take is _number for _, take in others)
-    places = [i for i, _ in others]
-    is_all_numbers = are_numbers and len(places) == len(values)
+    constants_of = itemgetter(*constants) if constants else None
+    expected = constants_of(values) if constants_of is not None else None
+    steps = _steps(takes)
+    is_all_numbers = bool(takes) and all(take is _number for take in takes)
 
     def take(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-        if (kind is not None and type(value) is not kind) or [*map(type, value)] != kinds:
+        if kind is not None and type(value) is not kind:
+            raise _OtherShape
+        if keys is not None:
+            if [*value] != keys:
+                raise _OtherShape
+            value = [*value.values()]
+        if [*map(type, value)] != kinds:
             raise _OtherShape
         if is_all_numbers:
             numbers += value
             return
-        if constants_of is not None:
-            if constants_of(value) != expected_of:
-                raise _OtherShape
-        elif [value[i] for i in constants] != expected:
+        if constants_of is not None and constants_of(value) != expected:
             raise _OtherShape
-        if are_numbers:
-            numbers += [value[i] for i in places]
-            return
-        for i, each in others:
-            each(value[i], numbers, pieces)
+        for i, take_item, numbers_of in steps:
+            if take_item is not None:
+                take_item(value[i], numbers, pieces)
+            elif numbers_of is not None:
+                numbers += numbers_of(value)
+            else:
+                numbers.append(value[i])
 
     return take
+
+
+def _steps(takes: list[Any]) -> list[tuple[int, Any, Any]]:
+    """What is to be taken, in the order of the items, for so are the numbers counted: the item's place and its own
+    function, or what gives a run of numbers; neither: one number."""
+    found: list[tuple[int, Any, Any]] = []
+    others = [(i, take) for i, take in enumerate(takes) if take is not None]
+    for is_run, group in groupby(others, key=lambda each: each[1] is _number):
+        places = [i for i, _ in group]
+        if not is_run:
+            found += [(i, takes[i], None) for i in places]
+        elif len(places) > 1:
+            found.append((places[0], None, itemgetter(*places)))
+        else:
+            found.append((places[0], None, None))
+    return found
 
 
 def _taker_of_bytes(length: int) -> Any:

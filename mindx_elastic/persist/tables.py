@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -55,6 +55,10 @@ class Table:
     @classmethod
     def of(cls, value: Mapping[Any, Any]) -> Table | None:
         """None: `value` is no table, or one of few or of unusual tensors."""
+        for item in value.values():
+            if type(item) is not dict and type(item) not in TENSORS:
+                return None  # soon, for most dicts are none
+            break
         keys = [*value]
         key_types = {*map(type, keys)}
         if not key_types <= _KEYS or (str in key_types and any(type(k) is str and k.startswith("$") for k in keys)):
@@ -86,9 +90,29 @@ class Table:
 
 
 class _TableTree(dict[str, Any]):
-    """The tree of a table, with its text."""
+    """The tree of a table or of another part that is remembered, with its JSON as it is inside of a JSON text."""
 
     text: str
+
+
+_MOST_PLAIN, _DEEPEST_PLAIN, _MOST_MISSES = 1 << 16, 8, 8  # characters, levels, snapshots
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_PLAIN_OR_NESTED = _PLAIN | {dict, list, tuple}
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether there are only plain values in it. The types of many items are asked in one call."""
+    if type(value) is dict:
+        if not _PLAIN.issuperset(map(type, value)):
+            return False
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        return type(value) in _PLAIN
+    kinds = {*map(type, value)}
+    if kinds <= _PLAIN:
+        return True
+    is_nested = kinds <= _PLAIN_OR_NESTED and depth < _DEEPEST_PLAIN
+    return is_nested and all(map(_is_plain, value, repeat(depth + 1)))
 
 
 class _Remembered(NamedTuple):
@@ -104,10 +128,43 @@ class RememberedTables:
     def __init__(self) -> None:
         self._before: dict[str, _Remembered] = {}
         self._now: dict[str, _Remembered] = {}
+        self._plain: dict[str, tuple[str, _TableTree | None]] = {}
+        """Of the parts with nothing but plain values: what they were, and their tree once they have stayed so."""
+        self._misses: dict[str, int] = {}
+        """How often in a row they were others."""
 
     def begin(self) -> None:
         """Another state is flattened. What the one before had no more is forgotten."""
         self._before, self._now = self._now, {}
+
+    def content_of(self, key: str, part: object) -> str | None:
+        """A text that is equal for equal parts of plain values (numbers, texts, and dicts, lists and tuples of them)
+        only: Python's own, which for these tells 1 from 1.0 and True, and -0.0 from 0.0. None: it is another kind, or
+        large, may have a number that is not finite, or the part `key` is another each time."""
+        if type(part) is not dict or self._misses.get(key, 0) >= _MOST_MISSES or not _is_plain(part):
+            return None
+        try:
+            content = repr(part)
+        except ValueError:  # a number of thousands of digits
+            return None
+        return None if len(content) > _MOST_PLAIN or "nan" in content or "inf" in content else content
+
+    def recall_plain(self, key: str, content: str) -> Tree | None:
+        """The tree of the part `key` of the state before, if that had the same `content`; None: it had not."""
+        known = self._plain.get(key)
+        return known[1] if known is not None and known[0] == content else None
+
+    def keep_plain(self, key: str, content: str, tree: Tree) -> Tree:
+        """`tree` was made of the part with that `content`. Returns it, to be used."""
+        known = self._plain.get(key)
+        if known is None or known[0] != content:
+            self._plain[key] = content, None  # not before it is the same again: most that change do so at each step
+            self._misses[key] = self._misses.get(key, 0) + 1
+            return tree
+        remembered = _TableTree(tree)
+        remembered.text = _quoted(_encode(tree))
+        self._plain[key], self._misses[key] = (content, remembered), 0
+        return remembered
 
     def recall(
         self,
@@ -141,22 +198,45 @@ class RememberedTables:
         if "~" in "".join(names) or any("dtype" in node for node in nodes):
             return tree  # a name that depends on others, or a type that the file has under another name
         remembered = _TableTree(tree)
-        remembered.text = _encode(tree)
+        remembered.text = _quoted(_encode(tree))
         self._now[where] = _Remembered(columns, remembered, names)
         return remembered
 
 
 def tree_text(tree: Tree) -> str:
-    """The JSON of a tree; that of remembered tables is not made anew."""
-    return _text(tree, 0)
+    """The JSON of a tree, as a JSON text itself (with its quotes); that of remembered tables is not made anew."""
+    texts: list[str] = []
+    _add_text(tree, 0, texts)
+    return f'"{"".join(texts)}"'
 
 
-def _text(node: Tree, depth: int) -> str:
+def _add_text(node: Tree, depth: int, texts: list[str]) -> None:
     if type(node) is _TableTree:
-        return node.text
-    if type(node) is dict and _has_table(node, depth):
-        return "{" + ",".join([f"{_encode(key)}:{_text(value, depth + 1)}" for key, value in node.items()]) + "}"
-    return _encode(node)
+        texts.append(node.text)
+        return
+    if type(node) is not dict or not _has_table(node, depth):
+        texts.append(_quoted(_encode(node)))
+        return
+    others: dict[str, Tree] = {}
+    before = "{"
+    for key, value in node.items():
+        if type(value) is _TableTree or (type(value) is dict and _has_table(value, depth + 1)):
+            if others:  # as many as there are in a row take one call
+                texts.append(before + _quoted(_encode(others)[1:-1]))
+                others, before = {}, ","
+            texts.append(f"{before}{_quoted(_encode(key))}:")
+            _add_text(value, depth + 1, texts)
+            before = ","
+        else:
+            others[key] = value
+    if others:
+        texts.append(before + _quoted(_encode(others)[1:-1]))
+    texts.append("}")
+
+
+def _quoted(text: str) -> str:
+    """As it is inside of a JSON text. Character by character, so pieces can be quoted one by one."""
+    return _encode(text)[1:-1]
 
 
 def _has_table(node: dict[str, Tree], depth: int) -> bool:

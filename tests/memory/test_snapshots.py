@@ -330,7 +330,7 @@ def test_an_error_of_the_programs_own_does_not_end_the_training(
         worker.update()
         worker.step += 1
         position = Position(worker.step, 1, worker.step, 100)
-        worker.gate.pass_boundary(lambda position=position: worker.collector.copy(position))  # type: ignore[misc]
+        worker.gate.pass_boundary(worker.collector.copy, position)
         worker.snapshotter.at_boundary(worker.step)
     worker.snapshotter.drain(WAIT_S)
     assert len(fired) == 1 and worker.snapshotter.broken

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import random
 import weakref
+from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,8 +60,9 @@ def same_as_anew(state: Any, tables: RememberedTables) -> Tree:
         assert tensor.data_ptr() == other.data_ptr() or is_computed(state)
         assert torch.equal(tensor, other) and tensor.dtype == other.dtype and tensor.stride() == other.stride()
         assert tensor.requires_grad == other.requires_grad
-    assert tree_text(tree) == json.dumps(expected_tree, separators=(",", ":"))
-    assert_same(unflatten(json.loads(tree_text(tree)), tensors), state)
+    text = json.loads(tree_text(tree))
+    assert text == json.dumps(expected_tree, separators=(",", ":"))
+    assert_same(unflatten(json.loads(text), tensors), state)
     return tree
 
 
@@ -301,3 +305,73 @@ def test_places_that_are_gone_are_forgotten() -> None:
         made.append(tree["cache"][str(step)])
     again, _ = flatten({"cache": {"0": {str(n): torch.ones(n + 1) for n in range(4)}}}, tables)
     assert again["cache"]["0"] == made[0] and again["cache"]["0"] is not made[0]
+
+
+# --- parts without tensors ---
+
+
+class ReprOfOne:
+    def __repr__(self) -> str:
+        return "1"
+
+
+PARTS: list[Any] = [
+    {"lr": 0.5, "betas": (0.9, 0.95), "names": ["a", "b"], "on": True, "none": None},
+    {"lr": 1.0},
+    {"lr": 1},
+    {"lr": True},
+    {"lr": -0.0},
+    {"lr": 0.0},
+    {"lr": float("nan")},
+    {"lr": float("inf")},
+    {"lr": 1 << 80},
+    {"lr": "1.0"},
+    {"lr": 10**5000},
+    {"lr": -float("nan")},
+    {"lr": ReprOfOne()},
+    {"lr": np.float32(1.0)},
+    {"lr": [1, 2]},
+    {"lr": (1, 2)},
+    {"lr": [1.0, 2]},
+    {"lr": b"\x01\x02"},
+    {"lr": bytearray(b"\x01\x02")},
+    {"lr": np.array([1, 2], dtype=np.uint8)},
+    {"lr": np.array([1, 2], dtype=np.int8)},
+    {"lr": np.float64(1.0)},
+    {"lr": torch.ones(2)},
+    {"lr": {1, 2}},
+    {"lr": OrderedDict(a=1)},
+    {"a": 1, "b": 2},
+    {"b": 2, "a": 1},
+    {1: "a"},
+    {True: "a"},
+    {"$tensor": "model"},
+    {"deep": {"in": [{"it": [1, 2.0, "x"]}]}},
+    {},
+]
+
+
+def test_a_part_of_plain_values_that_stays_the_same_is_taken_over() -> None:
+    tables = RememberedTables()
+    part = {"training": ["a", "b"], "frozen": [], "lr": 0.1, "betas": (0.9, 0.99)}
+    trees = [same_as_anew({**adam(), "extras": copy.deepcopy(part)}, tables)["extras"] for _ in range(4)]
+    assert trees[2] is trees[3]
+    part["frozen"] = ["a"]
+    assert same_as_anew({**adam(), "extras": part}, tables)["extras"] is not trees[3]
+
+
+@pytest.mark.parametrize("before", range(len(PARTS)))
+def test_a_part_of_other_values_is_not_taken_for_the_same(before: int) -> None:
+    for after in PARTS:
+        tables = RememberedTables()
+        for part in (PARTS[before], PARTS[before], PARTS[before], after, after, after):
+            state = {"part": part, "model": {"weight": torch.ones(2)}}
+            assert made(state, tables) == made(state, None)
+
+
+def made(state: Any, tables: RememberedTables | None) -> tuple[str, str, list[str]] | str:
+    try:
+        tree, tensors = flatten(state, tables)
+    except UnsupportedStateError as error:
+        return str(error)
+    return json.dumps(tree), tree_text(tree), list(tensors)

@@ -59,7 +59,8 @@ class Changes:
             self._num_boundaries += 1
             if self._num_boundaries in _LOOKS:
                 self._hooks.look()
-        collector.leave_head()
+        if collector.at_first_boundary is not None:
+            collector.leave_head()
         if collector.structure_is_new:
             collector.structure_is_new = False
             self._tell_of_ddp()

@@ -178,7 +178,7 @@ class Checks:
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
-        if (refusal := self._unmanaged.refusal) is not None:
+        if self._unmanaged.has_refused and (refusal := self._unmanaged.refusal) is not None:
             raise refusal
         if not self._is_on:
             return  # an evaluation
@@ -187,7 +187,8 @@ class Checks:
         if self._watch.schedulers:
             self._check_steps_of_schedulers()
         self._boundaries += 1
-        self.refreshed.at_boundary()
+        if self.refreshed.steps:
+            self.refreshed.at_boundary()
         if self._uneven and self._boundaries == 1:
             self._check_join()
         if self._boundaries >= self._next:

@@ -54,7 +54,8 @@ class _Step:
 class RefreshedModules:
     """One per guard. Training thread; a module may be called in another one."""
 
-    _steps: dict[int, _Step] = field(default_factory=dict)
+    steps: dict[int, _Step] = field(default_factory=dict)
+    """Those that are looked at now, by `id` of the module."""
     _set: set[int] = field(default_factory=set)
     _buffers_set: set[int] = field(default_factory=set)
     _carried: set[int] = field(default_factory=set)
@@ -85,17 +86,17 @@ class RefreshedModules:
                 continue
             handle = module.register_forward_pre_hook(_at_call)
             step = _Step(weakref.ref(module), handle, weakref.ref(like), parameters, buffers, own)
-            self._steps[id(module)] = _called[id(module)] = step
+            self.steps[id(module)] = _called[id(module)] = step
 
     def at_next_batch(self) -> None:
         """The next batch is asked for."""
-        for step in self._steps.values():
+        for step in self.steps.values():
             module = step.module()
             step.has_begun = module is not None and _same(_sample(module.parameters()), step.own)
 
     def at_boundary(self) -> None:
         """A step has ended: conclude."""
-        steps = dict(self._steps)
+        steps = dict(self.steps)
         self.leave()
         for key, step in steps.items():
             if step.module() is None or step.is_set is None:
@@ -110,10 +111,10 @@ class RefreshedModules:
 
     def leave(self) -> None:
         """This step, or the training, is left: conclude nothing."""
-        for key, step in self._steps.items():
+        for key, step in self.steps.items():
             step.handle.remove()
             _called.pop(key, None)
-        self._steps.clear()
+        self.steps.clear()
 
 
 _called: dict[int, _Step] = {}

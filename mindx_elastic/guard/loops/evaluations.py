@@ -36,12 +36,13 @@ class Evaluations:
         self._collector, self._gate, self._loaders, self._unmanaged = collector, gate, loaders, unmanaged
         self._samples = WeightSamples(collector)
         self._warned_of_buffers = False
-        self._depth = 0
+        self.depth = 0
+        """Of how many such blocks the program is inside."""
 
     @property
     def is_inside(self) -> bool:
         """Whether the program is in such a block: what happens now belongs to no step."""
-        return self._depth > 0
+        return self.depth > 0
 
     @contextmanager
     def block(self, step: int) -> Iterator[None]:
@@ -54,11 +55,11 @@ class Evaluations:
             for loader in self._loaders.named:
                 if hasattr(loader, "set_aside"):
                     stack.enter_context(loader.set_aside())
-            self._depth += 1
+            self.depth += 1
             try:
                 yield
             finally:
-                self._depth -= 1
+                self.depth -= 1
         changed = [] if self._warned_of_buffers else self._collector.changed_buffers(buffers)
         if changed:
             self._warned_of_buffers = True

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
+from mindx_elastic.capture.plain_component import GivesCopies
 from mindx_elastic.core.events import logger
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
@@ -34,11 +35,12 @@ _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
 
 
-class FollowedLoader:
+class FollowedLoader(GivesCopies):
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
     def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
         self.name, self.loader, self.adoption = name, loader, adoption
+        self.gives_copies = isinstance(loader, ResumableLoader)  # numbers and words, in a new dict
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
@@ -57,14 +59,16 @@ class FollowedLoader:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
         if self.is_native:
             return self.native.state_dict()  # type: ignore[no-any-return]
-        state, ahead = self._position(), self.look_ahead.ahead
+        ahead = self.look_ahead.ahead
+        state = self._position_of_used() if ahead else self.loader.state_dict()
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
         return state
 
-    def _position(self) -> dict[str, Any]:
+    def _position_of_used(self) -> dict[str, Any]:
+        """Where batches are fetched ahead."""
         track, look_ahead = self.track, self.look_ahead
-        if track is None or not look_ahead.ahead:
+        if track is None:
             return self.loader.state_dict()
         seen = track.fetches
         # Which of the last batches of an epoch are used, only the boundary itself tells.
@@ -77,7 +81,7 @@ class FollowedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.adoption is not None:
             if self.adoption.is_native(state):
-                self.is_native = True
+                self.is_native, self.gives_copies = True, False
                 self.adoption.end()
                 self.native.load_state_dict(state)
                 return
@@ -136,7 +140,7 @@ class FollowedLoader:
         assert track is not None
         self.engine.cursor.loaded = None
         if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
-            look_ahead.used = track.forget_all()
+            look_ahead.used = track.use_all()
             return True
         was_known = look_ahead.ahead is not None
         seen, before = track.fetches, look_ahead.used
@@ -189,13 +193,8 @@ class FollowedLoader:
         finally:
             self.loader.on_iterator_ready = ready
 
-    def has_news(self, track: Track) -> bool:
-        """Whether `tell` has something to say."""
-        doubt = self.look_ahead.is_doubtful
-        return track.other_thread is not None or track.left_early or track.peeked or self.draws_ahead or doubt
-
     def tell(self, unmanaged: Unmanaged) -> None:
-        """What the fetches since the last boundary show."""
+        """What the fetches since the last boundary show, where they show something."""
         track = self.track
         assert track is not None
         if track.other_thread is not None:
@@ -367,9 +366,9 @@ class Loaders:
     def _now(self) -> tuple[int, int] | None:
         """Batches handed out by the first loader, and the number of its iteration, while there is one."""
         followed = self._followed[0] if self._followed else None
-        if followed is None or followed.track is None or not followed.engine.cursor.live:
+        if followed is None or (track := followed.track) is None or not followed.engine.cursor.live:
             return None
-        return None if followed.look_ahead.ahead else followed.track.newest
+        return None if followed.look_ahead.ahead else (track.handed, track.iterations)
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
@@ -475,12 +474,17 @@ class Loaders:
             before = followed.look_ahead.used
             known = followed.at_boundary() and known
             number = track.at_boundary()
-            fetched += number
-            self._has_ended = self._has_ended or (number > 0 and followed.engine.cursor.is_at_end)
-            idle = idle and followed.look_ahead.used == before
+            if number > 0:
+                fetched += number
+                cursor = followed.engine.cursor
+                # As `is_at_end`, without a call at each boundary.
+                self._has_ended |= cursor.finished or (cursor.size is not None and cursor.is_at_end)
+            look_ahead = followed.look_ahead
+            idle = idle and look_ahead.used == before
             if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
-            if followed.has_news(track):
+            has_seen = track.left_early or track.peeked or track.other_thread is not None
+            if has_seen or followed.draws_ahead or look_ahead.is_doubtful:
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
         if fetched:

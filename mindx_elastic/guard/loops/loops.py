@@ -166,7 +166,8 @@ class Loops:
         self.step_in_epoch += 1
         self._restores = False
         self.tail.pass_step()
-        self._collector.loop = without_values(self._collector.loop)
+        if self._collector.loop:
+            self._collector.loop = without_values(self._collector.loop)
         if self.step == self._first + 1:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:
