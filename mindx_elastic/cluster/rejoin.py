@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.cluster.group import export_group
-from mindx_elastic.cluster.member import Group
+from mindx_elastic.cluster.member import Group, NoSchedulerError
 from mindx_elastic.cluster.member import Member as Link
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
@@ -61,8 +61,14 @@ class ClusterMember(Member):
         self._shares_orders = False  # there are no spares
         self.events: EventLog | None = None
         """Of the guard that is open."""
+        self._heard_rank = -1
+        """Whose death was heard last."""
         self._untold: Verdict | None = None
         """Of the recovery that has succeeded, until every rank has done a step; only on the donor."""
+
+    def hear_death(self, rank: int) -> None:
+        self._heard_rank = rank
+        super().hear_death(rank)
 
     def leave(self) -> Entry:
         self._tell(trains=False)
@@ -163,16 +169,32 @@ class ClusterMember(Member):
 
     def _next_group(self, host: Host, generation: int) -> Group:
         """Wait until every rank has a process again."""
+        is_said = False
         while True:
             try:
                 group = self._link.wait_for(generation, _LOOK_S)
+            except NoSchedulerError as error:
+                raise RejoinFailed(str(error)) from None
             except TimeoutError:
                 if host.is_stopping():
                     raise RejoinFailed("the job is being stopped") from None
+                if self._link.is_alone and not self._link.broken and not is_said:
+                    is_said = True
+                    self._say_that_it_waits()
                 continue
             if group.generation != generation:
                 raise RejoinFailed(f"the group is at generation {group.generation}, and this rank at {generation}")
             return group
+
+    def _say_that_it_waits(self) -> None:
+        """A death of which no scheduler tells."""
+        logger.warning(
+            "rank %d is gone, and no scheduler is there; this process waits up to %g s (MS_TOPO_TIMEOUT) for one at %s "
+            "and for that rank: start both again with the same variables, the scheduler with MS_NODE_ID=sched",
+            self._heard_rank,
+            self._link.settings.formation_s,
+            self._link.place,
+        )
 
     def _enter_group(self, group: Group) -> None:
         """The store of the group before may have died with its host."""

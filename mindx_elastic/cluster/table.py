@@ -201,7 +201,8 @@ class Table:
         """A process connects, or connects again. Returns the answer, an ``op`` of which only ``welcome`` lets it in."""
         refused = self._refusal(who)
         if refused:
-            return {"op": "refused", "why": refused, "over": self.outcome is not None}
+            unknown = self.outcome is None and who.job not in ("", self.job)
+            return {"op": "refused", "why": refused, "over": self.outcome is not None, "unknown": unknown}
         known = self.find(who.incarnation)
         if known is not None and known.state is State.LIVING:
             known.heard_at, known.lost_at = now, None

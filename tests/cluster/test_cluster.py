@@ -250,6 +250,51 @@ def test_workers_that_have_finished_without_a_scheduler_are_not_held_for_dead(vi
         assert not [name for name in os.listdir("recovery") if name.startswith("left.")]
 
 
+def lost_with_its_scheduler(run: Processes) -> tuple[Job, Job]:
+    """Rank 1 and the scheduler are dead. Returns the survivor and the dead one; that waits in place for 3 s."""
+    scheduler = run.scheduler()
+    scheduler.wait_for("the scheduler waits")
+    jobs = [run.worker(number, "--hold-at=5", "--run", MS_TOPO_TIMEOUT="3") for number in range(2)]
+    for job in jobs:
+        job.wait_for("HOLD")
+    for each in (scheduler, jobs[1]):
+        each.process.kill()
+        each.wait()
+    return jobs[0], jobs[1]
+
+
+@pytest.mark.drill
+def test_in_place_a_scheduler_that_never_comes_is_not_waited_for_for_ever() -> None:
+    with cluster(2, MINDX_RECOVER="in-place", MS_TOPO_TIMEOUT="300") as run:
+        survivor, _ = lost_with_its_scheduler(run)
+        survivor.expect(1)
+        assert survivor.matches(r"rank 1 is gone, and no scheduler is there; this process waits up to 3 s")
+        assert survivor.matches(r"no recovery in place: the scheduler at .* cannot be reached within 3 s")
+        assert survivor.matches("step 5 saved in")
+        assert survivor.matches(r"UsageError: the scheduler at .* cannot be reached within 3 s \(MS_TOPO_TIMEOUT\)")
+
+
+@pytest.mark.drill
+def test_in_place_a_scheduler_without_the_table_gets_the_survivors_anew(tmp_path: Path) -> None:
+    """It would never tell them of another group."""
+    with cluster(2, MINDX_RECOVER="in-place", MS_TOPO_TIMEOUT="300") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--hold-at=5", "--run", fresh=True)
+        for job in jobs:
+            job.wait_for("HOLD")
+        for each in (scheduler, jobs[1]):
+            each.process.kill()
+            each.wait()
+        Path("recovery/scheduler.json").unlink()
+        second = run.scheduler()
+        again = run.worker(1, "--run")
+        finish(run, second, [jobs[0], again])
+        assert jobs[0].matches("no scheduler for this job at .*this scheduler does not know the job")
+        assert jobs[0].matches("no recovery in place: this scheduler does not know the job")
+        assert [match[3] for match in jobs[0].matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "5"]
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path, "--run")
+
+
 # --- without recovery ---
 
 
@@ -299,6 +344,7 @@ def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
         second.expect(1)
         (refused,) = second.matches(r"UsageError: MS_NODE_ID=1 belongs to process (\d+) on .*, which is alive")
         assert int(refused[1]) == jobs[1].process.pid
+        assert len(scheduler.matches("is not admitted: node id 1 is taken")) == 1, "it has asked again and again"
         run.go()
         finish(run, scheduler, jobs)
         assert all(len(job.matches("READY")) == 1 for job in jobs)
