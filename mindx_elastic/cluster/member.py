@@ -445,6 +445,10 @@ class Member:
         why = printable(text_in(message, "why", limit=4000))
         if self._orders and self._orders[-1]["op"] == "bye":
             self._is_understood()  # it was, or its sender does not count any more
+        elif self.group is None and message["op"] == "dead" and self.job:
+            # It was stopped or cut off while it waited. It has given nothing to the others that they go on from.
+            self.incarnation, self.job, self.node_id = secrets.token_hex(16), "", self.settings.node_id
+            self._voice.warning("%s; it registers again", why)
         elif self.group is None:
             self._give_up(UsageError(f"the scheduler at {self.place} does not admit this worker: {why}"))
         elif message["op"] == "dead":

@@ -191,6 +191,9 @@ class Scheduler:
             self.table.forgive(now)  # this process was held up, and not the workers
         for key, _ in events:
             self._handle(key, now)
+        for connection, _ in self._answers:  # it says nothing before it has its answer, which waits for the disk
+            if connection in self._connections and connection.incarnation:
+                self.table.hear(connection.incarnation, now)
         self.table.tick(time.monotonic())
         for connection in [c for c in self._connections if not c.incarnation and now > c.opened_at + _HELLO_S]:
             self._close(connection)
@@ -439,6 +442,9 @@ class Scheduler:
     def _deliver(self) -> None:
         """Write the table, then tell what is to be told: a process must know nothing that a scheduler which is started
         again does not know."""
+        while self.table.notes:
+            note = self.table.notes.pop(0)
+            self._voice.warning("%s; %d of %d are there", note, len(self.table.living()), self.table.size)
         if self._write():
             while self._answers:
                 connection, answer = self._answers.pop(0)

@@ -170,6 +170,8 @@ class Table:
         self.group: _Group | None = None
         self.outcome: Outcome | None = None
         self.outbox: list[Tell] = []
+        self.notes: list[str] = []
+        """What is to be said of processes that nobody need be told of."""
         self.changed = True
         """Whether what `to_json` gives has changed since the caller last set this to False."""
         self._host = ""  # the incarnation that was asked to open the next group's store
@@ -271,6 +273,7 @@ class Table:
         self.changed = True
         if self.generation < 0:
             del self.members[member.node_id]  # nothing depends on it yet
+            self.notes.append(f"{member} is gone before the group is formed: {why}")
             self._host = ""
             return
         member.state, member.why = State.DEAD, why

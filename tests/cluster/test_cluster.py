@@ -385,6 +385,44 @@ def test_a_stopped_process_is_killed_when_another_one_takes_its_place(victim: in
         assert hashes_of([jobs[1 - victim], again]) == uninterrupted(2, tmp_path, "--shared")
 
 
+@pytest.mark.drill
+def test_a_process_that_stands_still_while_it_waits_for_the_others_registers_again(tmp_path: Path) -> None:
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler = run.scheduler()
+        first = run.worker(0, fresh=False)
+        first.wait_for("registered as node id 0")
+        os.kill(first.process.pid, signal.SIGSTOP)
+        try:
+            scheduler.wait_for("node id 0, .* is gone before the group is formed: it has sent nothing for 1 s; 0 of 2")
+        finally:
+            os.kill(first.process.pid, signal.SIGCONT)
+        first.wait_for("holds this process for dead.*; it registers again")
+        jobs = [first, run.worker(1, fresh=False)]
+        finish(run, scheduler, jobs)
+        assert hashes_of(jobs) == uninterrupted(2, tmp_path)
+
+
+@pytest.mark.drill
+def test_workers_wait_until_the_schedulers_disk_has_room_again(tmp_path: Path) -> None:
+    """Longer than a heartbeat, and they say nothing before they are admitted."""
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
+        table = Path("recovery/scheduler.json")
+        table.rename("before.json")
+        table.mkdir()  # no file can be put in its place
+        jobs[1].process.kill()
+        jobs[1].wait()
+        jobs[0].wait_for("begins anew in place")
+        again = run.worker(1)
+        scheduler.wait_for(f"process {again.process.pid} on .* is there")
+        num_tried = len(scheduler.matches("Nothing that has changed is told"))
+        scheduler.wait_for("Nothing that has changed is told", num_tried + 2)
+        table.rmdir()
+        finish(run, scheduler, [jobs[0], again])
+        assert not scheduler.matches("has sent nothing")
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
+
+
 def test_every_wrong_variable_is_named_at_once() -> None:
     with cluster(2, MS_SCHED_PORT="none", MS_WORKER_NUM="") as run:
         job = run.worker("a b", fresh=False)
