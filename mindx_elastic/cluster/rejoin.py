@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from mindx_elastic.rejoin.record import BY_HAND, IN_PLACE, RESTART, RecoveryReco
 __all__ = ["ClusterMember", "cluster_problem"]
 
 _LOOK_S = 0.5
+_CONNECT, _ANSWER = timedelta(seconds=5), timedelta(minutes=5)
 _LEAST_TIMEOUT_S = 120.0
 """The new process runs its program up to the guard meanwhile, and nothing was started beforehand."""
 
@@ -59,6 +61,7 @@ class ClusterMember(Member):
         self._timeout_s = max(self._timeout_s, _LEAST_TIMEOUT_S)
         self.page = _NoPage()
         self._shares_orders = False  # there are no spares
+        self._meets_first = True
         self.events: EventLog | None = None
         """Of the guard that is open."""
         self._heard_rank = -1
@@ -103,6 +106,9 @@ class ClusterMember(Member):
     def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         self._note_new(self._board(self.generation), self.generation)
         return super().join(ddp, end_setup, receive)
+
+    def _why_over(self) -> str:
+        return f"{self._link.last_death}, during the recovery" if self._link.deaths else ""
 
     def opened(self, host: Host) -> None:
         super().opened(host)
@@ -223,9 +229,25 @@ class ClusterMember(Member):
         import torch.distributed as dist
 
         if self._store is None:
-            own = dist.TCPStore(self._group.host, self._group.port, is_master=False, wait_for_workers=False)
-            self._store = dist.PrefixStore("mindx/rejoin", own)
+            self._store = dist.PrefixStore("mindx/rejoin", self._reach())
         return self._store
+
+    def _reach(self) -> Any:
+        """The store of the group. torch tries for minutes to reach one whose host is gone, and no death ends that."""
+        import torch.distributed as dist
+
+        host, port, end = self._group.host, self._group.port, time.monotonic() + self._timeout_s
+        while True:
+            if said := self._why_over():
+                raise RejoinFailed(said)
+            try:
+                found = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                continue
+            found.set_timeout(_ANSWER)
+            return found
 
 
 def cluster_problem(link: Link) -> str:

@@ -118,6 +118,29 @@ def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Pa
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_second_death_during_a_recovery_in_place_begins_all_anew(second: int, tmp_path: Path) -> None:
+    """Rank 0 hosts the store of the group in which the new rank 1 comes; or it is that one itself. Nobody waits for
+    the time of a recovery, 120 s."""
+    with cluster(2, MINDX_RECOVER="in-place") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--kill=forward:7:1", "--run", fresh=True)
+        assert jobs[1].wait() == -signal.SIGKILL
+        new = run.worker(1, "--run", "--wait-before-guard")
+        new.wait_for("WAITS 1")
+        victim, other = (jobs[0], new) if second == 0 else (new, jobs[0])
+        victim.process.kill()
+        victim.wait()
+        scheduler.wait_for(rf"rank {second} \(node id {second}, process {victim.process.pid} on .*\) is dead")
+        run.go_on()
+        again = run.worker(second, "--run")
+        finish(run, scheduler, [other, again])
+        assert other.matches("RejoinFailed|no recovery in place: rank 1 .*, during the recovery")
+        assert other.matches("this process begins anew in place")
+        assert hashes_of([other, again]) == uninterrupted(2, tmp_path, "--run")
+
+
+@pytest.mark.drill
 def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
     with cluster(2) as run:
         scheduler = run.scheduler()
