@@ -85,6 +85,12 @@ def start(*arguments: object, **env: str) -> Job:
     return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
 
 
+@pytest.fixture(autouse=True)
+def in_memory_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is stopped leaves its snapshots to the next start."""
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path_factory.mktemp("shm")))
+
+
 def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"nofile\.py: no such file"):
