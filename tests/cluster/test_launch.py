@@ -81,14 +81,11 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], why: str) -> None
 
 
 def start(*arguments: object, **env: str) -> Job:
+    memory = Path("shm").absolute()  # of the test: a job that is stopped leaves its snapshots to the next start
+    memory.mkdir(exist_ok=True)
+    env = {"MINDX_ARENA_DIR": str(memory), **env}
     command = [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", *ONE, f"--master_port={free_port()}"]
     return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
-
-
-@pytest.fixture(autouse=True)
-def in_memory_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is stopped leaves its snapshots to the next start."""
-    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path_factory.mktemp("shm")))
 
 
 def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
