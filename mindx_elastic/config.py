@@ -247,6 +247,14 @@ class RejoinSettings:
     nccl: bool = False
     """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too; run with ranks on one GPU only."""
 
+    @property
+    def watched(self) -> str:
+        """The node to which the watch over processes is confined; empty: it is for the whole machine.
+
+        The death of another node's rank may be that of its agent, too, and of the store that this hosts: only the
+        agents know. So ranks of two nodes on one machine do not watch each other, no more than on two machines."""
+        return f"node {self.node}" if self.in_place and self.whole_nodes and self.num_nodes > 1 else ""
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
         env = os.environ if env is None else env

@@ -101,6 +101,7 @@ class Attempt:
         self._signum: int | None = None
         self._num_heard = 0
         self._cause, self._cause_rank = "", -1
+        self._otherwise = ""  # the cause of a failure where no worker's own end tells it: of another node, perhaps
         self._deadline: float | None = None
         self._grace_s, self._extends = context.grace_s, False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -138,6 +139,8 @@ class Attempt:
             rank=self._cause_rank,
             cut_off=self._cut_off,
         )
+        if ending.outcome == "failed" and not ending.cause:
+            ending = replace(ending, cause=self._otherwise)
         if self.is_out and ending.outcome in ("failed", "membership"):
             return Ending(outcome="membership", code=EXIT_TEMPORARY, cause=_OUT)
         if ending.cut_off:
@@ -403,6 +406,7 @@ class Attempt:
             self._stuck[rank] = cause, self._killed_at
             self.workers.kill(rank)
         if phase is Phase.FALLBACK:
+            self._otherwise = self._recovery.cause
             self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
             self.failed_at, self.noticed_at = self._recovery.failed_at, self._recovery.noticed_at
             if self._recovery.must_kill:

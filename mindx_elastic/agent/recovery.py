@@ -151,6 +151,11 @@ class Recovery:
             except ERRORS as error:
                 logger.debug("the board cannot be reached: %s", error)
 
+    @property
+    def cause(self) -> str:
+        """The failure that the recovery under way, or given up, is about; empty: there is none."""
+        return "" if self._now is None else self._now.cause
+
     def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
         """A worker has died, after it had been stuck for so long. Whether its place is taken by a new one; else the
         survivors are told that it is not."""

@@ -130,7 +130,7 @@ class Ending:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, RuntimeError) and member.wait_until_broken(_PATIENCE_S):
                 self._follow(text, EXIT_TEMPORARY)
-            elif self._recovery and not member.is_over and _is_of_a_peer(error) and self._num_anew < _MOST_ANEW:
+            elif self._recovery and not member.is_over and _is_of_others(error) and self._num_anew < _MOST_ANEW:
                 # The scheduler may be gone as well, or has not seen it yet.
                 self._env[_ANEW] = str(self._num_anew + 1)
                 self._follow(text, EXIT_TEMPORARY)
@@ -212,8 +212,13 @@ def _closes_on_exec(fd: int) -> bool:
         return True
 
 
-def _is_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective or the store has failed because the other end is gone."""
+def _is_of_others(error: BaseException) -> bool:
+    """Whether a collective or the store has failed because the other end is gone; or, in a new process, the recovery in
+    place that it was to join has come to nothing."""
+    from mindx_elastic.rejoin.member import RejoinFailed
+
+    if isinstance(error, RejoinFailed):
+        return True
     return type(error).__name__ == "DistNetworkError" or any(text in str(error) for text in _OF_A_PEER)
 
 

@@ -32,6 +32,7 @@ __all__ = ["Plan", "Process", "main", "make_parser", "plan_of"]
 _IGNORED = ("bind_core", "sim_level", "sim_rank_id", "rank_table_file", "tail_worker_log", "worker_log_name")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_S = 0.1
+_CONCLUDE_S = 3.0  # for the scheduler, when all workers have ended as they were told to
 _TELL_S = 10.0  # a worker that was started at once may take so long to hear of the scheduler's end
 
 
@@ -211,7 +212,7 @@ class _Job:
         """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
         before = {number: signal.signal(number, self._note_signal) for number in _SIGNALS}
         try:
-            ended_at = 0.0
+            ended_at, stopped = 0.0, False
             while self._running:
                 self._collect()
                 if "scheduler" in self._codes and self._running and not self._is_let_go():
@@ -221,7 +222,13 @@ class _Job:
                         ended_at = float("inf")
                 if self._signal:
                     self._send(self._signal)
-                    self._signal = 0
+                    self._signal, stopped = 0, True
+                if stopped and list(self._running) == ["scheduler"]:
+                    # They may have ended before it knew them, or it waits for somebody to start them again.
+                    ended_at = ended_at or time.monotonic()
+                    if time.monotonic() > ended_at + _CONCLUDE_S:
+                        self._running["scheduler"].send_signal(signal.SIGTERM)
+                        ended_at = float("inf")
                 time.sleep(_LOOK_S)
         finally:
             for number, handler in before.items():

@@ -40,7 +40,7 @@ from mindx_elastic.core.posix import start_ticks
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Group", "Member"]
+__all__ = ["Group", "Member", "NoSchedulerError"]
 
 _BEATS = 5  # in the time after which a silent process is dead
 _CONNECT_S = 3.0
@@ -52,6 +52,10 @@ _MORE_S = 1.0
 _STORE_S = 60.0
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default
 _PIECE = 1 << 16
+
+
+class NoSchedulerError(Exception):
+    """No scheduler forms the group that is waited for; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,12 @@ class Member:
         # As it is now: the program may change its working directory.
         path = settings.recovery_path if settings.recovery else None
         self._folder = None if path is None else path.absolute()
-        self._wanted = 0
+        self._wanted, self._wanted_at = 0, time.monotonic()
+        self._lost_at: float | None = time.monotonic()
+        """Since when no scheduler serves this process; None: one does."""
+        self._lost_why = ""
+        self._is_unknown = False
+        """The scheduler that is there does not know this process's job."""
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[int], None]] = []
@@ -107,6 +116,7 @@ class Member:
         self._stores: dict[int, Any] = {}
         self._taken_until: float | None = None
         self._said_at: float | None = None
+        self._said_why = ""
         self._thread = threading.Thread(target=self._run, name="mindx-cluster", daemon=True)
         self._began = time.monotonic()
 
@@ -159,21 +169,41 @@ class Member:
 
     def wait_for(self, generation: int, timeout_s: float | None = None) -> Group:
         """Say that this process is ready for `generation`, and wait for its group. Raises UsageError where the
-        scheduler does not admit this process or has ended the job, TimeoutError."""
+        scheduler does not admit this process or has ended the job, TimeoutError, and in a process that is in a group
+        NoSchedulerError."""
         with self._changed:
             if generation > self._wanted:
-                self._wanted = generation
+                self._wanted, self._wanted_at = generation, time.monotonic()
                 self._orders.append({"op": "join", "generation": generation})
                 self._wake()
             end = None if timeout_s is None else time.monotonic() + timeout_s
             while self.group is None or self.group.generation < generation:
                 if self._error is not None:
                     raise self._error
+                if hopeless := self._why_hopeless():
+                    raise NoSchedulerError(hopeless)
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(f"the group of generation {generation} was not formed in {timeout_s:g} s")
                 self._changed.wait(left)
             return self.group
+
+    def _why_hopeless(self) -> str:
+        """Why a process of a group need not wait for the next one; empty: it may come. A process that is in none gives
+        up in its thread."""
+        if self.group is None or self._lost_at is None:
+            return ""
+        if self._is_unknown:
+            return self._lost_why
+        if time.monotonic() < max(self._lost_at, self._wanted_at) + self.settings.formation_s:
+            return ""
+        return self._unreachable()
+
+    def _unreachable(self) -> str:
+        return (
+            f"the scheduler at {self.place} cannot be reached within {self.settings.formation_s:g} s "
+            f"(MS_TOPO_TIMEOUT): {self._lost_why}"
+        )
 
     def wait_until_broken(self, timeout_s: float) -> str:
         """Why the group cannot go on, as soon as the scheduler has said so; empty: it has said nothing."""
@@ -222,41 +252,48 @@ class Member:
                 why = "it has closed the connection"
             except (OSError, WireError) as error:
                 why = str(error) or type(error).__name__
+                self._is_unknown = self._is_unknown and isinstance(error, WireError)
             except Exception as error:  # a bug: the training does not depend on this thread, wait_for does
                 self._give_up(error)
                 return
             if self._closed.is_set() or self._error is not None:
                 return
+            self._lost_at, self._lost_why = self._lost_at or time.monotonic(), why
             self._say_lost(why)
             if self.group is None and time.monotonic() > self._began + self.settings.formation_s:
-                self._give_up(
-                    UsageError(
-                        f"the scheduler at {self._place()} cannot be reached within {self.settings.formation_s:g} s "
-                        f"(MS_TOPO_TIMEOUT): {why}"
-                    )
-                )
+                self._give_up(UsageError(self._unreachable()))
                 return
             pause_s = 0.05 if time.monotonic() - began > _MOST_PAUSE_S else min(_MOST_PAUSE_S, 2 * pause_s)
             self._closed.wait(pause_s)
 
-    def _place(self) -> str:
+    @property
+    def is_alone(self) -> bool:
+        """No scheduler serves this process."""
+        return self._lost_at is not None
+
+    @property
+    def place(self) -> str:
+        """Where the scheduler is."""
         return f"MS_SCHED_HOST={self.settings.host}, MS_SCHED_PORT={self.settings.port}"
 
     def _say_lost(self, why: str) -> None:
         now = time.monotonic()
-        if self._said_at is not None and now < self._said_at + _SAY_AGAIN_S:
+        is_new = self._is_unknown and why != self._said_why  # the scheduler's own word, behind what the system says
+        if self._said_at is not None and now < self._said_at + _SAY_AGAIN_S and not is_new:
             return
         if self.group is None:
             if now > self._began + _MORE_S:
                 self._said_at = now
-                self._voice.info("waiting for the scheduler at %s (%s)", self._place(), why)
-        else:
-            self._said_at = now
-            self._voice.warning(
-                "no scheduler for this job at %s (%s); the training goes on, and this worker tries again",
-                self._place(),
-                why,
-            )
+                self._voice.info("waiting for the scheduler at %s (%s)", self.place, why)
+            return
+        self._said_at, self._said_why = now, why
+        waits = self._wanted > self.generation
+        self._voice.warning(
+            "no scheduler for this job at %s (%s); %s, and this worker tries again",
+            self.place,
+            why,
+            "the training waits for it" if waits else "the training goes on",
+        )
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection((self.settings.host, self.settings.port), _CONNECT_S)
@@ -377,6 +414,7 @@ class Member:
         elif self._said_at is not None:
             self._voice.info("the scheduler is there again")
         self._said_at, self._taken_until = None, None
+        self._lost_at, self._is_unknown, self._said_why = None, False, ""
         self._wake()
 
     def _hear_taken(self, message: Mapping[str, Any]) -> bool:
@@ -407,8 +445,12 @@ class Member:
         why = printable(text_in(message, "why", limit=4000))
         if self._orders and self._orders[-1]["op"] == "bye":
             self._is_understood()  # it was, or its sender does not count any more
+        elif self.group is None and message["op"] == "dead" and self.job:
+            # It was stopped or cut off while it waited. It has given nothing to the others that they go on from.
+            self.incarnation, self.job, self.node_id = secrets.token_hex(16), "", self.settings.node_id
+            self._voice.warning("%s; it registers again", why)
         elif self.group is None:
-            self._give_up(UsageError(f"the scheduler at {self._place()} does not admit this worker: {why}"))
+            self._give_up(UsageError(f"the scheduler at {self.place} does not admit this worker: {why}"))
         elif message["op"] == "dead":
             self._break(why)
             self._closed.set()
@@ -418,6 +460,7 @@ class Member:
             self._hear_fail(why)
             self._closed.set()
         else:
+            self._is_unknown = message.get("unknown") is True
             raise WireError(why)
         return False
 

@@ -14,11 +14,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.cluster.group import export_group
-from mindx_elastic.cluster.member import Group
+from mindx_elastic.cluster.member import Group, NoSchedulerError
 from mindx_elastic.cluster.member import Member as Link
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
@@ -33,6 +34,7 @@ from mindx_elastic.rejoin.record import BY_HAND, IN_PLACE, RESTART, RecoveryReco
 __all__ = ["ClusterMember", "cluster_problem"]
 
 _LOOK_S = 0.5
+_CONNECT, _ANSWER = timedelta(seconds=5), timedelta(minutes=5)
 _LEAST_TIMEOUT_S = 120.0
 """The new process runs its program up to the guard meanwhile, and nothing was started beforehand."""
 
@@ -59,10 +61,17 @@ class ClusterMember(Member):
         self._timeout_s = max(self._timeout_s, _LEAST_TIMEOUT_S)
         self.page = _NoPage()
         self._shares_orders = False  # there are no spares
+        self._meets_first = True
         self.events: EventLog | None = None
         """Of the guard that is open."""
+        self._heard_rank = -1
+        """Whose death was heard last."""
         self._untold: Verdict | None = None
         """Of the recovery that has succeeded, until every rank has done a step; only on the donor."""
+
+    def hear_death(self, rank: int) -> None:
+        self._heard_rank = rank
+        super().hear_death(rank)
 
     def leave(self) -> Entry:
         self._tell(trains=False)
@@ -97,6 +106,9 @@ class ClusterMember(Member):
     def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         self._note_new(self._board(self.generation), self.generation)
         return super().join(ddp, end_setup, receive)
+
+    def _why_over(self) -> str:
+        return f"{self._link.last_death}, during the recovery" if self._link.deaths else ""
 
     def opened(self, host: Host) -> None:
         super().opened(host)
@@ -163,16 +175,32 @@ class ClusterMember(Member):
 
     def _next_group(self, host: Host, generation: int) -> Group:
         """Wait until every rank has a process again."""
+        is_said = False
         while True:
             try:
                 group = self._link.wait_for(generation, _LOOK_S)
+            except NoSchedulerError as error:
+                raise RejoinFailed(str(error)) from None
             except TimeoutError:
                 if host.is_stopping():
                     raise RejoinFailed("the job is being stopped") from None
+                if self._link.is_alone and not self._link.broken and not is_said:
+                    is_said = True
+                    self._say_that_it_waits()
                 continue
             if group.generation != generation:
                 raise RejoinFailed(f"the group is at generation {group.generation}, and this rank at {generation}")
             return group
+
+    def _say_that_it_waits(self) -> None:
+        """A death of which no scheduler tells."""
+        logger.warning(
+            "rank %d is gone, and no scheduler is there; this process waits up to %g s (MS_TOPO_TIMEOUT) for one at %s "
+            "and for that rank: start both again with the same variables, the scheduler with MS_NODE_ID=sched",
+            self._heard_rank,
+            self._link.settings.formation_s,
+            self._link.place,
+        )
 
     def _enter_group(self, group: Group) -> None:
         """The store of the group before may have died with its host."""
@@ -201,9 +229,25 @@ class ClusterMember(Member):
         import torch.distributed as dist
 
         if self._store is None:
-            own = dist.TCPStore(self._group.host, self._group.port, is_master=False, wait_for_workers=False)
-            self._store = dist.PrefixStore("mindx/rejoin", own)
+            self._store = dist.PrefixStore("mindx/rejoin", self._reach())
         return self._store
+
+    def _reach(self) -> Any:
+        """The store of the group. torch tries for minutes to reach one whose host is gone, and no death ends that."""
+        import torch.distributed as dist
+
+        host, port, end = self._group.host, self._group.port, time.monotonic() + self._timeout_s
+        while True:
+            if said := self._why_over():
+                raise RejoinFailed(said)
+            try:
+                found = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                continue
+            found.set_timeout(_ANSWER)
+            return found
 
 
 def cluster_problem(link: Link) -> str:

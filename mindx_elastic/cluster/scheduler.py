@@ -30,7 +30,7 @@ from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.alarm.peers import own_space
 from mindx_elastic.cluster.records import Records
 from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.table import Member, State, Table, Tell
+from mindx_elastic.cluster.table import Member, Registration, State, Table, Tell
 from mindx_elastic.cluster.voice import Voice
 from mindx_elastic.cluster.wire import (
     MAX_REQUEST_BYTES,
@@ -50,6 +50,8 @@ _FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; thei
 _MOST_UNSENT = 16 << 20
 _MORE_CONNECTIONS = 64
 _RETRY_WRITE_S = 5.0
+_SAY_AGAIN_S = 60.0
+_MOST_REFUSED = 1000
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PIECE = 1 << 16
 _GONE = "its process is gone"
@@ -85,6 +87,8 @@ class Scheduler:
         """Incarnations whose files can go when the table is written."""
         self._answers: list[tuple[_Connection, dict[str, Any]]] = []
         """To registrations, not told yet."""
+        self._refused: dict[tuple[str, int, str], float] = {}
+        """When it was said that a process, by host and pid, is not admitted, and why."""
         self._signal = 0
         self._write_again_at = 0.0
         self._records: Records | None = None
@@ -187,6 +191,9 @@ class Scheduler:
             self.table.forgive(now)  # this process was held up, and not the workers
         for key, _ in events:
             self._handle(key, now)
+        for connection, _ in self._answers:  # it says nothing before it has its answer, which waits for the disk
+            if connection in self._connections and connection.incarnation:
+                self.table.hear(connection.incarnation, now)
         self.table.tick(time.monotonic())
         for connection in [c for c in self._connections if not c.incarnation and now > c.opened_at + _HELLO_S]:
             self._close(connection)
@@ -325,7 +332,7 @@ class Scheduler:
         answer = self.table.register(who, now)
         if answer["op"] != "welcome":
             why = answer.get("why") or f"node id {answer['node_id']} is taken by {answer['by']}"
-            self._voice.warning("process %d on %s is not admitted: %s", who.pid, who.host, why)
+            self._say_refused(who, why, now)
             self._answers.append((connection, answer))
             return
         for other in [c for c in self._connections if c.incarnation == who.incarnation]:
@@ -337,6 +344,13 @@ class Scheduler:
         if before is None:
             self._voice.info("%s is there; %d of %d", member, len(self.table.living()), self.table.size)
         self._watch(member)
+
+    def _say_refused(self, who: Registration, why: str, now: float) -> None:
+        """Of a process that asks again and again, once a minute."""
+        self._refused = {key: at for key, at in self._refused.items() if now < at + _SAY_AGAIN_S}
+        if len(self._refused) < _MOST_REFUSED and (key := (who.host, who.pid, why)) not in self._refused:
+            self._refused[key] = now
+            self._voice.warning("process %d on %s is not admitted: %s", who.pid, who.host, why)
 
     def _say_formed(self) -> None:
         group = self.table.group
@@ -428,6 +442,9 @@ class Scheduler:
     def _deliver(self) -> None:
         """Write the table, then tell what is to be told: a process must know nothing that a scheduler which is started
         again does not know."""
+        while self.table.notes:
+            note = self.table.notes.pop(0)
+            self._voice.warning("%s; %d of %d are there", note, len(self.table.living()), self.table.size)
         if self._write():
             while self._answers:
                 connection, answer = self._answers.pop(0)

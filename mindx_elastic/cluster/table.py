@@ -170,6 +170,8 @@ class Table:
         self.group: _Group | None = None
         self.outcome: Outcome | None = None
         self.outbox: list[Tell] = []
+        self.notes: list[str] = []
+        """What is to be said of processes that nobody need be told of."""
         self.changed = True
         """Whether what `to_json` gives has changed since the caller last set this to False."""
         self._host = ""  # the incarnation that was asked to open the next group's store
@@ -201,7 +203,8 @@ class Table:
         """A process connects, or connects again. Returns the answer, an ``op`` of which only ``welcome`` lets it in."""
         refused = self._refusal(who)
         if refused:
-            return {"op": "refused", "why": refused, "over": self.outcome is not None}
+            unknown = self.outcome is None and who.job not in ("", self.job)
+            return {"op": "refused", "why": refused, "over": self.outcome is not None, "unknown": unknown}
         known = self.find(who.incarnation)
         if known is not None and known.state is State.LIVING:
             known.heard_at, known.lost_at = now, None
@@ -270,6 +273,7 @@ class Table:
         self.changed = True
         if self.generation < 0:
             del self.members[member.node_id]  # nothing depends on it yet
+            self.notes.append(f"{member} is gone before the group is formed: {why}")
             self._host = ""
             return
         member.state, member.why = State.DEAD, why

@@ -34,7 +34,7 @@ from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.loop_head import LoopHead
 from mindx_elastic.capture.rng import restore_rng, seed_rng
-from mindx_elastic.config import FaultPaths, RankInfo
+from mindx_elastic.config import FaultPaths, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
@@ -432,8 +432,8 @@ class PeersPart(Part):
     name = "peers"
 
     def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
-        """`identity`: of this process; default `own_identity()`."""
-        self._rank, self._own = ranks.rank, identity or own_identity()
+        """`identity`: of this process; default: its own."""
+        self._rank, self._own = ranks.rank, identity or own_identity(RejoinSettings.from_env().watched)
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
     def say(self) -> Any:

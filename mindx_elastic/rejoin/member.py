@@ -142,6 +142,8 @@ class Member:
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
         self.may_shrink = ShrinkSettings.keeps_processes()
         """The job may go on with fewer ranks in these processes."""
+        self._meets_first = self.may_shrink
+        """Ranks wait on the board for a new process, before they wait for it in torch, which no death ends."""
         self._attempt = settings.scope or str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
@@ -336,7 +338,7 @@ class Member:
         layouts: Sequence[Any] = ()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
-        if self.may_shrink:  # torch could not be left while it waits for a process that has ended
+        if self._meets_first:
             there = [f"{generation}/there/{rank}" for rank in verdict.dead]
             self._wait(board, there, host, unless=f"{generation}/state", look_s=_LOOK_S, more_s=_END_S)
         # Before the state is copied: the new process opens its guard meanwhile.
@@ -366,6 +368,10 @@ class Member:
 
     _verdict_s = 0.0
     """How much longer than for anything else to wait for the reports of all ranks."""
+
+    def _why_over(self) -> str:
+        """Why the recovery under way comes to nothing, where no coordinator says so; empty: it may succeed."""
+        return ""
 
     def part_of_node(self, *, replicated: bool) -> int:
         """The guard is open: value of the page's `in_place`. `replicated`: every rank has the whole state."""
@@ -488,6 +494,8 @@ class Member:
         while (left := end - time.monotonic()) > 0:
             if host is not None and host.is_stopping():  # also where all is there already
                 raise RejoinFailed("the job is being stopped")
+            if said := self._why_over():
+                raise RejoinFailed(said)
             found = board.wait(keys, min(left, look_s))
             if found is not None:
                 return found
@@ -519,7 +527,7 @@ class Member:
                 raise UnfitSpareError(f"the gradients of {name} arrive in another order than when it was forked")
         end_setup()
         self._comes_in(board, generation)
-        if self.may_shrink:
+        if self._meets_first:
             board.write(f"{generation}/there/{self.ranks.rank}", {})
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()

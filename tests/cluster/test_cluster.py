@@ -118,6 +118,29 @@ def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Pa
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_second_death_during_a_recovery_in_place_begins_all_anew(second: int, tmp_path: Path) -> None:
+    """Rank 0 hosts the store of the group in which the new rank 1 comes; or it is that one itself. Nobody waits for
+    the time of a recovery, 120 s."""
+    with cluster(2, MINDX_RECOVER="in-place") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--kill=forward:7:1", "--run", fresh=True)
+        assert jobs[1].wait() == -signal.SIGKILL
+        new = run.worker(1, "--run", "--wait-before-guard")
+        new.wait_for("WAITS 1")
+        victim, other = (jobs[0], new) if second == 0 else (new, jobs[0])
+        victim.process.kill()
+        victim.wait()
+        scheduler.wait_for(rf"rank {second} \(node id {second}, process {victim.process.pid} on .*\) is dead")
+        run.go_on()
+        again = run.worker(second, "--run")
+        finish(run, scheduler, [other, again])
+        assert other.matches("RejoinFailed|no recovery in place: rank 1 .*, during the recovery")
+        assert other.matches("this process begins anew in place")
+        assert hashes_of([other, again]) == uninterrupted(2, tmp_path, "--run")
+
+
+@pytest.mark.drill
 def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
     with cluster(2) as run:
         scheduler = run.scheduler()
@@ -250,6 +273,51 @@ def test_workers_that_have_finished_without_a_scheduler_are_not_held_for_dead(vi
         assert not [name for name in os.listdir("recovery") if name.startswith("left.")]
 
 
+def lost_with_its_scheduler(run: Processes) -> tuple[Job, Job]:
+    """Rank 1 and the scheduler are dead. Returns the survivor and the dead one; that waits in place for 3 s."""
+    scheduler = run.scheduler()
+    scheduler.wait_for("the scheduler waits")
+    jobs = [run.worker(number, "--hold-at=5", "--run", MS_TOPO_TIMEOUT="3") for number in range(2)]
+    for job in jobs:
+        job.wait_for("HOLD")
+    for each in (scheduler, jobs[1]):
+        each.process.kill()
+        each.wait()
+    return jobs[0], jobs[1]
+
+
+@pytest.mark.drill
+def test_in_place_a_scheduler_that_never_comes_is_not_waited_for_for_ever() -> None:
+    with cluster(2, MINDX_RECOVER="in-place", MS_TOPO_TIMEOUT="300") as run:
+        survivor, _ = lost_with_its_scheduler(run)
+        survivor.expect(1)
+        assert survivor.matches(r"rank 1 is gone, and no scheduler is there; this process waits up to 3 s")
+        assert survivor.matches(r"no recovery in place: the scheduler at .* cannot be reached within 3 s")
+        assert survivor.matches("step 5 saved in")
+        assert survivor.matches(r"UsageError: the scheduler at .* cannot be reached within 3 s \(MS_TOPO_TIMEOUT\)")
+
+
+@pytest.mark.drill
+def test_in_place_a_scheduler_without_the_table_gets_the_survivors_anew(tmp_path: Path) -> None:
+    """It would never tell them of another group."""
+    with cluster(2, MINDX_RECOVER="in-place", MS_TOPO_TIMEOUT="300") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--hold-at=5", "--run", fresh=True)
+        for job in jobs:
+            job.wait_for("HOLD")
+        for each in (scheduler, jobs[1]):
+            each.process.kill()
+            each.wait()
+        Path("recovery/scheduler.json").unlink()
+        second = run.scheduler()
+        again = run.worker(1, "--run")
+        finish(run, second, [jobs[0], again])
+        assert jobs[0].matches("no scheduler for this job at .*this scheduler does not know the job")
+        assert jobs[0].matches("no recovery in place: this scheduler does not know the job")
+        assert [match[3] for match in jobs[0].matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "5"]
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path, "--run")
+
+
 # --- without recovery ---
 
 
@@ -299,6 +367,7 @@ def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
         second.expect(1)
         (refused,) = second.matches(r"UsageError: MS_NODE_ID=1 belongs to process (\d+) on .*, which is alive")
         assert int(refused[1]) == jobs[1].process.pid
+        assert len(scheduler.matches("is not admitted: node id 1 is taken")) == 1, "it has asked again and again"
         run.go()
         finish(run, scheduler, jobs)
         assert all(len(job.matches("READY")) == 1 for job in jobs)
@@ -337,6 +406,44 @@ def test_a_stopped_process_is_killed_when_another_one_takes_its_place(victim: in
         assert not again.matches("is in use by")
         finish(run, scheduler, [jobs[1 - victim], again])
         assert hashes_of([jobs[1 - victim], again]) == uninterrupted(2, tmp_path, "--shared")
+
+
+@pytest.mark.drill
+def test_a_process_that_stands_still_while_it_waits_for_the_others_registers_again(tmp_path: Path) -> None:
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler = run.scheduler()
+        first = run.worker(0, fresh=False)
+        first.wait_for("registered as node id 0")
+        os.kill(first.process.pid, signal.SIGSTOP)
+        try:
+            scheduler.wait_for("node id 0, .* is gone before the group is formed: it has sent nothing for 1 s; 0 of 2")
+        finally:
+            os.kill(first.process.pid, signal.SIGCONT)
+        first.wait_for("holds this process for dead.*; it registers again")
+        jobs = [first, run.worker(1, fresh=False)]
+        finish(run, scheduler, jobs)
+        assert hashes_of(jobs) == uninterrupted(2, tmp_path)
+
+
+@pytest.mark.drill
+def test_workers_wait_until_the_schedulers_disk_has_room_again(tmp_path: Path) -> None:
+    """Longer than a heartbeat, and they say nothing before they are admitted."""
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
+        table = Path("recovery/scheduler.json")
+        table.rename("before.json")
+        table.mkdir()  # no file can be put in its place
+        jobs[1].process.kill()
+        jobs[1].wait()
+        jobs[0].wait_for("begins anew in place")
+        again = run.worker(1)
+        scheduler.wait_for(f"process {again.process.pid} on .* is there")
+        num_tried = len(scheduler.matches("Nothing that has changed is told"))
+        scheduler.wait_for("Nothing that has changed is told", num_tried + 2)
+        table.rmdir()
+        finish(run, scheduler, [jobs[0], again])
+        assert not scheduler.matches("has sent nothing")
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
 
 
 def test_every_wrong_variable_is_named_at_once() -> None:

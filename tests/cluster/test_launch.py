@@ -14,7 +14,7 @@ import pytest
 from mindx_elastic.cluster.launch import main, make_parser, plan_of
 from mindx_elastic.errors import UsageError
 from tests.cluster.processes import free_port
-from tests.harness import JOBS, Job, _environment
+from tests.harness import JOBS, Job, _environment, wait_until
 
 ONE = ["--worker_num=2", "--local_worker_num=2"]
 
@@ -81,6 +81,9 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], why: str) -> None
 
 
 def start(*arguments: object, **env: str) -> Job:
+    memory = Path("shm").absolute()  # of the test: a job that is stopped leaves its snapshots to the next start
+    memory.mkdir(exist_ok=True)
+    env = {"MINDX_ARENA_DIR": str(memory), **env}
     command = [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", *ONE, f"--master_port={free_port()}"]
     return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
 
@@ -119,14 +122,39 @@ def test_a_failure_and_a_stop_are_the_outcome(tmp_path: Path, monkeypatch: pytes
         failing.end()
     stopped = start(JOBS / "clustered.py", "--hold-at=5", "--shared")
     try:
-        from tests.harness import wait_until
-
         logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
         wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
         os.kill(stopped.process.pid, signal.SIGTERM)
         stopped.expect(143)
     finally:
         stopped.end()
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_workers_have_registered_ends_the_scheduler_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know them, and would wait for them for --cluster_time_out."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, time\n"
+        "if os.environ['MS_ROLE'] == 'MS_WORKER':\n"
+        "    print('UP', flush=True)\n"
+        "    time.sleep(1000)\n"
+        "from mindx_elastic import cluster\n"
+        "cluster.init()\n"
+    )
+    job = start(script)
+    try:
+        wanted = {"scheduler": "the scheduler waits", "worker_0": "UP", "worker_1": "UP"}
+        logs = {Path(f"logs/{name}.log"): text for name, text in wanted.items()}
+        wait_until(lambda: all(log.exists() and text in log.read_text() for log, text in logs.items()), "the start")
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.expect(143)
+        assert job.matches("scheduler has ended with exit code 143")
+    finally:
+        job.end()
 
 
 def test_help_names_every_option() -> None:

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--hold-at", default="", help="steps, separated by commas")
     parser.add_argument("--hold-resumed", action="store_true")
+    parser.add_argument("--wait-before-guard", action="store_true", help="until there is a file go-on")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--run", action="store_true", help="guard.run(train) in place of `with guard:`")
     parser.add_argument("--snapshot-every", default="0")
@@ -88,6 +89,10 @@ def main() -> None:
                     if alarm is not None and alarm.kind != "peer":
                         guard.stopper.step_gate.wait_for_limit(60)  # the coming boundary is the one to stop at
 
+    if args.wait_before_guard:
+        say(f"WAITS {rank}")
+        while not os.path.exists("go-on"):
+            time.sleep(0.02)
     if args.run:
         guard.run(train)
     else:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import signal
@@ -36,7 +35,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard import start as start_module
 from tests.jobs.in_recovery import InRecovery
 from tests.jobs.loop import Pictures
 
@@ -405,19 +403,7 @@ def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
     return digest.hexdigest()[:24]
 
 
-def be_on_a_node_of_its_own() -> None:
-    """Nodes of a test are agents on one machine: their ranks must not see each other's processes."""
-    node, identity = os.environ.get("GROUP_RANK", "0"), getattr(start_module, "own_identity")  # noqa: B009
-
-    def of_this_node() -> str:
-        content = json.loads(identity())
-        return json.dumps({**content, "space": f"{content['space']}/node {node}"})
-
-    setattr(start_module, "own_identity", of_this_node)  # noqa: B010
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    be_on_a_node_of_its_own()
     Trainer(parse()).run()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -162,6 +163,10 @@ def test_nobody_comes_in_time(tmp_path: Path) -> None:
         assert other.wait(400) == 0 and nodes.jobs[2].wait(400) == 0, nodes.report()
         assert not nodes.found(IN_PLACE), nodes.report()
         assert sorted(nodes.end[0]) == [0, 1], nodes.report()
+        folder = tmp_path / f"node{nodes.jobs.index(other)}" / "run"
+        for name in ("attempt_end", "restart"):
+            reason = events(folder, name)[0]["reason"]
+            assert re.fullmatch(r"node 1 \(.*\) is lost: its agent is gone", reason), reason
 
 
 @drill
