@@ -175,9 +175,10 @@ def new_member() -> Member | None:
     return member
 
 
-def watch_answers(stack: ExitStack, end: Callable[[str], NoReturn]) -> Callable[[], None] | None:
+def watch_answers(stack: ExitStack, end: Callable[[str, int], NoReturn]) -> Callable[[], None] | None:
     """When a guard is open: find out before the first update what the program keeps of the answers that it got as a
-    rank of a larger job, and `end` the process then. Returns what is to be called at each boundary; None: nothing is.
+    rank of a larger job, and `end` the process then, with an exit code. Returns what is to be called at each boundary;
+    None: nothing is.
     """
     answers = asked.current()
     if answers is None:
@@ -185,7 +186,7 @@ def watch_answers(stack: ExitStack, end: Callable[[str], NoReturn]) -> Callable[
 
     def look(*_: object) -> None:
         if answers.is_opening and (why := answers.end_opening()):
-            end(f"this process cannot go on as a rank of a smaller job: {why}")
+            end(f"this process cannot go on as a rank of a smaller job: {why}", 1)
 
     def at_boundary() -> None:
         look()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -260,7 +259,7 @@ class Guard(LayeredGuard):
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)
         self._start_stages(stack, settings, opening)
-        self._pass_answers = watch_answers(stack, partial(self.stopper.end_unsaved, code=1)) if trains else None
+        self._pass_answers = watch_answers(stack, self.stopper.end_unsaved) if trains else None
         if trains:
             self._checks.watch(self._update_gate)
             self._fewer.begin_updates(stack)
@@ -348,9 +347,9 @@ class Guard(LayeredGuard):
         """Run ``train()`` in this guard's block and return what it returns: the same as ``with guard: train()``.
 
         Under ``mindx-elastic run --recover in-place`` the function is called again in the same process when another
-        rank has died and was replaced: the loops in it go on at the boundary that all ranks have agreed on. What must
-        not be built twice (the model, the loader, process groups) is made outside of it. With ``--min-nproc`` it may be
-        called again as one of fewer ranks: where the number of ranks is asked for in it, and only there.
+        rank has died and was replaced (or, with ``--min-nproc``, was not): the loops in it go on at the boundary that
+        all have agreed on. Make outside of it what must not be built twice (the model, the loader, process groups), and
+        ask for the number of ranks in it.
         """
 
         def block(place: Place | None) -> _T:
@@ -496,12 +495,9 @@ class Guard(LayeredGuard):
                 tail_follows=tail.is_pending,
                 after_tail=at_tail,
             )
-        if (
-            self._witness is not None
-            and not at_tail
-            and self._witness.at_boundary(self._loops.position, is_cut=self._cut)
-        ):
-            self._step_gate.wait_for_limit(self._witness.heard_s)
+        witness = self._witness
+        if witness is not None and not at_tail and witness.at_boundary(self._loops.position, is_cut=self._cut):
+            self._step_gate.wait_for_limit(witness.heard_s)
         if self._step_gate.arrive(step):
             self._checks.before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
