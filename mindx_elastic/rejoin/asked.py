@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -31,6 +32,7 @@ __all__ = ["ATTEMPT", "RANK", "SIZE", "Asked", "current", "main", "note", "prepa
 
 RANK, SIZE, ATTEMPT = "the rank", "the number of ranks", "the number of restarts"
 """What is asked for. The result of a collective is of a number of ranks."""
+_KINDS = (RANK, SIZE, ATTEMPT)
 Place: TypeAlias = "tuple[tuple[str, int], ...]"
 """Files and lines, the innermost first."""
 
@@ -40,6 +42,7 @@ _NAMES: Mapping[str, str] = {
     **dict.fromkeys(("PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"), RANK),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), SIZE),
     **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), SIZE),
+    "MINDX_PLACES": SIZE,
     **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "MINDX_ATTEMPT"), ATTEMPT),
 }
 _VARIABLES: Mapping[Any, str] = {**_NAMES, **{name.encode(): what for name, what in _NAMES.items()}}
@@ -49,16 +52,19 @@ _FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced"), SIZE),
     **dict.fromkeys(("all_to_all", "all_to_all_single", "gather", "gather_object", "reduce", "reduce_scatter"), SIZE),
     **dict.fromkeys(("reduce_scatter_tensor", "scatter", "scatter_object_list", "recv", "irecv"), SIZE),
+    **dict.fromkeys(("all_gather_single", "reduce_scatter_single", "recv_object_list", "rendezvous"), SIZE),
 }
 _METHODS: Mapping[str, str] = {"rank": RANK, "size": SIZE}
 """Of process groups."""
 _HANDS_ON = frozenset(
     {
         *("torch.utils.data", "torch.distributed.c10d_logger", "mindx_elastic.data", "mindx_elastic.rejoin.joiner"),
+        *("torch.distributed.nn", "torch.distributed.collective_utils", "torch.distributed.device_mesh"),
+        *("torch.distributed.elastic.utils.data", "torch.autograd.function", "mindx_elastic.cluster.group"),
         *("os", "collections", "functools", "contextlib"),
     }
 )
-"""Modules that ask for whoever has called them: samplers, loaders, ``os.environ.get``."""
+"""Modules that ask for whoever has called them: samplers, loaders, meshes, ``os.environ.get``."""
 _LIBRARIES = frozenset({"torch", "mindx_elastic"})
 """What these ask for themselves is theirs: DDP, groups, this package. They hear of another size."""
 _MOST_FRAMES, _MOST_PLACES = 64, 10_000
@@ -92,11 +98,17 @@ class Asked:
         self._expected: dict[tuple[Place, str], _Times] = {}
         self._call = self._step = 0
         self._is_opening = self._has_too_many = False
+        self._pid = os.getpid()
+        self._in_children = mmap(-1, len(_KINDS))
+        """For each of them, whether a forked process has asked, which shares this memory: it is never told again."""
 
     def note(self, what: str, frame: FrameType | None) -> None:
         """What answers has been called from `frame`: the program asks for `what`, if it is the program."""
         place = _place(frame)
         if not place:
+            return
+        if os.getpid() != self._pid:
+            self._in_children[_KINDS.index(what)] = 1
             return
         if not self._call:
             self._outside.setdefault(what, _words(place))
@@ -128,20 +140,25 @@ class Asked:
         """Why this process may be stale when the number of ranks changes, and its rank or not; empty: it is not."""
         if self._has_too_many:
             return f"the program asks for its rank or for the number of ranks at more than {_MOST_PLACES} places"
-        for what, where in self._outside.items():
+        for what, has_asked in zip(_KINDS, self._in_children, strict=True):
+            if has_asked != b"\0" and (what != RANK or rank_changes):
+                return f"a process that the program has forked (a worker of a DataLoader?) has asked for {what}"
+        for what, where in self._outside.copy().items():
             if what != RANK or rank_changes:
                 return f"the program has asked for {what} outside of the function of guard.run ({where})"
-        for (place, what), times in self._times.items():
+        for (place, what), times in self._times.copy().items():
             if (what != RANK or rank_changes) and not times.opening and not times.recurs:
                 return f"the program has asked for {what} in one step only, and may keep the answer ({_words(place)})"
         return ""
 
     def begin_anew(self, *, rank_changes: bool) -> None:
         """The next call is the first one with another number of ranks: see `end_opening`."""
+        known = self._times.copy()
         self._expected = {
-            key: times for key, times in self._times.items() if not times.recurs and (key[1] != RANK or rank_changes)
+            key: times for key, times in known.items() if not times.recurs and (key[1] != RANK or rank_changes)
         }
-        self._times = {}
+        # A rank that stays is not asked for again where the answer is kept, and may change the next time.
+        self._times = {} if rank_changes else {key: times for key, times in known.items() if key[1] == RANK}
 
     @property
     def is_opening(self) -> bool:
@@ -189,6 +206,14 @@ def watch(asked: Asked) -> None:
     _listen_to_variables(asked)
 
 
+def _is_compiling() -> Callable[[], bool]:
+    """Torch's: the compiler knows its answer, and leaves out what it cannot compile. A process that has compiled
+    something does not go on with fewer ranks in any case."""
+    import torch
+
+    return torch.compiler.is_compiling
+
+
 def _public(home: Any) -> list[str]:
     """Names of the functions that a module has defined."""
     own = ((name, getattr(value, "__module__", "")) for name, value in vars(home).items() if name[:1] != "_")
@@ -202,10 +227,12 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
+    is_compiling = _is_compiling()
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
 
     def answer(*arguments: Any, **named: Any) -> Any:
-        tell(sys._getframe(2))
+        if not is_compiling():
+            tell(sys._getframe(2))
         return original(*arguments, **named)
 
     key = f"_mindx_{function.__name__}"
@@ -217,11 +244,12 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
 
 
 def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], None]) -> None:
-    original = getattr(owner, name)
+    original, is_compiling = getattr(owner, name), _is_compiling()
 
     @functools.wraps(original)
     def answer(self: Any) -> Any:
-        tell(sys._getframe(1))
+        if not is_compiling():
+            tell(sys._getframe(1))
         return original(self)
 
     setattr(owner, name, answer)
@@ -230,10 +258,10 @@ def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], 
 def _listen_to_variables(asked: Asked) -> None:
     """Everything that reads a variable of `os.environ` or `os.environb` goes through this one method."""
     environment: Any = type(os.environ)
-    original = environment.__getitem__
+    original, is_compiling = environment.__getitem__, _is_compiling()
 
     def __getitem__(self: Any, key: Any) -> Any:  # noqa: N807
-        if (what := _VARIABLES.get(key)) is not None:
+        if not is_compiling() and (what := _VARIABLES.get(key)) is not None:
             asked.note(what, sys._getframe(1))
         return original(self, key)
 
