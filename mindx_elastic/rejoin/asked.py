@@ -16,6 +16,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class Asked:
         self._expected: dict[tuple[Place, str], _Times] = {}
         self._call = self._step = 0
         self._is_opening = self._has_too_many = False
-        self._pid = os.getpid()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
         self._in_children = mmap(-1, len(_KINDS))
         """For each of them, whether a forked process has asked, which shares this memory: it is never told again."""
 
@@ -110,7 +111,7 @@ class Asked:
         if os.getpid() != self._pid:
             self._in_children[_KINDS.index(what)] = 1
             return
-        if not self._call:
+        if not self._call or threading.get_ident() != self._thread:  # a thread outlives the function's calls
             self._outside.setdefault(what, _words(place))
             return
         times = self._times.get((place, what))
@@ -140,20 +141,20 @@ class Asked:
         """Why this process may be stale when the number of ranks changes, and its rank or not; empty: it is not."""
         if self._has_too_many:
             return f"the program asks for its rank or for the number of ranks at more than {_MOST_PLACES} places"
-        for what, has_asked in zip(_KINDS, self._in_children, strict=True):
-            if has_asked != b"\0" and (what != RANK or rank_changes):
+        for what, has_asked in zip(_KINDS, self._in_children[:], strict=True):
+            if has_asked and (what != RANK or rank_changes):
                 return f"a process that the program has forked (a worker of a DataLoader?) has asked for {what}"
         for what, where in self._outside.copy().items():
             if what != RANK or rank_changes:
                 return f"the program has asked for {what} outside of the function of guard.run ({where})"
-        for (place, what), times in self._times.copy().items():
+        for (place, what), times in self._times.items():
             if (what != RANK or rank_changes) and not times.opening and not times.recurs:
                 return f"the program has asked for {what} in one step only, and may keep the answer ({_words(place)})"
         return ""
 
     def begin_anew(self, *, rank_changes: bool) -> None:
         """The next call is the first one with another number of ranks: see `end_opening`."""
-        known = self._times.copy()
+        known = self._times
         self._expected = {
             key: times for key, times in known.items() if not times.recurs and (key[1] != RANK or rank_changes)
         }

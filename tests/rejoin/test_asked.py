@@ -152,22 +152,16 @@ def test_in_a_forked_process(program: Program) -> None:
     assert "forked" in found and "asked for the number of ranks" in found, found
 
 
-def test_a_thread_that_asks_meanwhile_does_no_harm(program: Program) -> None:
-    """It asks at new places while they are looked through."""
-    has_ended = threading.Event()
+def test_in_a_thread(program: Program) -> None:
+    """As one that feeds batches: it asks at the begin of each pass over its data, and has the answer until the next."""
 
     def ask() -> None:
-        for number in range(2000):
-            exec(compile("\n" * number + "ask()", "thread.py", "exec"), {"ask": program.ask})  # noqa: S102
-        has_ended.set()
+        thread = threading.Thread(target=program.one)
+        thread.start()
+        thread.join()
 
-    program.call(nothing, nothing)
-    program.asked.enter()
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while not has_ended.is_set():
-        assert program.asked.problem(rank_changes=False) == ""
-    thread.join()
+    assert program.call(nothing, *[ask] * 3) == ""
+    assert program.asked.problem(rank_changes=False).startswith(OUTSIDE)
 
 
 def test_in_one_step_only(program: Program) -> None:
