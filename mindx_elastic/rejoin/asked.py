@@ -12,7 +12,6 @@ asks later must have done so in more than one step. Who asks is told from the li
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 import sys
@@ -21,6 +20,8 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from mmap import mmap
 from pathlib import Path
 from types import FrameType
@@ -55,6 +56,8 @@ _FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("reduce_scatter_tensor", "scatter", "scatter_object_list", "recv", "irecv"), SIZE),
     **dict.fromkeys(("all_gather_single", "reduce_scatter_single", "recv_object_list", "rendezvous"), SIZE),
 }
+_C10D = "torch.distributed.distributed_c10d"
+_HOMES = frozenset({_C10D, "torch.distributed._functional_collectives"})
 _METHODS: Mapping[str, str] = {"rank": RANK, "size": SIZE}
 """Of process groups."""
 _HANDS_ON = frozenset(
@@ -181,9 +184,13 @@ class Asked:
 _asked: Asked | None = None
 
 
+_listened: set[str] = set()
+"""Modules of torch that are listened to."""
+
+
 def current() -> Asked | None:
     """Of this process; None: it was not watched from the program's beginning."""
-    return _asked
+    return _asked if _listened >= _HOMES & sys.modules.keys() else None
 
 
 def note(what: str) -> None:
@@ -193,26 +200,54 @@ def note(what: str) -> None:
 
 
 def watch(asked: Asked) -> None:
-    """Let `asked` hear of every question from now on. Before the program runs, once a process."""
-    from torch.distributed import distributed_c10d as c10d
-
-    functional = importlib.import_module("torch.distributed._functional_collectives")
-    for home, names in ((c10d, _FUNCTIONS), (functional, dict.fromkeys(_public(functional), SIZE))):
-        for name, what in names.items():
-            function = inspect.unwrap(vars(home).get(name))  # type: ignore[arg-type]
-            if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
-                _listen(function, functools.partial(asked.note, what))
-    for name, what in _METHODS.items():
-        _listen_to_method(c10d.ProcessGroup, name, functools.partial(asked.note, what))
+    """Let `asked` hear of every question from now on. Before the program runs, once a process. Torch is not imported
+    for it: at its import it reads variables that a program may set first."""
     _listen_to_variables(asked)
+    for name in sorted(_HOMES & sys.modules.keys()):
+        _listen_to_module(asked, sys.modules[name])
+    sys.meta_path.insert(0, _AtImport(asked))
 
 
-def _is_compiling() -> Callable[[], bool]:
-    """Torch's: the compiler knows its answer, and leaves out what it cannot compile. A process that has compiled
-    something does not go on with fewer ranks in any case."""
+class _AtImport(MetaPathFinder):
+    """Listens to torch's functions as soon as there are any."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in _HOMES else None
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return None
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            _listen_to_module(self._asked, module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _listen_to_module(asked: Asked, home: Any) -> None:
+    is_first = home.__name__ == _C10D
+    for name, what in (_FUNCTIONS if is_first else dict.fromkeys(_public(home), SIZE)).items():
+        function = inspect.unwrap(vars(home).get(name))
+        if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
+            _listen(function, functools.partial(asked.note, what))
+    for name, what in _METHODS.items() if is_first else ():
+        _listen_to_method(home.ProcessGroup, name, functools.partial(asked.note, what))
+    _listened.add(home.__name__)
+
+
+def _is_compiling() -> bool:
+    """Whether torch.compile goes through this, which leaves out what it cannot compile then. A process that has
+    compiled something does not go on with fewer ranks in any case."""
+    if "torch._dynamo" not in sys.modules:
+        return False
     import torch
 
-    return torch.compiler.is_compiling
+    return torch.compiler.is_compiling()
 
 
 def _public(home: Any) -> list[str]:
@@ -228,11 +263,10 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
-    is_compiling = _is_compiling()
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
 
     def answer(*arguments: Any, **named: Any) -> Any:
-        if not is_compiling():
+        if not _is_compiling():
             tell(sys._getframe(2))
         return original(*arguments, **named)
 
@@ -241,15 +275,16 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
     source = f"def {function.__name__}(*arguments, **named):\n    return {key}(*arguments, **named)\n"
     made: dict[str, Any] = {}
     exec(compile(source, function.__code__.co_filename, "exec"), made)  # noqa: S102 - the three lines above
-    function.__code__ = made[function.__name__].__code__
+    line = function.__code__.co_firstlineno  # for tracebacks and inspect.getsource
+    function.__code__ = made[function.__name__].__code__.replace(co_firstlineno=line)
 
 
 def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], None]) -> None:
-    original, is_compiling = getattr(owner, name), _is_compiling()
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def answer(self: Any) -> Any:
-        if not is_compiling():
+        if not _is_compiling():
             tell(sys._getframe(1))
         return original(self)
 
@@ -259,10 +294,10 @@ def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], 
 def _listen_to_variables(asked: Asked) -> None:
     """Everything that reads a variable of `os.environ` or `os.environb` goes through this one method."""
     environment: Any = type(os.environ)
-    original, is_compiling = environment.__getitem__, _is_compiling()
+    original = environment.__getitem__
 
     def __getitem__(self: Any, key: Any) -> Any:  # noqa: N807
-        if not is_compiling() and (what := _VARIABLES.get(key)) is not None:
+        if not _is_compiling() and (what := _VARIABLES.get(key)) is not None:
             asked.note(what, sys._getframe(1))
         return original(self, key)
 
@@ -321,8 +356,6 @@ def prepare() -> None:
 
 def main() -> None:
     """``python -m mindx_elastic.rejoin.asked SCRIPT ARGUMENTS``: run the program, watched."""
-    import torch.distributed  # noqa: F401
-
     prepare()
     run(sys.argv[1:])
 

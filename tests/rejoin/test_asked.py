@@ -332,3 +332,36 @@ def test_a_program_that_is_watched_compiles_as_one_that_is_not(tmp_path: Path) -
     )
     done = run_alone(program)
     assert "GIVES 1.0" in done.stdout, done.stdout + done.stderr
+
+
+def test_torch_is_imported_by_the_program(tmp_path: Path) -> None:
+    """What it sets before counts, and its questions are heard nevertheless."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        dedent(
+            """
+            import os, sys
+            from mindx_elastic.rejoin import asked
+
+            asked.prepare()
+            assert "torch" not in sys.modules
+            os.environ["OMP_NUM_THREADS"] = "2"
+            import inspect
+            import torch
+            import torch.distributed as dist
+            import torch.distributed._functional_collectives as functional
+
+            dist.init_process_group("gloo")
+            for ask in (dist.get_world_size, dist.group.WORLD.size, lambda: functional.all_reduce(
+                torch.ones(1), "sum", dist.group.WORLD)):
+                assert asked.current().problem(rank_changes=False) == ""
+                ask()
+                print("HEARD", asked.current().problem(rank_changes=False))
+                asked.current()._outside.clear()
+            print("THREADS", torch.get_num_threads(), inspect.getsource(dist.get_world_size).splitlines()[0])
+            """
+        )
+    )
+    done = run_alone(program)
+    assert done.stdout.count(f"HEARD {OUTSIDE}") == 3, done.stdout + done.stderr
+    assert "THREADS 2 def get_world_size(" in done.stdout, done.stdout + done.stderr
