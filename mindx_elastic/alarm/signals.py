@@ -24,7 +24,7 @@ from typing import Any
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
 
-__all__ = ["HeldSignals", "SignalHandlers", "hold_signals", "release_signals"]
+__all__ = ["HeldSignals", "SignalHandlers", "end_lingering", "hold_signals", "release_signals"]
 
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 _active: SignalHandlers | None = None
@@ -74,6 +74,15 @@ def release_signals() -> None:
     for number, before in () if held is None else held.before.items():
         if _holder(signal.getsignal(number)) is held:
             signal.signal(number, before)
+
+
+def end_lingering() -> None:
+    """This process goes on after all: signals that do nothing (see `SignalHandlers.linger`) have the action again that
+    they had before. Main thread."""
+    for number in signal.valid_signals():
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(owner, SignalHandlers):
+            owner.end_linger(number)
 
 
 class SignalHandlers:
@@ -170,6 +179,11 @@ class SignalHandlers:
             atexit.register(self._ignore_at_exit)
         self._linger_until = until
 
+    def end_linger(self, signum: int) -> None:
+        """`signum` has the action again that it had before."""
+        before = self._lingering.pop(signum, None)
+        signal.signal(signum, signal.SIG_DFL if before is None else before)
+
     def _ignore_at_exit(self) -> None:
         """The interpreter removes Python handlers long before the process is gone; SIG_IGN stays."""
         if self._linger_until is not None and time.monotonic() < self._linger_until:
@@ -211,8 +225,7 @@ class SignalHandlers:
 
     def _late(self, signum: int, frame: FrameType | None) -> None:
         if self._linger_until is None or time.monotonic() > self._linger_until:
-            before = self._lingering.get(signum)
-            signal.signal(signum, signal.SIG_DFL if before is None else before)
+            self.end_linger(signum)
             signal.raise_signal(signum)
 
     def _restore(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mindx_elastic.alarm.signals import end_lingering
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
@@ -78,6 +79,7 @@ def stay(
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     code = stop.code if isinstance(stop.code, int) else 1
+    end_lingering()  # from here on a stop ends this process at once, as it does a new one that has no guard yet
     order = wait_for_order(agent.folder, code, 2 * RejoinSettings.from_env().timeout_s)
     if order is None:
         return False

@@ -12,14 +12,17 @@ asks later must have done so in more than one step. Who asks is told from the li
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -31,6 +34,7 @@ __all__ = ["ATTEMPT", "RANK", "SIZE", "Asked", "current", "main", "note", "prepa
 
 RANK, SIZE, ATTEMPT = "the rank", "the number of ranks", "the number of restarts"
 """What is asked for. The result of a collective is of a number of ranks."""
+_KINDS = (RANK, SIZE, ATTEMPT)
 Place: TypeAlias = "tuple[tuple[str, int], ...]"
 """Files and lines, the innermost first."""
 
@@ -40,6 +44,7 @@ _NAMES: Mapping[str, str] = {
     **dict.fromkeys(("PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"), RANK),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), SIZE),
     **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), SIZE),
+    "MINDX_PLACES": SIZE,
     **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "MINDX_ATTEMPT"), ATTEMPT),
 }
 _VARIABLES: Mapping[Any, str] = {**_NAMES, **{name.encode(): what for name, what in _NAMES.items()}}
@@ -49,16 +54,21 @@ _FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced"), SIZE),
     **dict.fromkeys(("all_to_all", "all_to_all_single", "gather", "gather_object", "reduce", "reduce_scatter"), SIZE),
     **dict.fromkeys(("reduce_scatter_tensor", "scatter", "scatter_object_list", "recv", "irecv"), SIZE),
+    **dict.fromkeys(("all_gather_single", "reduce_scatter_single", "recv_object_list", "rendezvous"), SIZE),
 }
+_C10D = "torch.distributed.distributed_c10d"
+_HOMES = frozenset({_C10D, "torch.distributed._functional_collectives"})
 _METHODS: Mapping[str, str] = {"rank": RANK, "size": SIZE}
 """Of process groups."""
 _HANDS_ON = frozenset(
     {
         *("torch.utils.data", "torch.distributed.c10d_logger", "mindx_elastic.data", "mindx_elastic.rejoin.joiner"),
+        *("torch.distributed.nn", "torch.distributed.collective_utils", "torch.distributed.device_mesh"),
+        *("torch.distributed.elastic.utils.data", "torch.autograd.function", "mindx_elastic.cluster.group"),
         *("os", "collections", "functools", "contextlib"),
     }
 )
-"""Modules that ask for whoever has called them: samplers, loaders, ``os.environ.get``."""
+"""Modules that ask for whoever has called them: samplers, loaders, meshes, ``os.environ.get``."""
 _LIBRARIES = frozenset({"torch", "mindx_elastic"})
 """What these ask for themselves is theirs: DDP, groups, this package. They hear of another size."""
 _MOST_FRAMES, _MOST_PLACES = 64, 10_000
@@ -92,13 +102,19 @@ class Asked:
         self._expected: dict[tuple[Place, str], _Times] = {}
         self._call = self._step = 0
         self._is_opening = self._has_too_many = False
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._in_children = mmap(-1, len(_KINDS))
+        """For each of them, whether a forked process has asked, which shares this memory: it is never told again."""
 
     def note(self, what: str, frame: FrameType | None) -> None:
         """What answers has been called from `frame`: the program asks for `what`, if it is the program."""
         place = _place(frame)
         if not place:
             return
-        if not self._call:
+        if os.getpid() != self._pid:
+            self._in_children[_KINDS.index(what)] = 1
+            return
+        if not self._call or threading.get_ident() != self._thread:  # a thread outlives the function's calls
             self._outside.setdefault(what, _words(place))
             return
         times = self._times.get((place, what))
@@ -128,7 +144,10 @@ class Asked:
         """Why this process may be stale when the number of ranks changes, and its rank or not; empty: it is not."""
         if self._has_too_many:
             return f"the program asks for its rank or for the number of ranks at more than {_MOST_PLACES} places"
-        for what, where in self._outside.items():
+        for what, has_asked in zip(_KINDS, self._in_children[:], strict=True):
+            if has_asked and (what != RANK or rank_changes):
+                return f"a process that the program has forked (a worker of a DataLoader?) has asked for {what}"
+        for what, where in self._outside.copy().items():
             if what != RANK or rank_changes:
                 return f"the program has asked for {what} outside of the function of guard.run ({where})"
         for (place, what), times in self._times.items():
@@ -138,10 +157,12 @@ class Asked:
 
     def begin_anew(self, *, rank_changes: bool) -> None:
         """The next call is the first one with another number of ranks: see `end_opening`."""
+        known = self._times
         self._expected = {
-            key: times for key, times in self._times.items() if not times.recurs and (key[1] != RANK or rank_changes)
+            key: times for key, times in known.items() if not times.recurs and (key[1] != RANK or rank_changes)
         }
-        self._times = {}
+        # A rank that stays is not asked for again where the answer is kept, and may change the next time.
+        self._times = {} if rank_changes else {key: times for key, times in known.items() if key[1] == RANK}
 
     @property
     def is_opening(self) -> bool:
@@ -163,9 +184,13 @@ class Asked:
 _asked: Asked | None = None
 
 
+_listened: set[str] = set()
+"""Modules of torch that are listened to."""
+
+
 def current() -> Asked | None:
     """Of this process; None: it was not watched from the program's beginning."""
-    return _asked
+    return _asked if _listened >= _HOMES & sys.modules.keys() else None
 
 
 def note(what: str) -> None:
@@ -175,18 +200,54 @@ def note(what: str) -> None:
 
 
 def watch(asked: Asked) -> None:
-    """Let `asked` hear of every question from now on. Before the program runs, once a process."""
-    from torch.distributed import distributed_c10d as c10d
-
-    functional = importlib.import_module("torch.distributed._functional_collectives")
-    for home, names in ((c10d, _FUNCTIONS), (functional, dict.fromkeys(_public(functional), SIZE))):
-        for name, what in names.items():
-            function = inspect.unwrap(vars(home).get(name))  # type: ignore[arg-type]
-            if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
-                _listen(function, functools.partial(asked.note, what))
-    for name, what in _METHODS.items():
-        _listen_to_method(c10d.ProcessGroup, name, functools.partial(asked.note, what))
+    """Let `asked` hear of every question from now on. Before the program runs, once a process. Torch is not imported
+    for it: at its import it reads variables that a program may set first."""
     _listen_to_variables(asked)
+    for name in sorted(_HOMES & sys.modules.keys()):
+        _listen_to_module(asked, sys.modules[name])
+    sys.meta_path.insert(0, _AtImport(asked))
+
+
+class _AtImport(MetaPathFinder):
+    """Listens to torch's functions as soon as there are any."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in _HOMES else None
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return None
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            _listen_to_module(self._asked, module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _listen_to_module(asked: Asked, home: Any) -> None:
+    is_first = home.__name__ == _C10D
+    for name, what in (_FUNCTIONS if is_first else dict.fromkeys(_public(home), SIZE)).items():
+        function = inspect.unwrap(vars(home).get(name))
+        if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
+            _listen(function, functools.partial(asked.note, what))
+    for name, what in _METHODS.items() if is_first else ():
+        _listen_to_method(home.ProcessGroup, name, functools.partial(asked.note, what))
+    _listened.add(home.__name__)
+
+
+def _is_compiling() -> bool:
+    """Whether torch.compile goes through this, which leaves out what it cannot compile then. A process that has
+    compiled something does not go on with fewer ranks in any case."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    import torch
+
+    return torch.compiler.is_compiling()
 
 
 def _public(home: Any) -> list[str]:
@@ -205,7 +266,8 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
 
     def answer(*arguments: Any, **named: Any) -> Any:
-        tell(sys._getframe(2))
+        if not _is_compiling():
+            tell(sys._getframe(2))
         return original(*arguments, **named)
 
     key = f"_mindx_{function.__name__}"
@@ -213,7 +275,8 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
     source = f"def {function.__name__}(*arguments, **named):\n    return {key}(*arguments, **named)\n"
     made: dict[str, Any] = {}
     exec(compile(source, function.__code__.co_filename, "exec"), made)  # noqa: S102 - the three lines above
-    function.__code__ = made[function.__name__].__code__
+    line = function.__code__.co_firstlineno  # for tracebacks and inspect.getsource
+    function.__code__ = made[function.__name__].__code__.replace(co_firstlineno=line)
 
 
 def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], None]) -> None:
@@ -221,7 +284,8 @@ def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], 
 
     @functools.wraps(original)
     def answer(self: Any) -> Any:
-        tell(sys._getframe(1))
+        if not _is_compiling():
+            tell(sys._getframe(1))
         return original(self)
 
     setattr(owner, name, answer)
@@ -233,7 +297,7 @@ def _listen_to_variables(asked: Asked) -> None:
     original = environment.__getitem__
 
     def __getitem__(self: Any, key: Any) -> Any:  # noqa: N807
-        if (what := _VARIABLES.get(key)) is not None:
+        if not _is_compiling() and (what := _VARIABLES.get(key)) is not None:
             asked.note(what, sys._getframe(1))
         return original(self, key)
 
@@ -292,8 +356,6 @@ def prepare() -> None:
 
 def main() -> None:
     """``python -m mindx_elastic.rejoin.asked SCRIPT ARGUMENTS``: run the program, watched."""
-    import torch.distributed  # noqa: F401
-
     prepare()
     run(sys.argv[1:])
 

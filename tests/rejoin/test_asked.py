@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -98,6 +100,16 @@ def test_kept_before_a_recovery_with_as_many_ranks(program: Program) -> None:
     assert program.call(nothing).startswith(KEPT)
 
 
+def test_a_rank_that_is_kept_and_changes_only_later(program: Program) -> None:
+    """The last place is lost, then the first one."""
+    program.call(program.rank, nothing)
+    program.asked.begin_anew(rank_changes=False)
+    assert program.call(nothing, nothing) == ""
+    assert program.asked.problem(rank_changes=True) == ""
+    program.asked.begin_anew(rank_changes=True)
+    assert "asked again for the rank" in program.call(nothing)
+
+
 def test_one_of_two_that_ask_at_the_same_line_keeps_its_answer(program: Program) -> None:
     def both() -> None:
         program.helper()
@@ -122,6 +134,34 @@ def test_in_a_loop_at_the_same_line(program: Program) -> None:
     call(2)
     program.asked.begin_anew(rank_changes=False)
     assert call(1).startswith(KEPT)
+
+
+def test_in_a_forked_process(program: Program) -> None:
+    """As a worker of a DataLoader, which may go on with the answer when the function is called again."""
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            program.rank()
+            program.one()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    assert program.call(fork, nothing) == ""
+    found = program.asked.problem(rank_changes=False)
+    assert "forked" in found and "asked for the number of ranks" in found, found
+
+
+def test_in_a_thread(program: Program) -> None:
+    """As one that feeds batches: it asks at the begin of each pass over its data, and has the answer until the next."""
+
+    def ask() -> None:
+        thread = threading.Thread(target=program.one)
+        thread.start()
+        thread.join()
+
+    assert program.call(nothing, *[ask] * 3) == ""
+    assert program.asked.problem(rank_changes=False).startswith(OUTSIDE)
 
 
 def test_in_one_step_only(program: Program) -> None:
@@ -180,6 +220,14 @@ QUESTIONS = {
     "functional": "functional.all_reduce(torch.ones(1), 'sum', dist.group.WORLD)",
     "sampler": "DistributedSampler(TensorDataset(torch.zeros(4)))",
     "length": "len(mx.data.ResumableLoader(range(8), 2))",
+    "all_gather_single": "dist.all_gather_single(torch.zeros(1), torch.ones(1))",
+    "with gradients": "dist_nn.all_gather(torch.ones(1))",
+    "mesh": "init_device_mesh('cpu', (1,))",
+    "mesh of a group": "DeviceMesh.from_group(dist.group.WORLD, 'cpu')",
+    "elastic sampler": "ElasticDistributedSampler(TensorDataset(torch.zeros(4)))",
+    "rendezvous": "next(dist.rendezvous('env://'))",
+    "cluster": "mx.cluster.get_group_size()",
+    "places": "os.environ.get('MINDX_PLACES')",
     "restarts": "os.environ.get('TORCHELASTIC_RESTART_COUNT')",
 }
 LEFT_ALONE = {
@@ -193,6 +241,28 @@ LEFT_ALONE = {
 }
 
 
+def run_alone(program: Path) -> subprocess.CompletedProcess[str]:
+    """As the only rank of a job that is watched."""
+    env = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "MINDX_PLACES": "0",
+        "MINDX_FULL_WORLD_SIZE": "3",
+        "MINDX_RECOVER": "in-place",
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(program.parent),
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
+    command = [sys.executable, str(program)]
+    return subprocess.run(
+        command, check=False, env=env, capture_output=True, text=True, timeout=300, cwd=program.parent
+    )
+
+
 def test_every_question_is_heard(tmp_path: Path) -> None:
     """In a process of its own: the functions of torch listen from then on."""
     program = tmp_path / "train.py"
@@ -204,6 +274,9 @@ def test_every_question_is_heard(tmp_path: Path) -> None:
             import torch.distributed as dist
             import torch.distributed._functional_collectives as functional
             from torch.distributed import get_world_size as size_of
+            import torch.distributed.nn as dist_nn
+            from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+            from torch.distributed.elastic.utils.data import ElasticDistributedSampler
             from torch.utils.data import DistributedSampler, TensorDataset
             import mindx_elastic as mx
             from mindx_elastic.rejoin import asked
@@ -220,20 +293,7 @@ def test_every_question_is_heard(tmp_path: Path) -> None:
             """
         )
     )
-    env = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "MINDX_FULL_WORLD_SIZE": "3",
-        "MINDX_RECOVER": "in-place",
-        "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path),
-        "PATH": "/usr/bin:/bin",
-    }
-    command = [sys.executable, str(program)]
-    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = run_alone(program)
     said = dict(line.split(" | ") for line in done.stdout.splitlines() if " | " in line)
     assert said.keys() == (QUESTIONS | LEFT_ALONE).keys(), done.stdout + done.stderr
     ranks = {"get_rank", "group rank", "local rank", "variable", "bytes"}
@@ -242,3 +302,66 @@ def test_every_question_is_heard(tmp_path: Path) -> None:
         assert said[name].startswith(f"the program has asked for {what}"), (name, said[name], done.stderr)
         assert said[name].endswith("(train.py:1)"), (name, said[name])
     assert {name: said[name].strip() for name in LEFT_ALONE} == dict.fromkeys(LEFT_ALONE, ""), done.stderr
+
+
+def test_a_program_that_is_watched_compiles_as_one_that_is_not(tmp_path: Path) -> None:
+    """In one piece: torch.compile knows these functions, and does not stumble over what listens to them."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        dedent(
+            """
+            import os
+            import torch
+            import torch.distributed as dist
+            import torch.distributed._functional_collectives as functional
+            from mindx_elastic.rejoin import asked
+
+            asked.prepare()
+            assert asked.current() is not None
+            dist.init_process_group("gloo")
+
+            @torch.compile(backend="eager", fullgraph=True)
+            def step(x):
+                dist.all_reduce(x)
+                x = functional.all_reduce(x, "sum", dist.group.WORLD) * dist.get_world_size() + dist.get_rank()
+                return x * int(os.environ["WORLD_SIZE"])
+
+            print("GIVES", step(torch.ones(1)).item())
+            """
+        )
+    )
+    done = run_alone(program)
+    assert "GIVES 1.0" in done.stdout, done.stdout + done.stderr
+
+
+def test_torch_is_imported_by_the_program(tmp_path: Path) -> None:
+    """What it sets before counts, and its questions are heard nevertheless."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        dedent(
+            """
+            import os, sys
+            from mindx_elastic.rejoin import asked
+
+            asked.prepare()
+            assert "torch" not in sys.modules
+            os.environ["OMP_NUM_THREADS"] = "2"
+            import inspect
+            import torch
+            import torch.distributed as dist
+            import torch.distributed._functional_collectives as functional
+
+            dist.init_process_group("gloo")
+            for ask in (dist.get_world_size, dist.group.WORLD.size, lambda: functional.all_reduce(
+                torch.ones(1), "sum", dist.group.WORLD)):
+                assert asked.current().problem(rank_changes=False) == ""
+                ask()
+                print("HEARD", asked.current().problem(rank_changes=False))
+                asked.current()._outside.clear()
+            print("THREADS", torch.get_num_threads(), inspect.getsource(dist.get_world_size).splitlines()[0])
+            """
+        )
+    )
+    done = run_alone(program)
+    assert done.stdout.count(f"HEARD {OUTSIDE}") == 3, done.stdout + done.stderr
+    assert "THREADS 2 def get_world_size(" in done.stdout, done.stdout + done.stderr
