@@ -61,6 +61,8 @@ class Shrinking:
         self._returned: frozenset[int] = frozenset()
         self.keeps_processes = False
         """Those that live go on in their processes, if these can."""
+        self._is_in_place = self._will_be = False
+        """The attempt, or the next one, goes on in the processes of the one before."""
         self.has_fallen_back = False
         """The last attempt had more workers than the one before, and has failed because of that, at its start."""
         self.stops_with = ""
@@ -99,6 +101,7 @@ class Shrinking:
 
     def note_in_place(self, before: int) -> None:
         """The next attempt goes on in the processes of this one."""
+        self._will_be = True
         logger.warning("world %d -> %d in place: the processes stay", before, self.size)
         self._events.emit("shrink_in_place", world_size=self.size, reason=self.reason)
 
@@ -109,6 +112,7 @@ class Shrinking:
     def begin_attempt(self, context: Any) -> None:
         """The workers run. `context`: torch's, with what it has started."""
         self._began, self._context = time.monotonic(), context
+        self._is_in_place, self._will_be = self._will_be, False
 
     def look(self, statuses: Mapping[int, Status]) -> str:
         """Twice a second: why all workers are to stop and start again; empty: they are not."""
@@ -142,13 +146,14 @@ class Shrinking:
 
     def late(self, statuses: Mapping[int, Status]) -> dict[int, str]:
         """Twice a second, but not during a recovery in place, which has a time of its own: ranks in places where the
-        last process has failed, and that do not come to their guards."""
+        last process has failed, or that go on in their processes, and that do not come to their guards."""
         allowed_s = self._patience_s + _LONGEST_START * self._longest_s
         if not self._is_known or time.monotonic() - self._began < allowed_s:
             return {}
         places = self.places
-        late = [rank for rank, place in enumerate(places.active) if place in places.suspects and rank not in statuses]
-        return dict.fromkeys(late, f"its new process has not come to its guard in {allowed_s:.0f} s")
+        expected, new = (places.active, "") if self._is_in_place else (places.suspects, "new ")
+        late = [rank for rank, place in enumerate(places.active) if place in expected and rank not in statuses]
+        return dict.fromkeys(late, f"its {new}process has not come to its guard in {allowed_s:.0f} s")
 
     def end_attempt(self, attempt: Attempt, ending: Ending, arenas: Iterable[str]) -> None:
         """All workers have ended. Decides how many are started next, if any. `arenas`: their memory."""

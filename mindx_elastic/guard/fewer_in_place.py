@@ -10,16 +10,20 @@ ends, and the job is restarted.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from types import GeneratorType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DistributedSampler
 
 from mindx_elastic.alarm.signals import end_lingering
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
@@ -120,7 +124,7 @@ def _why_not(member: Member, before_guard: BeforeGuard, targets: Mapping[str, An
     answers = asked.current()
     if answers is None:
         return "it is not known what the program has asked for: it is none of this Python interpreter"
-    if why := answers.problem(rank_changes=keeps.ranks[rank] != rank):
+    if why := answers.problem(rank_changes=keeps.ranks[rank] != rank) or _kept(answers, member.ranks.world_size):
         return why
     if torch.get_num_threads() != before_guard.num_threads:
         return "the training has changed the number of torch's threads"
@@ -134,6 +138,23 @@ def _why_not(member: Member, before_guard: BeforeGuard, targets: Mapping[str, An
                 return f"{name} has a rank or a world size of its own"
     ddp = ddp_modules(targets)
     return groups.why_default_stays([module for _, module in ddp]) or groups.reset_ddp(ddp)
+
+
+def _kept(answers: asked.Asked, size: int) -> str:
+    """What the program keeps of the function's answers in an object that shows it: samplers in a cache, and generators
+    that it goes on with. The function has been left, and its variables are gone."""
+    gc.collect()
+    lines = answers.lines()
+    for one in gc.get_objects():
+        if isinstance(one, DistributedSampler):
+            if one.num_replicas == size:
+                return f"the program keeps a {type(one).__name__} that was made for {size} ranks"
+        elif type(one) is GeneratorType and one.gi_frame is not None:
+            code = one.gi_code
+            if any((code.co_filename, line) in lines for *_, line in code.co_lines() if line is not None):
+                where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                return f"the program keeps a generator that has asked for rank or number of ranks ({where})"
+    return ""
 
 
 def _has_compiled() -> bool:

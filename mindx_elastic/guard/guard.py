@@ -348,8 +348,7 @@ class Guard(LayeredGuard):
 
         Under ``mindx-elastic run --recover in-place`` the function is called again in the same process when another
         rank has died and was replaced (or, with ``--min-nproc``, was not): the loops in it go on at the boundary that
-        all have agreed on. Make outside of it what must not be built twice (the model, the loader, process groups), and
-        ask for the number of ranks in it.
+        all have agreed on. Make outside of it what must not be built twice; ask for the number of ranks in it.
         """
 
         def block(place: Place | None) -> _T:

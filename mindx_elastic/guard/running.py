@@ -259,7 +259,10 @@ def run_in_place(
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
             except GracefulExit as stop:
-                if before is None or member.keeps is None or not stay(member, before, begun, targets(), stop):
+                if before is None or member.keeps is None:
+                    raise
+                _end_frames(stop)
+                if not stay(member, before, begun, targets(), stop):
                     raise
                 _close(member)
                 stop.__context__ = stop.__cause__ = stop.__traceback__ = None

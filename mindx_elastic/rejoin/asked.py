@@ -164,6 +164,10 @@ class Asked:
         # A rank that stays is not asked for again where the answer is kept, and may change the next time.
         self._times = {} if rank_changes else {key: times for key, times in known.items() if key[1] == RANK}
 
+    def lines(self) -> set[tuple[str, int]]:
+        """All lines, with their files, that were under way when something was asked in the function."""
+        return {line for place, _ in self._times.copy() for line in place}
+
     @property
     def is_opening(self) -> bool:
         """No update has been made in this call yet."""
@@ -233,7 +237,9 @@ def _listen_to_module(asked: Asked, home: Any) -> None:
     is_first = home.__name__ == _C10D
     for name, what in (_FUNCTIONS if is_first else dict.fromkeys(_public(home), SIZE)).items():
         function = inspect.unwrap(vars(home).get(name))
-        if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
+        if isinstance(function, types.FunctionType):
+            if function.__code__.co_freevars:
+                return  # of a torch that is not known: see `current`
             _listen(function, functools.partial(asked.note, what))
     for name, what in _METHODS.items() if is_first else ():
         _listen_to_method(home.ProcessGroup, name, functools.partial(asked.note, what))
@@ -270,13 +276,20 @@ def _listen(function: types.FunctionType, tell: Callable[[FrameType | None], Non
             tell(sys._getframe(2))
         return original(*arguments, **named)
 
-    key = f"_mindx_{function.__name__}"
+    key, code = f"_mindx_{function.__name__}", function.__code__
     function.__globals__[key] = answer
-    source = f"def {function.__name__}(*arguments, **named):\n    return {key}(*arguments, **named)\n"
-    made: dict[str, Any] = {}
-    exec(compile(source, function.__code__.co_filename, "exec"), made)  # noqa: S102 - the three lines above
-    line = function.__code__.co_firstlineno  # for tracebacks and inspect.getsource
-    function.__code__ = made[function.__name__].__code__.replace(co_firstlineno=line)
+    # File and line are for tracebacks and inspect.getsource.
+    function.__code__ = _calls_answer.__code__.replace(
+        co_names=(key,), co_name=code.co_name, co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+    )
+
+
+_answer: Any = None
+
+
+def _calls_answer(*arguments: Any, **named: Any) -> Any:
+    """The code of all functions that are listened to, each with a name of its own in place of `_answer`."""
+    return _answer(*arguments, **named)
 
 
 def _listen_to_method(owner: Any, name: str, tell: Callable[[FrameType | None], None]) -> None:

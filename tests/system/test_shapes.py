@@ -56,6 +56,10 @@ def went_in_place(job: Job) -> bool:
     return after <= before
 
 
+KEPT = "the program keeps a DistributedSampler that was made for 3 ranks"
+STREAM = r"the program keeps a generator that has asked for rank or number of ranks \(shapes\.py:\d+\)"
+
+
 def nothing_is_stale(job: Job) -> bool:
     """Of all that trained: the number of ranks that the program has, and the true one. Those that had not made a step
     when they ended do not count."""
@@ -100,6 +104,16 @@ def test_it_restarts_and_says_why(tmp_path: Path, shape: str, reason: str) -> No
         job.report()
     )
     assert all(samples == list(range(96)) for samples in seen(job).values()), job.report()
+    assert nothing_is_stale(job), job.report()
+
+
+@few
+@pytest.mark.parametrize(("shape", "reason"), [("by_task", KEPT), ("stream", STREAM)])
+def test_what_lives_on_and_shows_its_number_of_ranks_restarts(tmp_path: Path, shape: str, reason: str) -> None:
+    """They ask again and again, so that the questions alone would not tell."""
+    job = run(tmp_path, shape, "--calm")
+    assert not went_in_place(job), job.report()
+    assert job.matches(rf"rank \d cannot go on in its process with fewer ranks: {reason}"), job.report()
     assert nothing_is_stale(job), job.report()
 
 
