@@ -378,15 +378,17 @@ class Supervisor(LocalElasticAgent):
 
         more["keep"] = functools.partial(self._who_stays, workers)
         start = self._replacements.start
-        if self._kept is not None and self._shrinking is not None:
-            shrinking, begin = self._shrinking, start
+        if self._shrinking is not None and self._kept is not None:
+            shrinking = self._shrinking
             more["may_keep"] = lambda rank: shrinking.who_stays(rank) is not None
-
-            def start(rank: int, generation: int, *, can_wait: bool) -> NewProcess | None:
-                shrinking.learn(workers.last_statuses())  # the last time that they are of all ranks
-                return begin(rank, generation, can_wait=can_wait)
-
+            start = functools.partial(self._learn_and_start, workers)
         return Recovery(workers, board_alone, start, **more)
+
+    def _learn_and_start(self, workers: Workers, rank: int, generation: int, *, can_wait: bool) -> NewProcess | None:
+        """A new process in the place of `rank`; before it is, the pages are those of all ranks for the last time."""
+        assert self._shrinking is not None and self._replacements is not None
+        self._shrinking.learn(workers.last_statuses())
+        return self._replacements.start(rank, generation, can_wait=can_wait)
 
     def _surroundings(self, address: str, port: int, scope: str, writer: int, num_nodes: int) -> Surroundings:
         """Of a recovery whose board is in the workers' store at this address."""

@@ -191,8 +191,7 @@ class SizedGuard:
     @property
     def ranks(self) -> RankInfo:
         """This process among all; known once the guard is entered."""
-        asked.note(asked.RANK)
-        asked.note(asked.SIZE)
+        asked.note(asked.RANK, asked.SIZE)
         return self._ranks
 
     @property

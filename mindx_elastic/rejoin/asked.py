@@ -197,10 +197,11 @@ def current() -> Asked | None:
     return _asked if _listened >= _HOMES & sys.modules.keys() else None
 
 
-def note(what: str) -> None:
+def note(*what: str) -> None:
     """The function of this package that calls this one answers its own caller with what depends on `what`."""
     if _asked is not None:
-        _asked.note(what, sys._getframe(2))
+        for each in what:
+            _asked.note(each, sys._getframe(2))
 
 
 def watch(asked: Asked) -> None:

@@ -60,23 +60,19 @@ class CallbackParams(dict[str, Any]):
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:  # ``dict(params)`` and ``{**params}`` come here, too
-        asked.note(asked.SIZE)
-        asked.note(asked.RANK)
+        asked.note(asked.SIZE, asked.RANK)
         return super().__iter__()
 
     def items(self) -> Any:
-        asked.note(asked.SIZE)
-        asked.note(asked.RANK)
+        asked.note(asked.SIZE, asked.RANK)
         return super().items()
 
     def values(self) -> Any:
-        asked.note(asked.SIZE)
-        asked.note(asked.RANK)
+        asked.note(asked.SIZE, asked.RANK)
         return super().values()
 
     def copy(self) -> dict[str, Any]:
-        asked.note(asked.SIZE)
-        asked.note(asked.RANK)
+        asked.note(asked.SIZE, asked.RANK)
         return super().copy()
 
     def __setattr__(self, name: str, value: Any) -> None:
