@@ -58,7 +58,8 @@ def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
     assert len(stopped) == 3 and all(row.resumed is not None for row in stopped)
     assert [row.name for row in stopped] == [f"stopped after step {row.resumed}" for row in stopped]
     assert not runs.is_fresh, runs.why_fresh
-    assert not proof.notes
+    # Its other faults sleep: in its source a counter of its own sets the learning rate.
+    assert all("own_steps" in note for note in proof.notes), proof.notes
 
 
 @pytest.mark.few(2)
