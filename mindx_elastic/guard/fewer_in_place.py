@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DistributedSampler
 
 from mindx_elastic.alarm.signals import end_lingering
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
@@ -144,12 +143,12 @@ def _kept(answers: asked.Asked, size: int) -> str:
     """What the program keeps of the function's answers in an object that shows it: samplers in a cache, and generators
     that it goes on with. The function has been left, and its variables are gone."""
     gc.collect()
+    for sampler in answers.samplers():
+        if sampler.num_replicas == size:
+            return f"the program keeps a {type(sampler).__name__} that was made for {size} ranks"
     lines = answers.lines()
     for one in gc.get_objects():
-        if isinstance(one, DistributedSampler):
-            if one.num_replicas == size:
-                return f"the program keeps a {type(one).__name__} that was made for {size} ranks"
-        elif type(one) is GeneratorType and one.gi_frame is not None:
+        if type(one) is GeneratorType and one.gi_frame is not None:
             code = one.gi_code
             if any((code.co_filename, line) in lines for *_, line in code.co_lines() if line is not None):
                 where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"

@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -71,6 +72,7 @@ _HANDS_ON = frozenset(
 """Modules that ask for whoever has called them: samplers, loaders, meshes, ``os.environ.get``."""
 _LIBRARIES = frozenset({"torch", "mindx_elastic"})
 """What these ask for themselves is theirs: DDP, groups, this package. They hear of another size."""
+_SAMPLERS = "torch.utils.data.distributed"
 _MOST_FRAMES, _MOST_PLACES = 64, 10_000
 
 
@@ -102,6 +104,7 @@ class Asked:
         self._expected: dict[tuple[Place, str], _Times] = {}
         self._call = self._step = 0
         self._is_opening = self._has_too_many = False
+        self._samplers: dict[int, weakref.ref[Any]] = {}
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._in_children = mmap(-1, len(_KINDS))
         """For each of them, whether a forked process has asked, which shares this memory: it is never told again."""
@@ -124,6 +127,7 @@ class Asked:
                 return
             times = self._times[place, what] = _Times()
         if not self._is_opening:
+            self._note_sampler(frame)
             if not times.recurs:
                 times.steps.add((self._call, self._step))
             return
@@ -131,6 +135,18 @@ class Asked:
             times.call, times.now = self._call, 0
         times.now += 1
         times.opening = max(times.opening, times.now)
+
+    def _note_sampler(self, frame: FrameType | None) -> None:
+        """One that is made after the opening asks for itself."""
+        while frame is not None and _kind(frame) is _Kind.HANDS_ON:
+            if frame.f_globals.get("__name__") == _SAMPLERS and frame.f_code.co_name == "__init__":
+                sampler = frame.f_locals["self"]
+                self._samplers[id(sampler)] = weakref.ref(sampler)
+            frame = frame.f_back
+
+    def samplers(self) -> list[Any]:
+        """Those that are made after an opening, with the number of ranks of then, and still live."""
+        return [sampler for one in self._samplers.copy().values() if (sampler := one()) is not None]
 
     def enter(self) -> None:
         """The function of ``guard.run`` is about to be called, once more or for the first time."""

@@ -52,6 +52,13 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
+def meet(directory: Path, step: int, rank: int, world_size: int, *, waits: bool) -> None:
+    """Who is about to die at this step waits until all have passed the boundary before it: two jobs are cut alike."""
+    (directory / f"at_{step}_{rank}").touch()
+    while waits and len([*directory.glob(f"at_{step}_*")]) < world_size:
+        time.sleep(0.005)
+
+
 class Points(Dataset[Any]):
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -103,6 +110,8 @@ class Job:
         for word in filter(None, args.breaks.split(",")):
             place, at = map(int, word.split(":"))
             done = args.directory / f"done_{place}_{at}"
+            if at == step:
+                meet(args.directory, step, self.rank, self.world_size, waits=place == self.place)
             if (place, at) == (self.place, step) and not done.exists():
                 done.touch()
                 (args.directory / f"broken_{place}").touch()

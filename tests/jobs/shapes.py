@@ -49,6 +49,13 @@ class Config:
     tags: list[str] = dataclasses.field(default_factory=lambda: ["a", "b"])
 
 
+def meet(directory: Path, step: int, rank: int, world_size: int, *, waits: bool) -> None:
+    """As in ``fewer.py``: who is about to die waits until all have passed the boundary before this step."""
+    (directory / f"at_{step}_{rank}").touch()
+    while waits and len([*directory.glob(f"at_{step}_*")]) < world_size:
+        time.sleep(0.005)
+
+
 class Points(Dataset[Any]):
     def __init__(self, size: int, transform: Callable[[Any], Any]) -> None:
         generator = np.random.default_rng(1)
@@ -275,8 +282,10 @@ def own_place() -> int:
     return int(places.split(",")[int(local)])
 
 
-def break_place(args: argparse.Namespace, step: int) -> None:
+def break_place(args: argparse.Namespace, step: int, rank: int, size: int) -> None:
     place = own_place()
+    if f":{step}" in f"{args.breaks},{args.dies}":
+        meet(args.directory, step, rank, size, waits=f"{place}:{step}" in f"{args.breaks},{args.dies}".split(","))
     words = [*((word, True) for word in args.breaks.split(",")), *((word, False) for word in args.dies.split(","))]
     for word, breaks in words:
         done = args.directory / f"done_{place}_{step}"
@@ -354,7 +363,7 @@ def main() -> None:
             for number, (x, y, index) in guard.enumerate(loader, start=1):
                 step = guard.step + 1
                 say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {rank} {step} {size}")
-                break_place(args, step)
+                break_place(args, step, rank, size)
                 found = model(x)
                 loss = loss_of(found, y)
                 (loss / window).backward()

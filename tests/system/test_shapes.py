@@ -108,7 +108,7 @@ def test_it_restarts_and_says_why(tmp_path: Path, shape: str, reason: str) -> No
 
 
 @few
-@pytest.mark.parametrize(("shape", "reason"), [("kept", KEPT), ("by_task", KEPT), ("stream", STREAM)])
+@pytest.mark.parametrize(("shape", "reason"), [("by_task", KEPT), ("stream", STREAM)])
 def test_what_lives_on_and_shows_its_number_of_ranks_restarts(tmp_path: Path, shape: str, reason: str) -> None:
     """They ask again and again, so that the questions alone would not tell."""
     job = run(tmp_path, shape, "--calm")
@@ -118,7 +118,7 @@ def test_what_lives_on_and_shows_its_number_of_ranks_restarts(tmp_path: Path, sh
 
 
 @few
-@pytest.mark.parametrize("shape", ["counted"])
+@pytest.mark.parametrize("shape", ["kept", "counted"])
 def test_what_is_kept_from_one_call_to_the_next_is_found_before_the_first_update(tmp_path: Path, shape: str) -> None:
     job = run(tmp_path / "job", shape, "--calm")
     kept = r"the program has not asked again for the number of ranks, and may keep the last answer \(shapes\.py:\d+\)"
