@@ -31,24 +31,14 @@ from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, 
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
+__all__ = ["Collector", "name_targets"]
 
 _MOST_KEPT = 64 << 20
 _HEADER_ROOM = 512
 """About the bytes that a tensor takes in a header, and the random generators."""
-
-RESERVED_NAMES = (
-    "rng",
-    "progress",
-    "gradient_order",
-    "buffer_broadcasts",
-    "compiled_calls",
-    "module_extras",
-    "neighbours",
-)
-"""Of what a checkpoint holds beside the job's objects."""
 
 
 def name_targets(

@@ -27,6 +27,7 @@ from mindx_elastic.convert.assemble import assemble, first_healthy
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.rank_file import RankFile, agree
 from mindx_elastic.convert.state import MODEL
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.strategy import TensorSpec
 from mindx_elastic.errors import (
     CorruptCheckpointError,
@@ -43,18 +44,7 @@ from mindx_elastic.persist.writer import write_checkpoint
 
 __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 
-_OF_EACH_RANK = {
-    "rng",
-    "loader",
-    "progress",
-    "gradient_order",
-    "buffer_broadcasts",
-    "compiled_calls",
-    "module_extras",
-    "neighbours",
-    "train",
-    "callbacks",
-}
+_OF_EACH_RANK = {*RESERVED_NAMES, "loader", "train", "callbacks"}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
 _FEW_RANKS = 1 << 12
 _REFERENCES = ("$tensor", "$ndarray", "$blob")

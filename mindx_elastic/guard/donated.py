@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.memory.memory_files import SmallRecord
 from mindx_elastic.resume.restore import Resumed

@@ -120,6 +120,8 @@ def _why_not(member: Member, before_guard: BeforeGuard, targets: Mapping[str, An
         return "the ranks hold different parts of the state"
     if torch.cuda.is_initialized():
         return "it uses a GPU"
+    if _has_compiled():
+        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
     answers = asked.current()
     if answers is None:
         return "it is not known what the program has asked for: it is none of this Python interpreter"
@@ -127,8 +129,6 @@ def _why_not(member: Member, before_guard: BeforeGuard, targets: Mapping[str, An
         return why
     if torch.get_num_threads() != before_guard.num_threads:
         return "the training has changed the number of torch's threads"
-    if _has_compiled():
-        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
     for name, target in targets.items():
         if isinstance(target, torch.utils.data.DataLoader):
             if not isinstance(target, ResumableLoader):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.capture.collector import RESERVED_NAMES
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.saver import Saver

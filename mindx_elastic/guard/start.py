@@ -31,13 +31,14 @@ import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
-from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.loop_head import LoopHead
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError

@@ -36,11 +36,12 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.rng import capture_rng, pack_rng
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.guard.checks.surroundings import attributes_of
 from mindx_elastic.guard.loops.loaders import FollowedLoader

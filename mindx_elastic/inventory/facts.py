@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 import xxhash
 
 from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, global_name, strategy_from_record
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header, Held
-from mindx_elastic.persist.places import NEIGHBOURS, Places, SharedPlaces, neighbours_in, shape_of_node
+from mindx_elastic.persist.places import Places, SharedPlaces, neighbours_in, shape_of_node
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.plan.assumptions import UNDESCRIBED, replica_digests_of
 from mindx_elastic.plan.facts import FileFact, PartsHeld, Rejected, single_rank_strategy
@@ -23,16 +24,6 @@ __all__ = [
     "strategy_of",
 ]
 
-_NO_PART_OF_IT = (
-    "rng",
-    "progress",
-    "gradient_order",
-    "buffer_broadcasts",
-    "compiled_calls",
-    "module_extras",
-    NEIGHBOURS,
-)
-
 
 class Strategies:
     """Keeps one object for all equal strategies, so that those of thousands of files are compared by identity."""
@@ -40,7 +31,7 @@ class Strategies:
     def __init__(self, shared: SharedJson | None = None) -> None:
         """`shared`: has read the headers."""
         self._shared = shared or SharedJson()
-        self._places = SharedPlaces(self._shared, without=_NO_PART_OF_IT)
+        self._places = SharedPlaces(self._shared, without=RESERVED_NAMES)
         self._known: dict[Strategy, Strategy] = {}
         self._same: dict[int, Strategy] = {}
         self._described: dict[tuple[object, ...], tuple[_Described, Header]] = {}

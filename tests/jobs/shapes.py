@@ -245,6 +245,13 @@ class Shape:
 
         self.at_step = tell
 
+    def set_compiled(self) -> None:
+        """What is compiled may have the number of ranks in it."""
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+    def set_threads(self) -> None:
+        self.at_step = lambda step, loss: torch.set_num_threads(1 + step % 2)
+
     def set_length(self) -> None:
         """A schedule over the whole training, made where the model is."""
         loader = mx.data.ResumableLoader(range(24), 2, shuffle=True, seed=5)

@@ -108,9 +108,17 @@ def test_it_restarts_and_says_why(tmp_path: Path, shape: str, reason: str) -> No
 
 
 @few
-@pytest.mark.parametrize(("shape", "reason"), [("by_task", KEPT), ("stream", STREAM)])
-def test_what_lives_on_and_shows_its_number_of_ranks_restarts(tmp_path: Path, shape: str, reason: str) -> None:
-    """They ask again and again, so that the questions alone would not tell."""
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ("by_task", KEPT),
+        ("stream", STREAM),
+        ("compiled", "torch.compile has compiled part of the training"),
+        ("threads", "the training has changed the number of torch's threads"),
+    ],
+)
+def test_what_no_question_tells_restarts(tmp_path: Path, shape: str, reason: str) -> None:
+    """The first two ask again and again, the others never."""
     job = run(tmp_path, shape, "--calm")
     assert not went_in_place(job), job.report()
     assert job.matches(rf"rank \d cannot go on in its process with fewer ranks: {reason}"), job.report()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mindx_elastic.capture.collector import RESERVED_NAMES
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.guard.checks.surroundings import Found, Names, Seen
 
 __all__ = ["Remedies"]

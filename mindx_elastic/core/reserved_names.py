@@ -1,0 +1,16 @@
+"""Names of what a checkpoint's state holds beside the job's objects. An object of the program cannot have them."""
+
+from __future__ import annotations
+
+__all__ = ["RESERVED_NAMES"]
+
+RESERVED_NAMES = (
+    "rng",
+    "progress",
+    "gradient_order",
+    "buffer_broadcasts",
+    "compiled_calls",
+    "module_extras",
+    "neighbours",
+)
+"""All of them are a rank's own."""
