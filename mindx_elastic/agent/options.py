@@ -435,11 +435,12 @@ def _check_values(args: Namespace) -> None:
     """What torch finds out only when it is too late for a message that names the option."""
     if not args.monitor_interval > 0:
         raise UsageError(f"--monitor-interval {args.monitor_interval:g}: give seconds above 0")
+    event_handler = getattr(args, "event_log_handler", "null")  # as some others: not in all versions of torch
     try:
-        get_logging_handler(args.event_log_handler)
+        get_logging_handler(event_handler)
     except KeyError:
         raise UsageError(
-            f'--event-log-handler {args.event_log_handler}: not registered with torch; "null" and "console" are'
+            f'--event-log-handler {event_handler}: not registered with torch; "null" and "console" are'
         ) from None
     for name in getattr(args, "signals_to_handle", "").split(","):
         if name.strip() in ("SIGKILL", "SIGSTOP"):

@@ -29,13 +29,15 @@ def host_store(address: str, **more: Any) -> Any:
     import torch.distributed as dist
 
     ask_again_soon()
-    port = 0
     if _is_ipv4(address):
         with suppress(OSError):  # then torch says what is wrong
             listener = socket.create_server(("0.0.0.0", 0))
-            port = int(listener.getsockname()[1])
-            more["master_listen_fd"] = listener.detach()
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, **more)
+            port, fd = int(listener.getsockname()[1]), listener.detach()
+            try:
+                return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd, **more)
+            except NotImplementedError:  # torch 2.6 with its default server: a socket of torch's own, then
+                os.close(fd)
+    return dist.TCPStore(address, 0, None, True, wait_for_workers=False, **more)
 
 
 def _is_ipv4(address: str) -> bool:

@@ -31,6 +31,7 @@ class Job(Generic[_T]):
             self._result.append(self._work())
         except BaseException as error:
             self._error = error
+        del self._work  # it may hold much memory, and who waits keeps the job
 
     def wait(self, timeout_s: float) -> _T:
         """What the work has returned. Raises its error, or TimeoutError when it takes longer than `timeout_s` seconds.

@@ -53,20 +53,20 @@ class Reserve:
         the device, which need not come to an end when the process dies. Raises OSError or RuntimeError when there is no
         room already at the start."""
         self.num_parameters, self.device = num_parameters, device
-        self._ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
+        ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
         self._room: mmap.mmap | None = mmap.mmap(-1, _LEAST_BYTES + _BYTES_PER_PARAMETER * num_parameters)
-        for memory in (self._ring, self._room):
+        for memory in (ring, self._room):
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
-        self._blocks = torch.frombuffer(self._ring, dtype=torch.uint8)
+        self._blocks: torch.Tensor | None = torch.frombuffer(ring, dtype=torch.uint8)
         self._in_use = threading.Lock()
         self.writer = ReadyThread("mindx-persist-write")
         # Beside the start: the kernel takes 15 ms to allocate and clear the pages.
-        self._touched = self.writer.submit(partial(_touch, self._ring, self._room))
+        self._touched = self.writer.submit(partial(_touch, ring, self._room))
         self._pin: PinnedMemory | None = None
         if device is not None and self._touched.done.wait(_TOUCH_S):
-            self._pin = PinnedMemory(self._blocks.data_ptr(), len(self._ring), device)
+            self._pin = PinnedMemory(self._blocks.data_ptr(), len(ring), device)
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +76,7 @@ class Reserve:
     @property
     def nbytes(self) -> int:
         """How much memory is held."""
-        return len(self._ring) + (0 if self._room is None else len(self._room))
+        return sum(len(memory) for memory in (self._blocks, self._room) if memory is not None)
 
     def release(self) -> None:
         """Return the reserved room to the system. Call it when the save begins."""
@@ -86,20 +86,22 @@ class Reserve:
             room.close()
 
     def take(self) -> torch.Tensor | None:
-        """Take the ring; None while another save has it. `give_back` must follow."""
-        if not self._touched.done.wait(_TOUCH_S):  # zeros are being written to it
+        """Take the ring; None while another save has it, and once it is closed. `give_back` must follow."""
+        blocks = self._blocks
+        if blocks is None or not self._touched.done.wait(_TOUCH_S):  # zeros are being written to it
             return None
-        return self._blocks if self._in_use.acquire(blocking=False) else None
+        return blocks if self._in_use.acquire(blocking=False) else None
 
     def give_back(self) -> None:
         self._in_use.release()
 
     def close(self) -> None:
-        """End the thread; the memory goes with the last reference."""
+        """End the thread and let go of the memory: an ended guard may live on in a variable of the program."""
         self.release()
         if self._pin is not None:
             self._pin.close()
         self.writer.close()
+        self._blocks = None
 
 
 def _touch(*memories: mmap.mmap) -> None:
