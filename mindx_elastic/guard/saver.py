@@ -89,9 +89,9 @@ class Saver:
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
         self.reserve: Reserve | None = None
+        """Memory and a thread for a dying save in a process that can get no more."""
         self.reenters = False
         """The guard is left to be entered again in a moment."""
-        """Memory and a thread for a dying save in a process that can get no more."""
         self.together: Together | None = None
         """Saves with the other ranks at an agreed stop; None: the ranks have not met for that."""
         self.mirror: Mirror | None = None
