@@ -25,7 +25,12 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
+from mindx_elastic.guard.directories import (
+    RankDirectories,
+    check_state_and_space,
+    hold_directories,
+    prepare_directories,
+)
 from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.log_relay import LogRelay
@@ -33,7 +38,6 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
-from mindx_elastic.guard.rank_directories import RankDirectories
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver

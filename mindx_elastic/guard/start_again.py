@@ -25,7 +25,7 @@ from mindx_elastic.core.strategy import LayoutRecord
 from mindx_elastic.errors import MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.rank_directories import RankDirectories
+from mindx_elastic.guard.directories import RankDirectories
 from mindx_elastic.guard.reentry import ReentryPart
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import (
