@@ -41,8 +41,7 @@ from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, jo
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.start import Start, start_job
-from mindx_elastic.guard.start_again import start_again
+from mindx_elastic.guard.start import Start, start_again, start_job
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.rejoin.member import Entry
@@ -300,7 +299,7 @@ def _open_witness(ranks: RankInfo) -> Witness | None:
 
 
 def _say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
-    """Warn that a guard without a training (see `guard.start.is_guest`) saves nothing in the directory of a training.
+    """Warn that a guard without a training (see `guard.start`) saves nothing in the directory of a training.
 
     The training's next start would take such a file for its own newest one, and state would be missing in it.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindx_elastic.guard.donated import MISSING, Choice, Kept, choose
+from mindx_elastic.guard.loading import MISSING, Choice, Kept, choose
 
 
 def chosen(donated: Any, kept: Kept, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
