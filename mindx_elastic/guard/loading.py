@@ -71,8 +71,8 @@ def load(
     *,
     with_flags: bool,
 ) -> tuple[bytes, Callable[[], None]]:
-    """Load the state. Returns the calls that torch.compile had compiled (empty: none count), and what puts everything back
-    as it was at the boundary, before the first batch (see `capture.loop_head`).
+    """Load the state, and copy the boundary. Returns the calls that torch.compile had compiled (empty where they do not
+    count), and what puts everything back as it was at the boundary, before the first batch (see `capture.loop_head`).
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """

@@ -44,7 +44,7 @@ from mindx_elastic.guard.loading import load, replay_orders
 from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.reentry import ReentryPart
-from mindx_elastic.guard.replicas import DdpModules, ddp_modules
+from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
@@ -101,13 +101,13 @@ def start_job(
     resume: str | Path,
     around: Connections,
     unmanaged: Unmanaged,
-    ddp: DdpModules | None = None,
+    ddp: DdpModules,
+    look_in: Sequence[Path],
     entry: Entry | None = None,
-    look_in: Sequence[Path] | None = None,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together. `entry`: after a recovery in place, what
     the ranks have agreed to go on from; no files are looked for then. `look_in`: the directories that may hold files of
-    the job, where the ranks have different ones; default `directories`.
+    the job: more than `directories` where the ranks have different ones.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -116,8 +116,7 @@ def start_job(
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
     had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
-    folders, resume_from = look_in or directories, resume if entry is None else "never"
-    places = places_of(folders, resume_from, arenas=around.arenas, trust=saver.trust)
+    places = places_of(look_in, resume if entry is None else "never", arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), _FaultsPart(), _GroupInfoPart(ranks)
     peers = _PeersPart(ranks)
@@ -159,9 +158,8 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        modules = ddp_modules(targets) if ddp is None else ddp
         if entry is None:
-            replay_orders(found, modules, unmanaged)
+            replay_orders(found, ddp, unmanaged)
         kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
@@ -326,9 +324,8 @@ class _PeersPart(Part):
 
     name = "peers"
 
-    def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
-        """`identity`: of this process; default: its own."""
-        self._rank, self._own = ranks.rank, identity or own_identity(RejoinSettings.from_env().watched)
+    def __init__(self, ranks: RankInfo) -> None:
+        self._rank, self._own = ranks.rank, own_identity(RejoinSettings.from_env().watched)
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
     def say(self) -> Any:
