@@ -55,7 +55,18 @@ from mindx_elastic.platforms.nodes import default_node_map
 from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
 
-__all__ = ["STRATEGY_FILE", "Start", "start_again", "start_job"]
+__all__ = [
+    "STRATEGY_FILE",
+    "AnsweredFlagsPart",
+    "FaultsPart",
+    "FirstSavesPart",
+    "GroupInfoPart",
+    "LoaderLengthsPart",
+    "PeersPart",
+    "Start",
+    "start_again",
+    "start_job",
+]
 
 STRATEGY_FILE = "strategy.proto"
 
@@ -118,9 +129,9 @@ def start_job(
     had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
     places = places_of(look_in, resume if entry is None else "never", arenas=around.arenas, trust=saver.trust)
 
-    disks, faults, group_info = Disks(places), _FaultsPart(), _GroupInfoPart(ranks)
-    peers = _PeersPart(ranks)
-    lengths = _LoaderLengthsPart(targets)
+    disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
+    peers = PeersPart(ranks)
+    lengths = LoaderLengthsPart(targets)
     meet(exchange, "here", [disks, WholeShapes(collector), faults, group_info, peers, lengths, *around.parts()])
     around.connect()
     if faults.known.report:
@@ -139,7 +150,7 @@ def start_job(
         )
     else:
         plan = ReentryPart(entry, ranks, around.arenas, saver.trust, collector.module_names)
-    first_saves = _FirstSavesPart(saver, directories[0])
+    first_saves = FirstSavesPart(saver, directories[0])
     meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, plan])
     around.greet()
     found = read_together(exchange, plan)
@@ -149,7 +160,7 @@ def start_job(
     around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
-    flags = _AnsweredFlagsPart(saver.flags)
+    flags = AnsweredFlagsPart(saver.flags)
     collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
     known = unmanaged.notes
     if found is None:
@@ -218,8 +229,8 @@ def start_again(
     known = unmanaged.notes
     kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
 
-    faults, peers, lengths = _FaultsPart(), _PeersPart(ranks), _LoaderLengthsPart(targets)
-    flags, compiled = _AnsweredFlagsPart(saver.flags), CompiledPart(kept)
+    faults, peers, lengths = FaultsPart(), PeersPart(ranks), LoaderLengthsPart(targets)
+    flags, compiled = AnsweredFlagsPart(saver.flags), CompiledPart(kept)
     flags.own = info.flags
     parts = [folders, faults, peers, lengths, *around.parts(), plan, flags, compiled, *last_parts()]
     meet(around.exchange, "again", parts)
@@ -297,7 +308,7 @@ def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: b
 # --- what the ranks tell each other ---
 
 
-class _FaultsPart(Part):
+class FaultsPart(Part):
     """The platform's fault report, made the same on every rank: two nodes may see different versions of the file. A
     report that cannot be used is logged and ignored."""
 
@@ -319,13 +330,14 @@ class _FaultsPart(Part):
         self.known = KnownFaults.of({int(rank) for rank in named}, None if created is None else float(created))
 
 
-class _PeersPart(Part):
+class PeersPart(Part):
     """The processes of the ranks on this machine, so that the guard can notice their deaths."""
 
     name = "peers"
 
-    def __init__(self, ranks: RankInfo) -> None:
-        self._rank, self._own = ranks.rank, own_identity(RejoinSettings.from_env().watched)
+    def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
+        """`identity`: of this process; default: its own."""
+        self._rank, self._own = ranks.rank, identity or own_identity(RejoinSettings.from_env().watched)
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
     def say(self) -> Any:
@@ -344,7 +356,7 @@ class _PeersPart(Part):
             space_of(text)
 
 
-class _LoaderLengthsPart(Part):
+class LoaderLengthsPart(Part):
     """Whether the ranks' loaders have equally many batches in an epoch, as far as the loaders know."""
 
     name = "loader_lengths"
@@ -371,7 +383,7 @@ class _LoaderLengthsPart(Part):
         self.uneven = str(answer.common)
 
 
-class _GroupInfoPart(Part):
+class GroupInfoPart(Part):
     """Where each rank writes its group info file, if ``GROUP_INFO_FILE`` asks for one. Ranks that have the same path
     from their launcher write one file each."""
 
@@ -409,7 +421,7 @@ class _GroupInfoPart(Part):
             logger.warning("GROUP_INFO_FILE=%s cannot be written: %s", path, error)
 
 
-class _FirstSavesPart(Part):
+class FirstSavesPart(Part):
     """The runs of which every rank still has the note that it has never saved (see `persist.first_save`)."""
 
     name = "first_saves"
@@ -428,7 +440,7 @@ class _FirstSavesPart(Part):
         self.runs = frozenset(map(str, answer.common))
 
 
-class _AnsweredFlagsPart(Part):
+class AnsweredFlagsPart(Part):
     """The flags that have stopped the job before, according to the checkpoints of all ranks."""
 
     name = "flags"
@@ -462,7 +474,7 @@ def _read_faults() -> Faults:
 
 
 def _keep_first_save(
-    directory: Path, run_id: str, found: Resumed | None, saver: Saver, first_saves: _FirstSavesPart
+    directory: Path, run_id: str, found: Resumed | None, saver: Saver, first_saves: FirstSavesPart
 ) -> None:
     """Write the note that this rank has never saved in this run, if that is true (see `persist.first_save`).
 
