@@ -194,7 +194,6 @@ def test_every_folder_has_its_place_on_the_path() -> None:
 
 
 ACCEPTED_CIRCLES = {
-    frozenset({f"{PACKAGE}.guard.last_resort", f"{PACKAGE}.guard.stopper"}),  # to be removed
     frozenset({f"{PACKAGE}.persist.direct_io", f"{PACKAGE}.persist.reserve"}),  # to be removed
 }
 

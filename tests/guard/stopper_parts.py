@@ -67,11 +67,9 @@ class Parts:
             exchange=LocalExchange(),
             watcher=self.watcher,
             saver=self.saver,
-            ranks=RankInfo(),
             settings=Settings(grace_s=grace_s),
             policies=[self.policy],
-            events=self.events,
-            last_resort=self.last_resort,
+            arm_last_resort=self.last_resort.arm,
             relay=LogRelay(),
             already_durable=lambda: self.durable,
         )
