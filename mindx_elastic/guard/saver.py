@@ -33,11 +33,11 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
+from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
 from mindx_elastic.persist.places import NEIGHBOURS
-from mindx_elastic.persist.reserve import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
-from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.direct_io import BlockWriter, Reserve, preallocate
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import (
@@ -33,7 +33,6 @@ from mindx_elastic.persist.format import (
     read_header,
     seal_header,
 )
-from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
