@@ -33,7 +33,6 @@ __all__ = [
     "fsync_dir",
     "keep_as",
     "make_directory_durable",
-    "prepare_directory",
     "prepare_owned_directory",
     "publish",
     "publish_copy",
@@ -50,11 +49,6 @@ _NOTE_SUFFIX = ".reason.txt"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
-
-
-def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
-    """As `prepare_owned_directory`; returns the directory only."""
-    return prepare_owned_directory(path, allow_shared=allow_shared)[0]
 
 
 def prepare_owned_directory(

@@ -90,7 +90,7 @@ def write_checkpoint(
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
-    Directories must exist (see `storage.prepare_directory`).
+    Directories must exist (see `storage.prepare_owned_directory`).
 
     Raises SaveError (the original error is its ``__cause__``) when the file cannot be written; older files are
     untouched then and the temporary file is deleted. If only a further name fails, `path` exists and the message says
