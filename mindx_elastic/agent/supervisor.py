@@ -274,11 +274,7 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
-        self._progress.look(self._number, workers.last_statuses(), at_end=True)
-        if self.teller is not None:
-            self.teller.look(workers.last_statuses(), self.ledger.records, self._progress.loss)
-        if self.metrics is not None:
-            self.metrics.look(workers.last_statuses(), self.ledger.records)
+        self._note_progress(workers.last_statuses(), at_end=True)
         if attempt.must_be_brought_to_disk:
             for arena in sorted(map(Path, self.arenas)):
                 flushed = flush(arena)
@@ -628,15 +624,19 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
-        self._progress.look(self._number, statuses)
-        if self.teller is not None:
-            self.teller.look(statuses, self.ledger.records, self._progress.loss)
-        if self.metrics is not None:
-            self.metrics.look(statuses, self.ledger.records)
+        self._note_progress(statuses)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
         return "" if self._shrinking is None else self._shrinking.look(statuses)
+
+    def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
+        """For all that are told how far the job is."""
+        self._progress.look(self._number, statuses, at_end=at_end)
+        if self.teller is not None:
+            self.teller.look(statuses, self.ledger.records, self._progress.loss)
+        if self.metrics is not None:
+            self.metrics.look(statuses, self.ledger.records)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")
