@@ -46,7 +46,6 @@ class Stages:
         closing: ExitStack,
         *,
         step: int,
-        listeners: Listeners,
         update_gate: UpdateGate,
         saver: Saver,
         settings: Settings,
@@ -61,7 +60,8 @@ class Stages:
         keeps the deadline while other things are closed. `already_durable`: as of `Stopper`."""
         self.step_gate = StepGate(step)
         stack.callback(peers.close)
-        self.listeners, self._peers, self._around, self._saver = listeners, peers, around, saver
+        listeners = self.listeners = Listeners(settings, policies, saver.ranks)
+        self._peers, self._around, self._saver = peers, around, saver
         self.watcher = Watcher(listeners.hear_signal)
         self._last_resort = LastResort(self.watcher)
         closing.callback(self._last_resort.stop)
