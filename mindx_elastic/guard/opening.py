@@ -33,11 +33,11 @@ from mindx_elastic.guard.directories import (
 )
 from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
+from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver

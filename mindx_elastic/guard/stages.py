@@ -18,8 +18,8 @@ from mindx_elastic.config import Settings
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.rejoin.member import Member

@@ -35,10 +35,9 @@ from mindx_elastic.core.leaving import Leaving, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.guard.held_boundary import DeviceWentOnError, choose_held_boundary
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, keep_consistent, policies_for
-from mindx_elastic.guard.process_end import end_process, shorten_interpreter_exit
+from mindx_elastic.guard.process_end import LogRelay, end_process, shorten_interpreter_exit
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.persist.writer import SaveResult
