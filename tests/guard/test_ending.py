@@ -1,4 +1,4 @@
-"""How a block ends: the last boundary is on the disk, once, and true; and how a process leaves whose device may wait."""
+"""How a block ends: its last boundary is on the disk, once and true; a process leaves whose device may wait for good."""
 
 from __future__ import annotations
 
