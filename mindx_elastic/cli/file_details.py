@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, human_size, printable
+from mindx_elastic.cli.common import human_age, human_size
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.persist.catalog import CatalogEntry

@@ -25,11 +25,10 @@ from mindx_elastic.cli.common import (
     is_folder,
     make_console,
     nothing_found,
-    printable,
 )
 from mindx_elastic.cli.file_details import describe_file, described_share, print_file, share_text
 from mindx_elastic.cli.verify import check_entries, entries_at
-from mindx_elastic.core.printable import listed
+from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
 
 if TYPE_CHECKING:

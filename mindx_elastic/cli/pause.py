@@ -19,8 +19,8 @@ from mindx_elastic.cli.common import (
     fail,
     find_runs,
     is_running,
-    printable,
 )
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.pause_requests import Answer, PauseRequest
