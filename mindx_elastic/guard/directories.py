@@ -28,7 +28,7 @@ from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.first_save import settle
-from mindx_elastic.persist.format import flatten
+from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
 
 __all__ = ["RankDirectories", "check_state_and_space", "hold_directories", "prepare_directories"]

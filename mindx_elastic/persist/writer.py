@@ -23,16 +23,9 @@ import torch
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, Reserve, preallocate
 from mindx_elastic.persist.dtypes import NAMES
-from mindx_elastic.persist.flatten import Tree
-from mindx_elastic.persist.format import (
-    CheckpointInfo,
-    Held,
-    draft_header,
-    flatten,
-    place_tensors,
-    read_header,
-    seal_header,
-)
+from mindx_elastic.persist.entries import place_tensors
+from mindx_elastic.persist.flatten import Tree, flatten
+from mindx_elastic.persist.format import CheckpointInfo, Held, draft_header, read_header, seal_header
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
