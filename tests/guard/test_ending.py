@@ -1,4 +1,4 @@
-"""How a block ends: its last boundary is on the disk, once and true; a process leaves whose device may wait for good."""
+"""How a block ends: its last boundary is on the disk, once and true; and a process leaves whose device may wait."""
 
 from __future__ import annotations
 
