@@ -71,6 +71,10 @@ class TensorSpec:
         """False for a tensor of a strategy file that has splits and no shapes (MindSpore's)."""
         return bool(self.shape) or (self.num_dims is None and not self.layout.splitting)
 
+    def local_bytes(self, shard: int) -> int:
+        """Size of the part `shard`; 0 where the whole shape is not known."""
+        return math.prod(self.layout.local_shape(self.shape, shard)) * self.item_bytes if self.is_shape_known else 0
+
     @property
     def is_marker(self) -> bool:
         """See `MARKER`."""
