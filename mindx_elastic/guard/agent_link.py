@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,19 @@ class AgentLink:
                 return
         self._progress.at_boundary(step, loss)
 
-    def between(self, begins: bool) -> None:
-        """Training thread: code between two steps begins or ends; the agent must not take it for a hang."""
-        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Training thread: code between two steps runs inside; the agent must not take it for a hang."""
+        self._change_phase(WorkerPhase.BETWEEN)
+        try:
+            yield
+        finally:
+            self._change_phase(WorkerPhase.TRAINING)
+
+    def _change_phase(self, phase: WorkerPhase) -> None:
+        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):  # else a stop has begun
             self.page.set(boundary_ns=time.monotonic_ns() if self.page.started else 0)
-            self.page.set(phase=WorkerPhase.BETWEEN if begins else WorkerPhase.TRAINING)
+            self.page.set(phase=phase)
 
     def orders(self) -> dict[str, Any] | None:
         """Watcher thread, after `CONTROL_SIGNAL`: the agent's order; None: there is no new one."""

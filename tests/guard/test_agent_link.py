@@ -97,18 +97,17 @@ def test_a_fresh_start_without_memory(agent: Agent) -> None:
 def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
     link = agent.link()
     link.enter(None, "run-a", None)
-    link.between(True)
-    assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
-    link.between(False)
+    with link.between_steps():
+        assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
     link.page.pass_boundary(1)
     reached = agent.page().boundary_ns
-    link.between(True)
-    link.between(False)
+    with link.between_steps():
+        pass
     assert agent.page().phase == WorkerPhase.TRAINING and agent.page().boundary_ns > reached
     for phase in (WorkerPhase.STOPPING, WorkerPhase.LEFT):
         link.page.set(phase=phase)
-        link.between(True)
-        link.between(False)
+        with link.between_steps():
+            pass
         assert agent.page().phase == phase, "not undone"
     link.close()
 
