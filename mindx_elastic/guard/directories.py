@@ -23,7 +23,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE, logger
-from mindx_elastic.core.folders import step_folders_of_rank
+from mindx_elastic.core.folders import rank_folder, step_folders_of_rank
 from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError
 from mindx_elastic.persist.directory_lock import hold_directory
@@ -59,13 +59,9 @@ def prepare_directories(
             _say_whose(directory, owners, ranks)
     for directory, owners in trust.roots.items():
         if ranks.world_size > 1:
-            _check_rank_folder(_folder(directory, ranks), owners, allow_shared=sharing.allow_shared)
+            _check_rank_folder(directory / f"rank_{ranks.rank}", owners, allow_shared=sharing.allow_shared)
         _set_aside(directory / EVENTS_FILE, owners)
     return resolved, trust
-
-
-def _folder(directory: Path, ranks: RankInfo) -> Path:
-    return directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
 
 
 def _say_whose(directory: Path, owners: Owners, ranks: RankInfo) -> None:
@@ -136,7 +132,8 @@ def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s
     for directory in trust.roots:
         settle(directory / f"rank_{ranks.rank}")  # in all directories before any file is removed
     for directory in trust.roots:
-        for folder in (_folder(directory, ranks), *step_folders_of_rank(directory, ranks.rank)):
+        own = rank_folder(directory, ranks.rank, ranks.world_size)
+        for folder in (own, *step_folders_of_rank(directory, ranks.rank)):
             if folder.is_dir():
                 remove_stale_temps(folder)
 

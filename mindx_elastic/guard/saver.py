@@ -20,6 +20,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.folders import rank_folder
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
@@ -118,7 +119,7 @@ class Saver:
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
         root = self._resolved.get(directory, directory)
-        return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
+        return rank_folder(root, self.ranks.rank, self.ranks.world_size)
 
     def save_dying(
         self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf, agreed: bool = False
