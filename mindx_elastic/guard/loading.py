@@ -40,7 +40,7 @@ from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Choice", "Kept", "choose", "load", "replay_orders"]
+__all__ = ["Choice", "RingStates", "choose", "load", "replay_orders"]
 
 MISSING: Any = object()
 _THEIRS = object()
@@ -194,7 +194,7 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RingStates:
     """What the rings of both ranks have of one object. Lists: its states at the boundaries that both have kept before
     the step, the newest first."""
 
@@ -216,7 +216,7 @@ class Choice:
     doubt: str = ""
 
 
-def choose(donated: Any, kept: Kept, *, is_alike: bool, is_stream: bool = False) -> Choice:
+def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = False) -> Choice:
     """The state of one object at the step. `donated`: in the donor's file, or MISSING.
 
     is_alike: replicas move it alike, if nothing is known against it. is_stream: a random generator, whose numbers two
@@ -296,7 +296,7 @@ class _Rings:
         self._mine, self._theirs = _unpacked(found.own_records), _unpacked(found.donor_records)
         self._has_forecast = found.own is not None and found.own.forecast
 
-    def of(self, name: str, part: str = "plain") -> Kept:
+    def of(self, name: str, part: str = "plain") -> RingStates:
         """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`."""
         now = self._moment
         mine = {key: record.get(part, {}) for key, record in self._mine.items()}
@@ -306,7 +306,7 @@ class _Rings:
         common = [moment for moment in own if (moment, False) in theirs]
         foreseen = mine.get((now, True), {}).get(name, MISSING) if self._has_forecast else MISSING
         expected, came = theirs.get((now, True), {}), theirs.get((now, False), {})
-        return Kept(
+        return RingStates(
             mine=[mine[moment, False][name] for moment in common],
             theirs=[theirs[moment, False].get(name, MISSING) for moment in common],
             newest=mine[own[0], False][name] if own else MISSING,
