@@ -24,7 +24,7 @@ from mindx_elastic.agent.zygote import WORKER_DEFAULTS, ForkedWorker, Zygote, Zy
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.guard.agent_link import modules_path
+from mindx_elastic.memory.agent_folder import modules_path
 
 __all__ = ["Beginning", "ForkedStart"]
 

@@ -25,21 +25,14 @@ from mindx_elastic.core.progress_ring import ring_path
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.progress import Progress
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, modules_path
+from mindx_elastic.memory.folders import AGENT_FILE
 
-__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "REJOIN", "STACK_SIGNAL", "AgentLink", "modules_path"]
+__all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
-CONTROL_FILE = "control.json"
-REJOIN = "rejoin"
-"""Kind of an order: a rank of another node has died, and its place is taken while the others live on."""
-AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends
-
-
-def modules_path(agent_dir: Path, rank: int) -> Path:
-    """The file in which rank `rank` tells which modules it has imported, one a line, in the order of their imports."""
-    return agent_dir / f"rank_{rank}.modules"
 
 
 class AgentLink:

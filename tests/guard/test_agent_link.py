@@ -21,7 +21,9 @@ from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.guard.agent_link import AGENT_FILE, CONTROL_FILE, STACK_SIGNAL, AgentLink
+from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink
+from mindx_elastic.memory.agent_folder import CONTROL_FILE
+from mindx_elastic.memory.folders import AGENT_FILE
 from tests.harness import wait_until
 
 ORDER = {"kind": "fault", "reason": "card 3 is broken", "grace_s": 20.0, "exit_code": 75, "seq": 1}
