@@ -19,7 +19,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.policy import breakpoint_policy
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.mirror.wire import Incoming
-from mindx_elastic.persist.storage import prepare_directory, quarantine
+from mindx_elastic.persist.storage import prepare_owned_directory, quarantine
 from mindx_elastic.platforms.small_files import write_whole
 from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
 from mindx_elastic.train.request_exit import export_network
@@ -92,7 +92,7 @@ def by_another_process(disk: StrictDisk, directory: Path) -> None:
 def test_a_reported_save_survives(
     disk: StrictDisk, tmp_path: Path, made: Callable[[StrictDisk, Path], None], how: str
 ) -> None:
-    directory = prepare_directory(tmp_path / "runs" / "ckpt")
+    directory = prepare_owned_directory(tmp_path / "runs" / "ckpt")[0]
     made(disk, directory)
     for rank in range(2):
         one = saver(directory, disk, rank)
@@ -112,7 +112,7 @@ def test_a_reported_save_survives(
 
 
 def test_a_ttp_tree_survives(disk: StrictDisk, tmp_path: Path) -> None:
-    root = prepare_directory(tmp_path / "ckpt")
+    root = prepare_owned_directory(tmp_path / "ckpt")[0]
     paths = [tft_path(root, step=3, rank=rank, epoch=1, step_in_epoch=3) for rank in range(2)]
     for rank, path in enumerate(paths):
         one = saver(root, disk, rank)
@@ -161,13 +161,13 @@ def test_what_the_holder_writes_survives(machine: Machine, tmp_path: Path, monke
 
 
 def test_what_is_put_aside_survives(disk: StrictDisk, tmp_path: Path) -> None:
-    directory = prepare_directory(tmp_path / "ckpt" / "deep")
+    directory = prepare_owned_directory(tmp_path / "ckpt" / "deep")[0]
     disk.check(directory)
     path = write(directory / "x.safetensors")
     disk.check(quarantine(path, "test", directory))
 
 
 def test_an_exported_network_survives(disk: StrictDisk, tmp_path: Path) -> None:
-    directory = prepare_directory(tmp_path / "ckpt")
+    directory = prepare_owned_directory(tmp_path / "ckpt")[0]
     export_network(nn.Linear(4, 4), (torch.ones(2, 4), torch.zeros(2)), directory / "x.pt2")
     disk.check(directory / "x.pt2")

@@ -193,12 +193,6 @@ def test_every_folder_has_its_place_on_the_path() -> None:
     assert folders <= {*STAGES, *JOINERS, "core", "data"}, "say in this test what a new folder may import"
 
 
-ACCEPTED_CIRCLES = {
-    frozenset({f"{PACKAGE}.guard.last_resort", f"{PACKAGE}.guard.stopper"}),  # to be removed
-    frozenset({f"{PACKAGE}.persist.direct_io", f"{PACKAGE}.persist.reserve"}),  # to be removed
-}
-
-
 def import_circles(modules: Sequence[Module]) -> set[frozenset[str]]:
     """Groups of modules that import each other, at once or by way of others. ``if TYPE_CHECKING:`` and imports inside
     functions count too: they hide a circle and do not remove it."""
@@ -217,7 +211,7 @@ def test_no_modules_import_each_other() -> None:
     sources = {"a": "from mindx_elastic.x import b", "b": "if TYPE_CHECKING:\n    from mindx_elastic.x.a import A"}
     pair = [Module(ROOT / f"{name}.py", f"{PACKAGE}.x.{name}", source) for name, source in sources.items()]
     assert import_circles(pair) == {frozenset({f"{PACKAGE}.x.a", f"{PACKAGE}.x.b"})}
-    assert import_circles(MODULES) <= ACCEPTED_CIRCLES
+    assert not import_circles(MODULES)
 
 
 @pytest.mark.parametrize(

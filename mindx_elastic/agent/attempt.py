@@ -41,8 +41,8 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, REJOIN
-from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
+from mindx_elastic.memory.agent_folder import REJOIN, AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
 

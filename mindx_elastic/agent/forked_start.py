@@ -19,12 +19,12 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from mindx_elastic.agent.kept import Kept
+from mindx_elastic.agent.parked import ParkedProcesses
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS, ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.guard.agent_link import modules_path
+from mindx_elastic.memory.agent_folder import modules_path
 
 __all__ = ["Beginning", "ForkedStart"]
 
@@ -69,7 +69,7 @@ class ForkedStart:
         self._modules: list[str] = []
         self._may_preload = True
         self._said = ""
-        self.kept: Kept | None = None
+        self.parked: ParkedProcesses | None = None
         """Processes that go on as workers of the next attempt; None: none ever do."""
         self.num_forked = 0
         """Of the workers of the last start."""
@@ -94,7 +94,7 @@ class ForkedStart:
             self._zygotes_left = 0
         if beginning is not None and beginning.is_needed and original is None:
             raise RuntimeError("this version of torch starts workers in a way that is not known")
-        keeps = self.kept is not None and self.kept.is_ready and original is not None
+        keeps = self.parked is not None and self.parked.is_ready and original is not None
         if original is None or not (self._zygotes_left or beginning is not None or keeps):
             yield
             return
@@ -217,10 +217,10 @@ class _Handler(SubprocessHandler):
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        beginning, kept = self._beginning, self._forks.kept
-        if kept is not None and kept.is_ready:
+        beginning, parked = self._beginning, self._forks.parked
+        if parked is not None and parked.is_ready:
             names = ["" if file is None else str(file.name) for file in (self._stdout, self._stderr)]
-            living: Any = kept.take(int(env["LOCAL_RANK"]), env, *names)
+            living: Any = parked.take(int(env["LOCAL_RANK"]), env, *names)
             if living is not None:
                 return living  # type: ignore[no-any-return]
         if self._forks.is_for(self._number, args) or beginning is not None:

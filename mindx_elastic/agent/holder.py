@@ -24,6 +24,7 @@ import torch
 
 from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.folders import rank_folder
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
@@ -318,7 +319,7 @@ def _write(step: Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> N
     for fact in facts:
         info = machine.inventory.entries[fact.path].info
         assert info is not None  # it has given the fact
-        folder = machine.directory / f"rank_{fact.rank}" if fact.world_size > 1 else machine.directory
+        folder = rank_folder(machine.directory, fact.rank, fact.world_size)
         name = f"memory-{fact.epoch}_{fact.step_in_epoch}_breakpoint.safetensors"
         _copy_file(Path(fact.path), folder / name, info, alone=alone)
     if flushed.step is None and (step.is_usable or not machine.lacking(step)):

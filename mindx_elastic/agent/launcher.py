@@ -43,7 +43,7 @@ from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settin
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
-from mindx_elastic.platforms.notice_watch import NoticeWatch
+from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.platforms.trainer_status import TrainerReporter
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
 

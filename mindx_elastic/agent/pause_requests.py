@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindx_elastic.core.posix import read_json_object
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 
-__all__ = ["PAUSE", "RESUME", "Answer", "PauseRequest", "answer", "ask", "read_answer", "take_requests", "withdraw"]
+__all__ = ["Answer", "PauseRequest", "answer", "ask", "read_answer", "take_requests", "withdraw"]
 
-PAUSE, RESUME = "pause", "resume"
 _NAME = re.compile(r"pause-([0-9a-f]{16})\.request")
 _MOST_S = 1e9
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mindx_elastic.agent.pause_requests import PAUSE, RESUME, Answer, PauseRequest
+from mindx_elastic.agent.pause_requests import Answer, PauseRequest
 from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 
 __all__ = ["Order", "PauseChange", "PauseWatch"]
 

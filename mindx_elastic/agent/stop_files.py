@@ -9,7 +9,7 @@ from pathlib import Path
 from mindx_elastic.config import FaultPaths, Settings
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
-from mindx_elastic.platforms.notice_watch import NoticeWatch
+from mindx_elastic.platforms.notices import NoticeWatch
 
 __all__ = ["FLAG_NAME", "StopFiles"]
 

@@ -34,13 +34,13 @@ from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.job_progress import ProgressTeller
-from mindx_elastic.agent.kept import Kept
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
+from mindx_elastic.agent.parked import ParkedProcesses
 from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
@@ -116,9 +116,9 @@ class Supervisor(LocalElasticAgent):
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
         self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._shrinking = shrinking
-        self._kept: Kept | None = None
+        self._parked: ParkedProcesses | None = None
         if shrinking is not None and options.in_place and num_nodes == 1 and ShrinkSettings.from_env().in_place:
-            self._kept = forks.kept = Kept(folder.path)
+            self._parked = forks.parked = ParkedProcesses(folder.path)
             shrinking.keeps_processes = True
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
@@ -186,8 +186,8 @@ class Supervisor(LocalElasticAgent):
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
         finally:
-            if self._kept is not None:
-                self._kept.close()
+            if self._parked is not None:
+                self._parked.close()
             self._forks.close()
             self._progress.close()
             if self._held is not None:
@@ -274,11 +274,7 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
-        self._progress.look(self._number, workers.last_statuses(), at_end=True)
-        if self.teller is not None:
-            self.teller.look(workers.last_statuses(), self.ledger.records, self._progress.loss)
-        if self.metrics is not None:
-            self.metrics.look(workers.last_statuses(), self.ledger.records)
+        self._note_progress(workers.last_statuses(), at_end=True)
         if attempt.must_be_brought_to_disk:
             for arena in sorted(map(Path, self.arenas)):
                 flushed = flush(arena)
@@ -293,26 +289,26 @@ class Supervisor(LocalElasticAgent):
 
     def _keep_processes(self, attempt: Attempt) -> None:
         """Those that wait are none of torch's any more, which would end them."""
-        if self._kept is None:
+        if self._parked is None:
             return
         context: Any = self._pcontext
-        waiting = self._kept.pids
+        waiting = self._parked.pids
         for local, handler in list(context.subprocess_handlers.items()):
             if handler.proc.pid in waiting:
                 del context.subprocess_handlers[local]
         assert self._shrinking is not None
         if self.ending.outcome != "failed":  # a stop came meanwhile
-            self._kept.close()
-        elif self._kept.settle(self._shrinking.size):
+            self._parked.close()
+        elif self._parked.settle(self._shrinking.size):
             self._shrinking.note_in_place(len(attempt.workers.processes))
 
     def _who_stays(self, workers: Workers, rank: int) -> Keeps | None:
         """The new process of `rank` has failed: who goes on in place."""
-        if self._kept is None or self._shrinking is None:
+        if self._parked is None or self._shrinking is None:
             return None
         found = self._shrinking.who_stays(rank)
         if found is not None:
-            self._kept.keeps, workers.waits = found, self._kept.code_of
+            self._parked.keeps, workers.waits = found, self._parked.code_of
         return found
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
@@ -378,7 +374,7 @@ class Supervisor(LocalElasticAgent):
 
         more["keep"] = functools.partial(self._who_stays, workers)
         start = self._replacements.start
-        if self._shrinking is not None and self._kept is not None:
+        if self._shrinking is not None and self._parked is not None:
             shrinking = self._shrinking
             more["may_keep"] = lambda rank: shrinking.who_stays(rank) is not None
             start = functools.partial(self._learn_and_start, workers)
@@ -573,7 +569,7 @@ class Supervisor(LocalElasticAgent):
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:
-            beginning = None if self._kept is None else Beginning(WATCHED, self._watched_command, is_needed=False)
+            beginning = None if self._parked is None else Beginning(WATCHED, self._watched_command, is_needed=False)
             if place is not None:
                 os.environ["MINDX_REJOIN"] = str(place.generation)
                 beginning = Beginning(JOINER, self._joining_command)
@@ -628,15 +624,19 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
-        self._progress.look(self._number, statuses)
-        if self.teller is not None:
-            self.teller.look(statuses, self.ledger.records, self._progress.loss)
-        if self.metrics is not None:
-            self.metrics.look(statuses, self.ledger.records)
+        self._note_progress(statuses)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
         return "" if self._shrinking is None else self._shrinking.look(statuses)
+
+    def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
+        """For all that are told how far the job is."""
+        self._progress.look(self._number, statuses, at_end=at_end)
+        if self.teller is not None:
+            self.teller.look(statuses, self.ledger.records, self._progress.loss)
+        if self.metrics is not None:
+            self.metrics.look(statuses, self.ledger.records)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")

@@ -133,10 +133,7 @@ class Workers:
             assert self.waits is not None
             code = self.waits(rank, process)
             if code is not None:
-                del self.live[rank]
-                self._forget_threads(rank)
-                if rank in self._fds:
-                    os.close(self._fds.pop(rank))
+                self._take_out(rank)
                 sent = frozenset(self._sent[rank])
                 found.append(WorkerExit(rank=rank, pid=process.pid, code=code, status=self.status(rank), sent=sent))
         return found
@@ -151,10 +148,14 @@ class Workers:
                 found[rank] = signum
         return found
 
-    def _forget_threads(self, rank: int) -> None:
+    def _take_out(self, rank: int) -> Process:
+        """Wait for its process no more."""
         for fd in [fd for fd, whose in self._threads.items() if whose == rank]:
             del self._threads[fd]
             os.close(fd)
+        if rank in self._fds:
+            os.close(self._fds.pop(rank))
+        return self.live.pop(rank)
 
     def _has_ended(self, rank: int) -> bool:
         """Without reaping it."""
@@ -238,10 +239,7 @@ class Workers:
             code = -signum
         if code is None:
             return None
-        del self.live[rank]
-        self._forget_threads(rank)
-        if rank in self._fds:
-            os.close(self._fds.pop(rank))
+        self._take_out(rank)
         status, sent = self.status(rank), frozenset(self._sent[rank])
         message = self._error_of(rank) if code > 0 else ""
         return WorkerExit(rank=rank, pid=process.pid, code=code, status=status, sent=sent, message=message)
@@ -312,12 +310,8 @@ class Workers:
 
     def give_up(self, rank: int) -> None:
         """Not even SIGKILL ends it: count it as killed and do not wait for it any more."""
-        process = self.live.pop(rank)
-        self._forget_threads(rank)
-        if rank in self._fds:
-            os.close(self._fds.pop(rank))
-        end = WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL)
-        self.exits.append(end)
+        process = self._take_out(rank)
+        self.exits.append(WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL))
 
     def close(self) -> None:
         """When all have ended. Ends what they have left: the next ones want its devices and ports."""

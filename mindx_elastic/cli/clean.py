@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import (
-    EXIT_BAD,
-    JSON_SCHEMA,
-    fail,
-    human_age,
-    human_size,
-    make_console,
-    printable,
-)
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_age, human_size, make_console
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover, ProofLeftover

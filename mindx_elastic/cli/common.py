@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, the argument PATH, and how sizes, ages and untrusted text are shown.
+"""What the commands share: exit codes, the argument PATH, and how sizes and ages are shown.
 
 Imports no torch: ``--help`` and ``--version`` must answer at once.
 """
@@ -46,7 +46,6 @@ __all__ = [
     "make_console",
     "nothing_found",
     "parse_size",
-    "printable",
     "tell_error",
     "unwrapped",
 ]

@@ -17,10 +17,10 @@ from mindx_elastic.cli.common import (
     human_size,
     is_folder,
     make_console,
-    printable,
     tell_error,
 )
 from mindx_elastic.cli.progress import progress_of_bytes
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.convert.conversion import Request, Result

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_size, make_console, parse_size, printable
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_size, make_console, parse_size
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.doctor.examine import Examination

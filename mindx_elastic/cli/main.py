@@ -22,12 +22,11 @@ from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.manifest import manifest_command
-from mindx_elastic.cli.msrun import msrun_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import prove_command
 from mindx_elastic.cli.report import report_command
-from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, run_command
+from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, msrun_command, run_command
 from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
 from mindx_elastic.cli.status import status_command, top_command
 from mindx_elastic.cli.verify import verify_command

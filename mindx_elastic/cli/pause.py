@@ -19,8 +19,8 @@ from mindx_elastic.cli.common import (
     fail,
     find_runs,
     is_running,
-    printable,
 )
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.pause_requests import Answer, PauseRequest
@@ -157,11 +157,12 @@ def _how_it_is(run: AgentRun) -> str:
 def _check_folder(folder: Path, run: AgentRun) -> None:
     """The folder is the agent's own, and this user's: its path comes out of a file that others may write."""
     from mindx_elastic.core.posix import is_private_folder, read_json_object, start_ticks
+    from mindx_elastic.memory.folders import AGENT_FILE
 
     if folder.exists() and not is_private_folder(folder):
         fail(f"{folder} is not this user's: give the command as the user who has started the job")
     try:
-        identity = read_json_object(folder / "agent.json")
+        identity = read_json_object(folder / AGENT_FILE)
     except (OSError, ValueError) as error:
         fail(f"{folder}: the agent's folder cannot be used: {error}")
     if identity.get("pid") != run.pid or identity.get("started") != start_ticks(run.pid or 0):
@@ -186,7 +187,8 @@ def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeou
 
 def _take_back(folder: Path) -> None:
     """No command waits for the pause any more: it must not come about later."""
-    from mindx_elastic.agent.pause_requests import RESUME, ask
+    from mindx_elastic.agent.pause_requests import ask
+    from mindx_elastic.memory.agent_folder import RESUME
 
     try:
         ask(folder, RESUME, 0.0)

@@ -16,7 +16,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
-from mindx_elastic.plan.planner import order_of_moments
+from mindx_elastic.plan.planner import newest_world_size, order_of_moments
 from mindx_elastic.plan.targets import remesh
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.platforms.nodes import NodeMap, default_node_map, read_node_map
@@ -58,9 +58,7 @@ class Found:
     @property
     def world_size(self) -> int | None:
         """Number of ranks that wrote the step which goes first."""
-        first = next(iter(order_of_moments(self.facts)), None)
-        sizes = [(fact.created, fact.world_size) for fact in self.facts if fact.moment == first]
-        return max(sizes)[1] if sizes else None
+        return newest_world_size(self.facts)
 
 
 # --- files ---

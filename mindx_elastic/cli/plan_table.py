@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, human_size, printable
+from mindx_elastic.cli.common import human_age, human_size
 from mindx_elastic.core.moment import moment_name
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
 from mindx_elastic.core.strategy import LayoutClass
 from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import fail, make_console, printable
+from mindx_elastic.cli.common import fail, make_console
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
-from mindx_elastic.core.printable import listed
+from mindx_elastic.core.printable import listed, printable
 
 if TYPE_CHECKING:
     from mindx_elastic.prove.baseline import Proof, Row

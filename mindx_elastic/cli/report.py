@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from mindx_elastic.cli.common import EXIT_NOTHING, JSON_SCHEMA, RunDirArgument, fail, human_size, is_folder, printable
+from mindx_elastic.cli.common import EXIT_NOTHING, JSON_SCHEMA, RunDirArgument, fail, human_size, is_folder
+from mindx_elastic.core.printable import printable
 
 __all__ = ["report_command"]
 

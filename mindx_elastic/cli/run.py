@@ -1,4 +1,5 @@
-"""``mindx-elastic run``: torchrun with an agent that restarts the job without losing steps."""
+"""``mindx-elastic run``: torchrun with an agent that restarts the job without losing steps. ``mindx-elastic msrun``: a
+dynamic cluster with the options of MindSpore's launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-__all__ = ["RUN_SETTINGS", "RunCommand", "run_command"]
+__all__ = ["RUN_SETTINGS", "RunCommand", "msrun_command", "run_command"]
 
 RUN_SETTINGS: dict[str, Any] = {"help_option_names": []}
 
@@ -32,3 +33,17 @@ def run_command(
     from mindx_elastic.agent.launcher import launch
 
     raise SystemExit(launch(arguments or []))
+
+
+def msrun_command(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGUMENTS]", show_default=False)
+    ] = None,
+) -> None:
+    """Start the scheduler and this machine's workers of a dynamic cluster, as MindSpore's msrun does.
+
+    `mindx-elastic msrun --help` shows the options.
+    """
+    from mindx_elastic.cluster.launch import main
+
+    raise SystemExit(main(arguments or []))

@@ -19,10 +19,10 @@ from mindx_elastic.cli.common import (
     find_runs,
     human_age,
     make_console,
-    printable,
 )
 from mindx_elastic.cli.status_report import agent_line, make_report
 from mindx_elastic.cli.watch import watch
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.run_log import AgentRun

@@ -20,9 +20,9 @@ from mindx_elastic.cli.common import (
     is_folder,
     make_console,
     nothing_found,
-    printable,
 )
 from mindx_elastic.cli.progress import progress_of_bytes
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_NOTHING, find_runs, make_console, printable
+from mindx_elastic.cli.common import EXIT_NOTHING, find_runs, make_console
 from mindx_elastic.cli.outlook import DiskWatch, Rates, expect
 from mindx_elastic.cli.status_report import make_report, read_pages
 from mindx_elastic.cli.watch_frame import draw_frame
+from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.run_log import AgentRun

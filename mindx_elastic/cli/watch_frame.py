@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, printable
+from mindx_elastic.cli.common import human_age
 from mindx_elastic.cli.status_report import agent_line
+from mindx_elastic.core.printable import printable
 
 __all__ = ["draw_frame"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
-from mindx_elastic.persist.storage import TEMP_SUFFIX, fsync_dir, publish
+from mindx_elastic.persist.storage import fsync_dir, publish, temp_name
 
 if TYPE_CHECKING:
     from mindx_elastic.core.strategy import Strategy
@@ -249,14 +248,10 @@ def _check_destination(path: Path, *, source: Path, folder: bool, force: bool) -
         raise UsageError(f"{path} exists; give --force to replace it")
 
 
-def _temp(path: Path) -> Path:
-    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
-
-
 @contextmanager
 def _new_file(path: Path, *, force: bool) -> Iterator[Path]:
     """A name to write to; it becomes `path` when the block ends well, and is deleted when not. Raises SaveError."""
-    temp = _temp(path)
+    temp = temp_name(path)
     try:
         yield temp
         fd = os.open(temp, os.O_RDONLY | os.O_CLOEXEC)
@@ -288,7 +283,7 @@ def _publish_new(temp: Path, path: Path) -> None:
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
     """As `_new_file`; a folder that was there is replaced at the end and deleted."""
-    temp, old = _temp(path), _temp(path)
+    temp, old = temp_name(path), temp_name(path)
     try:
         os.mkdir(temp)
         yield temp

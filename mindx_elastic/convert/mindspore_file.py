@@ -31,7 +31,7 @@ from mindx_elastic.errors import (
 )
 from mindx_elastic.persist.catalog import rank_of_folder
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
-from mindx_elastic.persist.format import place_tensors
+from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.packed import flat_bytes
 
 if TYPE_CHECKING:

@@ -44,6 +44,7 @@ SMALL_BYTES = 1 << 16
 _PF_EXITING = 0x4  # include/linux/sched.h; part of the kernel's interface through /proc/PID/stat
 _STOPS = frozenset({signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 _LOOKS, _LOOK_AGAIN_S = 5, 0.0002
+_MOST_THREADS = 2
 _SLACK_S = 2.0  # the wall clock may have been adjusted a little in between
 
 
@@ -206,7 +207,7 @@ def open_pidfd(pid: int, started: str | None = None) -> int:
     return fd
 
 
-def thread_pidfds(pid: int, most: int = 2) -> list[int]:
+def thread_pidfds(pid: int) -> list[int]:
     """Descriptors that become readable when one of the oldest threads of a process beside its main thread ends.
 
     A killed process is gone when the last of its threads has given the memory back: 20 ms for torch, 100 ms for a GiB.
@@ -216,7 +217,7 @@ def thread_pidfds(pid: int, most: int = 2) -> list[int]:
     found: list[int] = []
     with suppress(OSError, AttributeError):
         for thread in sorted(int(name) for name in os.listdir(f"/proc/{pid}/task")):
-            if thread != pid and len(found) < most:
+            if thread != pid and len(found) < _MOST_THREADS:
                 with suppress(ProcessLookupError):
                     found.append(os.pidfd_open(thread, os.O_EXCL))  # PIDFD_THREAD
     return found

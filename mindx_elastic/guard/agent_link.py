@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,14 @@ from mindx_elastic.core.progress_ring import ring_path
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.progress import Progress
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, modules_path
+from mindx_elastic.memory.folders import AGENT_FILE
 
-__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "REJOIN", "STACK_SIGNAL", "AgentLink", "modules_path"]
+__all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
-CONTROL_FILE = "control.json"
-REJOIN = "rejoin"
-"""Kind of an order: a rank of another node has died, and its place is taken while the others live on."""
-AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends
-
-
-def modules_path(agent_dir: Path, rank: int) -> Path:
-    """The file in which rank `rank` tells which modules it has imported, one a line, in the order of their imports."""
-    return agent_dir / f"rank_{rank}.modules"
 
 
 class AgentLink:
@@ -142,11 +136,19 @@ class AgentLink:
                 return
         self._progress.at_boundary(step, loss)
 
-    def between(self, begins: bool) -> None:
-        """Training thread: code between two steps begins or ends; the agent must not take it for a hang."""
-        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Training thread: code between two steps runs inside; the agent must not take it for a hang."""
+        self._change_phase(WorkerPhase.BETWEEN)
+        try:
+            yield
+        finally:
+            self._change_phase(WorkerPhase.TRAINING)
+
+    def _change_phase(self, phase: WorkerPhase) -> None:
+        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):  # else a stop has begun
             self.page.set(boundary_ns=time.monotonic_ns() if self.page.started else 0)
-            self.page.set(phase=WorkerPhase.BETWEEN if begins else WorkerPhase.TRAINING)
+            self.page.set(phase=phase)
 
     def orders(self) -> dict[str, Any] | None:
         """Watcher thread, after `CONTROL_SIGNAL`: the agent's order; None: there is no new one."""

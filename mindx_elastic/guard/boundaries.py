@@ -62,7 +62,7 @@ class Boundaries:
         stack.callback(collector.unwatch)
         self._changes = Changes(targets, collector, unmanaged, ddp=ddp, world_size=world_size)
         self._window = UpdateWindow(collector, gate)
-        self._orders = GradientOrders(targets, collector, unmanaged, world_size=world_size, by_hand=by_hand, found=ddp)
+        self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.has_warned_of_window = False

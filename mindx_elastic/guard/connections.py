@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -222,17 +222,9 @@ class Connections:
         if self.link is not None:
             self.link.pass_boundary(step, loss, planned, cut=cut)
 
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> AbstractContextManager[None]:
         """Training thread: the agent does not take the time inside for a hang."""
-        if self.link is None:
-            yield
-            return
-        self.link.between(True)
-        try:
-            yield
-        finally:
-            self.link.between(False)
+        return nullcontext() if self.link is None else self.link.between_steps()
 
     def _keep_in_memory(self, timeout_s: float) -> bool:
         """See `Saver.keep_in_memory`. Any thread that holds the update gate and has found it clean."""

@@ -1,4 +1,13 @@
-"""Prepares the checkpoint directories at the start, so that a problem appears before training and not at the stop."""
+"""The checkpoint directories at a start: made, checked, locked, and told to the other ranks.
+
+A problem appears before the training, and not at the stop.
+
+Usually all ranks keep their files in one directory; or each has its own (``ckpt_of_rank/{rank}``). A start must see the
+files of all ranks, because one that was killed takes its weights from another one's file. And the ranks of a machine
+keep one folder in shared memory, named by a directory, because one of them copies a state that all share. So the ranks
+tell each other their directories before anything is looked for (`RankDirectories`). Where they differ, each rank looks
+into all that it can see, in the order of the ranks, and the first of them names the folder in memory.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +17,24 @@ import stat
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE, logger
-from mindx_elastic.core.folders import step_folders_of_rank
+from mindx_elastic.core.folders import rank_folder, step_folders_of_rank
 from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.first_save import settle
-from mindx_elastic.persist.format import flatten
+from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
 
-__all__ = ["check_state_and_space", "hold_directories", "prepare_directories"]
+__all__ = ["RankDirectories", "check_state_and_space", "hold_directories", "prepare_directories"]
+
+_MOST_TOLD = 64
+_LONGEST_PATH = 4096
 
 
 def prepare_directories(
@@ -45,13 +59,9 @@ def prepare_directories(
             _say_whose(directory, owners, ranks)
     for directory, owners in trust.roots.items():
         if ranks.world_size > 1:
-            _check_rank_folder(_folder(directory, ranks), owners, allow_shared=sharing.allow_shared)
+            _check_rank_folder(directory / f"rank_{ranks.rank}", owners, allow_shared=sharing.allow_shared)
         _set_aside(directory / EVENTS_FILE, owners)
     return resolved, trust
-
-
-def _folder(directory: Path, ranks: RankInfo) -> Path:
-    return directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
 
 
 def _say_whose(directory: Path, owners: Owners, ranks: RankInfo) -> None:
@@ -122,7 +132,8 @@ def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s
     for directory in trust.roots:
         settle(directory / f"rank_{ranks.rank}")  # in all directories before any file is removed
     for directory in trust.roots:
-        for folder in (_folder(directory, ranks), *step_folders_of_rank(directory, ranks.rank)):
+        own = rank_folder(directory, ranks.rank, ranks.world_size)
+        for folder in (own, *step_folders_of_rank(directory, ranks.rank)):
             if folder.is_dir():
                 remove_stale_temps(folder)
 
@@ -139,3 +150,54 @@ def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> 
         except OSError as error:
             problem = f"{directory}: not enough room for one checkpoint: {error.strerror}"
             raise SaveError(f"{problem}; make room, or give another directory", path=directory) from error
+
+
+class RankDirectories(Part):
+    """The meeting's topic; after it, what this rank looks into."""
+
+    name = "directories"
+
+    def __init__(self, own: Sequence[Path], trust: Trust, *, apart: bool) -> None:
+        """`own`: this rank's directories, resolved and made. `trust` learns the others'. `apart`: each node has a disk
+        of its own, and the ranks send each other copies of their files."""
+        self._own, self._trust, self._apart = list(own), trust, apart
+        self.all: list[Path] = list(own)
+        """The directories with files of this job that this process can see."""
+
+    @property
+    def home(self) -> Path:
+        """The one that names the folder in shared memory, the same for all ranks of this machine."""
+        return self.all[0]
+
+    def say(self) -> Any:
+        return [self._apart, [[str(path), os.stat(path).st_ino] for path in self._own]]
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        paths = [[str(path) for path, _ in places] for _, places in said]
+        if any(apart for apart, _ in said) or all(each == paths[0] for each in paths):
+            return Merged(None)  # also where each node has a disk of its own under that path
+        found = {(str(path), int(number)): None for _, places in said for path, number in places[:_MOST_TOLD]}
+        return Merged([list(each) for each in found])
+
+    def hear(self, answer: Answer) -> None:
+        if answer.common is None:
+            return
+        found = []
+        for text, number in answer.common:
+            if not isinstance(text, str) or len(text) > _LONGEST_PATH or type(number) is not int:
+                raise ValueError("no directory")
+            path = Path(text)
+            if path in self._own:
+                found.append(path)
+            elif path.is_absolute() and ".." not in path.parts and _is(path, number):
+                self._trust.add(path)
+                found.append(path)
+        self.all = list(dict.fromkeys(found)) or self._own
+
+
+def _is(path: Path, number: int) -> bool:
+    """Whether this machine sees that very directory, and not another one of its name on a disk of its own."""
+    try:
+        return path.is_dir() and not path.is_symlink() and os.stat(path).st_ino == number
+    except OSError:
+        return False

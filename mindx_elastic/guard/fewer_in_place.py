@@ -44,6 +44,12 @@ from mindx_elastic.rejoin.spare import redirect
 __all__ = ["BeforeGuard", "new_member", "stay", "watch_answers"]
 
 _MOST_NAMED = 5
+_RANK_VARIABLES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+        *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
 
 
 class BeforeGuard:
@@ -164,27 +170,17 @@ def _has_compiled() -> bool:
 
 def _follow(order: Order) -> None:
     """Take the environment and the files of the new rank."""
-    names = {name for name in os.environ if name in _RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "MINDX_"))}
-    for name in names - order.env.keys():
-        del os.environ[name]
-    os.environ.update(
-        {
-            name: value
-            for name, value in order.env.items()
-            if name in _RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "MINDX_"))
-        }
-    )
+    for name in list(os.environ):
+        if _is_of_rank(name) and name not in order.env:
+            del os.environ[name]
+    os.environ.update({name: value for name, value in order.env.items() if _is_of_rank(name)})
     for stream, path in ((sys.stdout, order.stdout), (sys.stderr, order.stderr)):
         if path:
             redirect(stream, path)
 
 
-_RANK_VARIABLES = frozenset(
-    {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
-        *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    }
-)
+def _is_of_rank(variable: str) -> bool:
+    return variable in _RANK_VARIABLES or variable.startswith(("TORCHELASTIC_", "MINDX_"))
 
 
 def new_member() -> Member | None:

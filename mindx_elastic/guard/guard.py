@@ -30,13 +30,11 @@ from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.ending import Ending
 from mindx_elastic.guard.fewer_in_place import watch_answers
 from mindx_elastic.guard.fewer_ranks import FewerRanks
-from mindx_elastic.guard.final_save import check_guests_path
 from mindx_elastic.guard.layered import LayeredGuard
-from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.opening import Opening
+from mindx_elastic.guard.opening import Opening, check_guests_path
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
@@ -292,7 +290,6 @@ class Guard(LayeredGuard):
             stack,
             opening.closing,
             step=self._step,
-            listeners=Listeners(settings, self._policies, self._ranks),
             update_gate=self._update_gate,
             saver=self._saver,
             settings=settings,

@@ -26,7 +26,7 @@ def parallel_setup_of(
     targets: Mapping[str, Any],
     ranks: RankInfo,
     layouts: Mapping[str, Layout] | None,
-    ddp: DdpModules | None = None,
+    ddp: DdpModules,
 ) -> ParallelSetup:
     """This rank's place in the parallel job. Raises UsageError for malformed layouts."""
     return ParallelSetup(

@@ -45,15 +45,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.deadline import Deadline
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
-
-if TYPE_CHECKING:
-    from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.stopper import Stopper
 
 __all__ = ["LastResort"]
 

@@ -16,10 +16,10 @@ from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, REJOIN, AgentLink
-from mindx_elastic.guard.pausing import PAUSE, RESUME
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.memory.agent_folder import PAUSE, REJOIN, RESUME
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.platforms.flag_file import FlagFile, watch_flag_file
 

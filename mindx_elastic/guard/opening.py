@@ -7,7 +7,7 @@ it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,31 +21,36 @@ from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
-from mindx_elastic.guard.final_save import say_that_a_guest_saves_nothing
+from mindx_elastic.guard.directories import (
+    RankDirectories,
+    check_state_and_space,
+    hold_directories,
+    prepare_directories,
+)
 from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
-from mindx_elastic.guard.rank_directories import RankDirectories
+from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.start import Start, start_job
-from mindx_elastic.guard.start_again import start_again
+from mindx_elastic.guard.start import Start, start_again, start_job
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.rejoin.member import Entry
+from mindx_elastic.resume.restore import Resumed
 
 if TYPE_CHECKING:
     from mindx_elastic.guard.witness import Witness
 
-__all__ = ["Opening"]
+__all__ = ["Opening", "check_guests_path"]
 
 
 class Opening:
@@ -105,9 +110,9 @@ class Opening:
         entry, home = None if place is None else place.entry, None
         self._entry = entry
         self._meets_once = entry is not None and self.saver.replicated and copies == 1 and not options.layouts
+        """Nothing is left to tell the others once the state is back; see `start_again`."""
         if entry is not None and entry.verdict.rewinds:  # a rank may read another one's snapshot only when that has it
             self._meets_once = False
-        """Nothing is left to tell the others once the state is back; see `guard.start_again`."""
         if self._meets_once and entry is not None and entry.home is not None:
             home = entry.home
         elif ranks.world_size > 1:
@@ -126,8 +131,8 @@ class Opening:
             member=None if place is None else place.member,
         )
         self.start = self._restore()
-        self._begin_schedules()
         """What the ranks have agreed on, and loaded."""
+        self._begin_schedules()
 
     def shared_modules(self) -> list[nn.Module]:
         """The modules of which other ranks hold the same weights, so that a rank keeps what is its own at each
@@ -263,7 +268,7 @@ class Opening:
         if self.around.is_guest and not self.evaluates:
             self.around.keeps_nothing = True
             self.policies, self.periodic = tuple(replace(policy, save=False) for policy in self.policies), ()
-            say_that_a_guest_saves_nothing(self._options.folder, resumed, self._targets)
+            _say_that_a_guest_saves_nothing(self._options.folder, resumed, self._targets)
         info = resumed.checkpoint.info
         if resumed.plan.resharded:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
@@ -291,3 +296,29 @@ def _open_witness(ranks: RankInfo) -> Witness | None:
     from mindx_elastic.guard.witness import open_witness  # no other run even loads it
 
     return open_witness(ranks)
+
+
+def _say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
+    """Warn that a guard without a training (see `guard.start`) saves nothing in the directory of a training.
+
+    The training's next start would take such a file for its own newest one, and state would be missing in it.
+    """
+    missing = sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES))
+    logger.warning(
+        "%s belongs to a training, and this guard has no optimizer and lacks %s: nothing is saved here, neither at "
+        "the end nor on a stop. If this program trains too, give it a directory of its own, with resume=%r",
+        directory,
+        ", ".join(missing),
+        str(found.path),
+    )
+
+
+def check_guests_path(path: str | Path | None, directories: Iterable[Path]) -> None:
+    """Raise UsageError where a start in one of the guard's `directories` would find the file `path`."""
+    folder = None if path is None else Path(path).parent.resolve()
+    for directory in directories:
+        if folder is None or folder.is_relative_to(directory.resolve()):
+            raise UsageError(
+                f"{directory} belongs to a training, which would go on from this file and not find all of its state "
+                "there; save it elsewhere: guard.save(path=...)"
+            )

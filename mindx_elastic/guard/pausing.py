@@ -22,11 +22,10 @@ from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 
-__all__ = ["PAUSE", "RESUME", "Pauses"]
+__all__ = ["Pauses"]
 
-PAUSE, RESUME = "pause", "resume"
-"""The agent's orders."""
 _AGAIN_S, _MOST_AGAIN_S = 0.5, 60.0
 
 

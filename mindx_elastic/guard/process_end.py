@@ -1,20 +1,75 @@
-"""How a process ends: at once, beside a training thread that may hang, or by the interpreter's own way, shortened."""
+"""How a stopping process writes its last lines and ends, whatever hangs in it.
+
+stderr may be a full pipe that no process reads. A log handler holds its lock while it writes, so one thread that hangs
+in the pipe would block every other thread that logs: a thread of its own writes the lines of a stop (`LogRelay`). The
+process ends at once, beside a training thread that may hang (`end_process`), or by the interpreter's own way,
+shortened.
+"""
 
 from __future__ import annotations
 
 import gc
 import io
+import logging
 import multiprocessing
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.leaving import last_acts
-from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.core.ready_thread import ReadyThread
 
-__all__ = ["end_process", "shorten_interpreter_exit"]
+__all__ = ["LogRelay", "end_process", "shorten_interpreter_exit"]
 
+_PATIENCE_S = 0.25  # so that lines come out in order where they are read
 _FLUSH_S = 1.0
+
+
+class LogRelay(logging.Filter):
+    """While it is open, it writes the package's log lines of `threads`, and during a stop those of all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int | None] = set()
+        """Identifiers of the threads that must never wait for a log line."""
+        self.hurry = False
+        """A stop is under way: no thread may wait."""
+        self._writer = ReadyThread("mindx-log")
+
+    def open(self) -> None:
+        """Main thread. Raises RuntimeError when the process can have no more threads."""
+        self._writer.start()
+        logger.addFilter(self)
+
+    def close(self) -> None:
+        logger.removeFilter(self)
+        self._writer.close(_PATIENCE_S)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self.hurry and record.thread not in self.threads:
+            return True
+        self.do(lambda: logger.callHandlers(record), _PATIENCE_S)
+        return False
+
+    def do(self, work: Callable[[], object], timeout_s: float) -> None:
+        """Do work that may hang (writing, flushing). Waits `timeout_s` seconds at most, not at all for earlier work."""
+        patience_s = 0.0 if self._writer.busy else timeout_s
+        with suppress(TimeoutError, OSError, ValueError):  # a closed pipe must not keep a dying process
+            self._writer.call(work, patience_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Flush what was printed and logged, as far as that is possible in time. Any thread."""
+
+        def flush() -> None:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            logging.shutdown()
+
+        self.do(flush, timeout_s)
 
 
 def end_process(exit_code: int, relay: LogRelay) -> NoReturn:

@@ -91,21 +91,21 @@ def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[st
     return sorted(found.items())
 
 
-def outermost_replicas(targets: Mapping[str, Any], found: DdpModules | None = None) -> list[nn.Module]:
+def outermost_replicas(targets: Mapping[str, Any], ddp: DdpModules) -> list[nn.Module]:
     """The modules whose forward runs a replica: DDP, or the `torch.compile` wrapper around it. Both keep hooks.
 
-    `found`, here and below: what `ddp_modules` has given, so that it does not look again.
+    `ddp`, here and below: what `ddp_modules` gives for `targets`.
     """
-    modules = [module for _, module in (ddp_modules(targets) if found is None else found)]
+    modules = [module for _, module in ddp]
     wrappers = [t for t in targets.values() if isinstance(t, nn.Module) and hasattr(t, "_orig_mod")]
     inside = {id(wrapper): {id(part) for part in wrapper.modules()} for wrapper in wrappers}
     compiled = [wrapper for wrapper in wrappers if any(id(module) in inside[id(wrapper)] for module in modules)]
     return [*compiled, *(m for m in modules if not any(id(m) in inside[id(wrapper)] for wrapper in compiled))]
 
 
-def replica_ranks(targets: Mapping[str, Any], found: DdpModules | None = None) -> list[int]:
+def replica_ranks(targets: Mapping[str, Any], ddp: DdpModules) -> list[int]:
     """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
-    modules = [module for _, module in (ddp_modules(targets) if found is None else found)]
+    modules = [module for _, module in ddp]
     groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
     trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in parameters(module)}
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
@@ -113,11 +113,11 @@ def replica_ranks(targets: Mapping[str, Any], found: DdpModules | None = None) -
     return list(groups.pop())
 
 
-def ignored_parameters(targets: Mapping[str, Any], found: DdpModules | None = None) -> frozenset[str]:
+def ignored_parameters(targets: Mapping[str, Any], ddp: DdpModules) -> frozenset[str]:
     """Paths of parameters that DDP ignores (experts of one rank, for example)."""
     ignored = {
         id(parameter)
-        for _, module in (ddp_modules(targets) if found is None else found)
+        for _, module in ddp
         if module.parameters_to_ignore
         for name, parameter in named_parameters(module.module)
         if name in module.parameters_to_ignore
@@ -133,11 +133,9 @@ def ignored_parameters(targets: Mapping[str, Any], found: DdpModules | None = No
     )
 
 
-def is_replicated(
-    targets: Mapping[str, Any], collector: Collector, world_size: int, found: DdpModules | None = None
-) -> bool:
+def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int, ddp: DdpModules) -> bool:
     """Whether every rank holds the same state, so that one rank's file can replace any other's."""
-    whole = len(replica_ranks(targets, found)) == world_size > 1 and not ignored_parameters(targets, found)
+    whole = len(replica_ranks(targets, ddp)) == world_size > 1 and not ignored_parameters(targets, ddp)
     return whole and not collector.is_sharded and not collector.is_spread
 
 
@@ -146,18 +144,16 @@ class GradientOrders:
 
     def __init__(
         self,
-        targets: Mapping[str, Any],
+        ddp: DdpModules,
         collector: Collector,
         unmanaged: Unmanaged,
         *,
         world_size: int,
         by_hand: bool = False,
-        found: DdpModules | None = None,
     ) -> None:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
         self._collector, self._unmanaged = collector, unmanaged
-        modules = ddp_modules(targets) if found is None else found
-        if world_size > 1 and not by_hand and not modules and not collector.is_sharded:
+        if world_size > 1 and not by_hand and not ddp and not collector.is_sharded:
             others = living_objects(DistributedDataParallel)  # around something else: perhaps around a copy
             logger.log(
                 logging.WARNING if others else logging.INFO,
@@ -165,7 +161,7 @@ class GradientOrders:
                 "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks",
             )
         self._recording: dict[str, GradientOrder] = {}
-        for name, module in modules:
+        for name, module in ddp:
             order = GradientOrder(module, collector.gradient_order.get(name))
             if not order.is_complete:
                 self._recording[name] = order

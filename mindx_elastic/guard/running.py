@@ -46,7 +46,7 @@ from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
-from mindx_elastic.persist.reserve import keep_reserve, take_reserve
+from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import ahead, asked, groups, joiner, nccl, sharded, spare, trial
 from mindx_elastic.rejoin.copies import Parcel, Receive

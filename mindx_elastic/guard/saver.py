@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,24 +20,25 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.folders import rank_folder
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
 from mindx_elastic.guard.held_boundary import DeviceWentOnError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.save_meter import SaveMeter
 from mindx_elastic.guard.together import Together, cover_path
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
+from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
 from mindx_elastic.persist.places import NEIGHBOURS
-from mindx_elastic.persist.reserve import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
@@ -83,15 +86,15 @@ class Saver:
         """The boundary that the attempt went on from; None: it began anew."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
-        self.meter = SaveMeter()
+        self.meter = _SaveMeter()
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
         self.reserve: Reserve | None = None
+        """Memory and a thread for a dying save in a process that can get no more."""
         self.reenters = False
         """The guard is left to be entered again in a moment."""
-        """Memory and a thread for a dying save in a process that can get no more."""
         self.together: Together | None = None
         """Saves with the other ranks at an agreed stop; None: the ranks have not met for that."""
         self.mirror: Mirror | None = None
@@ -116,7 +119,7 @@ class Saver:
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
         root = self._resolved.get(directory, directory)
-        return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
+        return rank_folder(root, self.ranks.rank, self.ranks.world_size)
 
     def save_dying(
         self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf, agreed: bool = False
@@ -543,3 +546,32 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
     """Whether `policy` wrote the file: it is periodic and has, or had, the name that the policy gives its position."""
     name = policy.name(Position(info.step, info.epoch, info.step_in_epoch, info.batch_num))
     return info.kind == "periodic" and path.name in (name, previous_path(name).name)
+
+
+class _SaveMeter:
+    """What saves have cost this process and brought it, told to the agent on the status page, for `agent.metrics`. Any
+    thread. Without a `page` it does nothing."""
+
+    def __init__(self) -> None:
+        self.page: StatusPage | None = None
+        self._lock = threading.Lock()
+        self._nbytes = self._stall_ns = 0
+
+    def note(self, step: int, nbytes: int) -> None:
+        """A file that a start can go on from is on the disk."""
+        with self._lock:
+            self._nbytes += nbytes
+            if self.page is not None:
+                self.page.set(durable_step=step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, the training thread makes a save and not a step."""
+        began = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stall_ns += time.monotonic_ns() - began
+                if self.page is not None:
+                    self.page.set(stall_ns=self._stall_ns)

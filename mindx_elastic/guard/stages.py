@@ -18,8 +18,8 @@ from mindx_elastic.config import Settings
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.rejoin.member import Member
@@ -46,7 +46,6 @@ class Stages:
         closing: ExitStack,
         *,
         step: int,
-        listeners: Listeners,
         update_gate: UpdateGate,
         saver: Saver,
         settings: Settings,
@@ -61,7 +60,8 @@ class Stages:
         keeps the deadline while other things are closed. `already_durable`: as of `Stopper`."""
         self.step_gate = StepGate(step)
         stack.callback(peers.close)
-        self.listeners, self._peers, self._around, self._saver = listeners, peers, around, saver
+        listeners = self.listeners = Listeners(settings, policies, saver.ranks)
+        self._peers, self._around, self._saver = peers, around, saver
         self.watcher = Watcher(listeners.hear_signal)
         self._last_resort = LastResort(self.watcher)
         closing.callback(self._last_resort.stop)
@@ -71,14 +71,12 @@ class Stages:
             exchange=around.exchange,
             watcher=self.watcher,
             saver=saver,
-            ranks=saver.ranks,
             settings=settings,
             policies=policies,
-            events=saver.events,
             already_durable=lambda: None if saver.flags.waiting else already_durable(),
             peers_gone=peers.look,
             page=around.page,
-            last_resort=self._last_resort,
+            arm_last_resort=self._last_resort.arm,
             relay=relay,
             member=member,
         )

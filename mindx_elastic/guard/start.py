@@ -11,9 +11,7 @@ loaded     the state is in the live objects, on every rank; which calls torch.co
 entered    every rank is ready to train
 =========  ===================================================================================================
 
-The state is loaded in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last.
-The generators are restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an
-iterator, and the program's own code before the first batch, may draw numbers.
+After a recovery in place, where all ranks hold the same state, the ranks meet once (`start_again`).
 """
 
 from __future__ import annotations
@@ -27,40 +25,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.loop_head import LoopHead
-from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.core.strategy import LayoutRecord, Strategy
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.donated import state_of
+from mindx_elastic.guard.directories import RankDirectories
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.loading import load, replay_orders
 from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.reentry import ReentryPart
-from mindx_elastic.guard.replicas import DdpModules, ddp_modules
+from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
-from mindx_elastic.persist.format import CheckpointInfo
-from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.platforms.nodes import default_node_map
 from mindx_elastic.rejoin.member import Entry
-from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
 
 __all__ = [
@@ -72,10 +64,8 @@ __all__ = [
     "LoaderLengthsPart",
     "PeersPart",
     "Start",
-    "is_guest",
-    "load",
+    "start_again",
     "start_job",
-    "tell",
 ]
 
 STRATEGY_FILE = "strategy.proto"
@@ -122,13 +112,13 @@ def start_job(
     resume: str | Path,
     around: Connections,
     unmanaged: Unmanaged,
-    ddp: DdpModules | None = None,
+    ddp: DdpModules,
+    look_in: Sequence[Path],
     entry: Entry | None = None,
-    look_in: Sequence[Path] | None = None,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together. `entry`: after a recovery in place, what
     the ranks have agreed to go on from; no files are looked for then. `look_in`: the directories that may hold files of
-    the job, where the ranks have different ones; default `directories`.
+    the job: more than `directories` where the ranks have different ones.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -137,8 +127,7 @@ def start_job(
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
     had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
-    folders, resume_from = look_in or directories, resume if entry is None else "never"
-    places = places_of(folders, resume_from, arenas=around.arenas, trust=saver.trust)
+    places = places_of(look_in, resume if entry is None else "never", arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
     peers = PeersPart(ranks)
@@ -168,7 +157,7 @@ def start_job(
 
     if found is not None and resume == "auto" and entry is None:
         _refuse_another_job(found, saver.names)
-    around.is_guest = around.evaluates or is_guest(targets, found, had_strategy)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
@@ -180,32 +169,86 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        modules = ddp_modules(targets) if ddp is None else ddp
         if entry is None:
-            _replay_orders(found, modules, unmanaged)
+            replay_orders(found, ddp, unmanaged)
         kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
-        tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
+        _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
         saver.began_from(found.checkpoint.info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
-    if entry is not None and found is not None and not saver.replicated:
-        _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
+    start = Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
     if entry is not None:  # the other files in the directory are as the first start has left them
-        return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
+        if found is not None and not saver.replicated:
+            _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
+        return start
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
-    if ranks.rank == 0 and not around.is_guest:
-        assert layouts.target.strategy is not None
-        _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
-    if not around.is_guest:
+        if ranks.rank == 0:
+            assert layouts.target.strategy is not None
+            _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
         group_info.write(layouts)
+    return start
+
+
+def start_again(
+    *,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    saver: Saver,
+    around: Connections,
+    unmanaged: Unmanaged,
+    folders: RankDirectories,
+    entry: Entry,
+    last_parts: Callable[[], Sequence[Part]],
+) -> Start:
+    """Load, and meet the others. Main thread, all ranks together. `last_parts`: more for the meeting.
+
+    What to go on from is agreed on already (`rejoin.protocol`), so the ranks meet once, and not five times: when the
+    state is back on every rank, and all process groups have their new connections. What a start has to know earlier is
+    known here: the directory that names the folder in shared memory (the survivors' reports say it, `Report.home`), and
+    the layouts of all tensors (those of the donor's file, or of this process before: the state is the same on all
+    ranks, and so are the groups, or there would be no recovery in place). Files are not looked for: nobody reads them.
+
+    Raises CorruptCheckpointError, MismatchError, and what `Collector.load` raises.
+    """
+    began, ranks = time.perf_counter(), saver.ranks
+    plan = ReentryPart(entry, ranks, around.arenas, saver.trust, collector.module_names)
+    plan.follow()
+    found = plan.resumed
+    assert found is not None
+    info = found.checkpoint.info
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy=False)
+    around.announce(found)
+    saver.events.run_id, saver.events.attempt = plan.run_id, plan.attempt
+    collector.compiled.only_names = collector.is_sharded
+    layouts = LayoutRecord.from_json(found.checkpoint.layout).job if entry.live is None else entry.layouts
+    collector.layouts.set_job_layouts(layouts)
+    known = unmanaged.notes
+    kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
+
+    faults, peers, lengths = FaultsPart(), PeersPart(ranks), LoaderLengthsPart(targets)
+    flags, compiled = AnsweredFlagsPart(saver.flags), CompiledPart(kept)
+    flags.own = info.flags
+    parts = [folders, faults, peers, lengths, *around.parts(), plan, flags, compiled, *last_parts()]
+    meet(around.exchange, "again", parts)
+    if folders.home != entry.home:
+        raise MismatchError(
+            f"this rank's directory is {folders.home}, and the ranks that live on have {entry.home}", path=folders.home
+        )
+    around.connect()
+    if faults.known.report:
+        saver.coordinates["fault_report"] = faults.known.report
+    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
+    _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
+    saver.began_from(info)
+    watch = PeerWatch(peers.identities, rank=ranks.rank)
     return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
 
 
-def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes: Sequence[str]) -> None:
+def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes: Sequence[str]) -> None:
     """Write to the log and the event log from where the run continues. `notes`: what loading has shown against an exact
     resume, on this rank."""
     info = found.checkpoint.info
@@ -249,147 +292,7 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _replay_orders(found: Resumed, ddp: DdpModules, unmanaged: Unmanaged) -> None:
-    """Let DDP lay out its buckets as it had. All ranks together."""
-    for name, module in ddp:
-        problem = replay_gradient_order(module, found.checkpoint.state["gradient_order"].get(name, []))
-        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
-            unmanaged.risk(
-                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
-                f"in the last bits from 3 ranks on: {problem}",
-                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
-                "before the guard is entered",
-            )
-
-
-def load(
-    found: Resumed,
-    collector: Collector,
-    ranks: RankInfo,
-    unmanaged: Unmanaged,
-    *,
-    with_flags: bool,
-) -> tuple[bytes, Callable[[], None]]:
-    """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts everything back
-    as it was at the boundary, before the first batch (see `capture.loop_head`).
-
-    with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
-    """
-    state = state_of(found, collector, ranks.rank, unmanaged)
-    if found.plan.resharded:
-        state, left_out = collector.without_parts(state)
-        if left_out:
-            unmanaged.risk(
-                f"the checkpoint was written by {found.plan.source.world_size} ranks, and it keeps no layout for "
-                f"{listed(left_out, 5)}: they begin as the program builds them",
-                "Resume once with as many ranks as before, where they count",
-            )
-    for note in collector.load(state, live=found.is_live):
-        logger.warning("%s", note)
-    restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
-    _tell_of_device_buffers(found, collector, ranks, unmanaged)
-    if with_flags:
-        _say_flags(collector.load_flags(state))
-    head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
-
-    def put_back() -> None:
-        touched = head.touched() if saved else []
-        if touched and found.is_live:  # the weights that code has changed are all that this process had
-            saved[:] = [collector.with_weights_of(state, map_checkpoint(found.path).state)]
-        for each in saved:  # until the first boundary of the process
-            _put_back(each, touched, head, collector, step, with_flags=with_flags)
-        restore_streams()
-
-    def end() -> None:
-        head.end()
-        saved.clear()  # the memory of a whole checkpoint
-
-    restore_streams()
-    collector.at_first_boundary = end
-    collector.copy(collector.position)
-    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), put_back
-
-
-def _put_back(
-    state: Mapping[str, Any],
-    touched: Sequence[str],
-    head: LoopHead,
-    collector: Collector,
-    step: int,
-    *,
-    with_flags: bool,
-) -> None:
-    """Objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
-    if touched:
-        collector.load_again(state, touched)
-        head.begin()
-        logger.info(
-            "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs again "
-            "in a resumed epoch)",
-            step,
-            listed(touched, 5),
-        )
-    collector.load_streams(state)
-    if with_flags:  # `model.train()` at the loop's head
-        collector.load_flags(state)
-
-
-def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
-    """One line on flags that the program begins with and the boundary had otherwise."""
-    words = {"training": "in training mode", "eval": "in evaluation mode", "trainable": "trained", "frozen": "frozen"}
-    told = [f"{words[key]}: {listed(list(places), 3)}" for key, places in changed.items()]
-    if told:
-        logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
-
-
-def _how_to_restore_rng(
-    found: Resumed, rng: dict[str, Any], ranks: RankInfo, unmanaged: Unmanaged
-) -> Callable[[], None]:
-    info = found.checkpoint.info
-    if found.donor is None:
-        return lambda: restore_rng(rng)
-    if found.plan.resharded:
-        return _new_numbers(info, ranks)
-    if found.own is not None:
-        kept = "from memory" if found.own_from is None else f"from {found.own_from}"
-        logger.info(
-            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
-            "CPU buffers %s",
-            ranks.rank,
-            info.step,
-            found.donor,
-            "are foreseen from its last forward" if found.own.forecast else kept,
-        )
-        return lambda: restore_rng(rng)
-    unmanaged.risk(
-        f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
-        "position are the same; its random numbers begin anew, so from here the run is not bit for bit the "
-        "uninterrupted one",
-        "Shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the forward",
-    )
-    return _new_numbers(info, ranks)
-
-
-def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, unmanaged: Unmanaged) -> None:
-    """A killed rank's small state comes from memory, but perhaps not what was on its device."""
-    if found.own is None or found.donor is None or found.plan.resharded:
-        return
-    known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
-    if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
-        unmanaged.risk(
-            f"rank {ranks.rank} was killed, and its buffers on a device with it ({listed(names, 3)}): it goes on with "
-            f"rank {found.donor}'s, so from here the run is not bit for bit the uninterrupted one",
-            "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
-        )
-
-
-def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
-    # Not the donor's: two ranks would draw the same dropout masks.
-    seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
-    return lambda: seed_rng(seed)
-
-
-def is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
+def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
     """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
 
     It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no

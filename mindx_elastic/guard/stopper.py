@@ -29,17 +29,15 @@ from mindx_elastic.alarm.deadline import reserve_s
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
-from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.config import Settings
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.leaving import Leaving, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.guard.held_boundary import DeviceWentOnError, choose_held_boundary
-from mindx_elastic.guard.last_resort import LastResort
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, keep_consistent, policies_for
-from mindx_elastic.guard.process_end import end_process, shorten_interpreter_exit
+from mindx_elastic.guard.process_end import LogRelay, end_process, shorten_interpreter_exit
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.persist.writer import SaveResult
@@ -71,21 +69,22 @@ class Stopper:
         exchange: Exchange,
         watcher: Watcher,
         saver: Saver,
-        ranks: RankInfo,
         settings: Settings,
         policies: Sequence[ExitPolicy],
-        events: EventLog,
-        last_resort: LastResort,
+        arm_last_resort: Callable[[Alarm, float], None],
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage | None = None,
         member: Member | None = None,
     ) -> None:
-        """already_durable: the file that has the last boundary already; None: there is none. peers_gone: the ranks of
-        this machine whose processes are gone. page: where the agent reads, None without one."""
+        """arm_last_resort: see `LastResort.arm`. already_durable: the file that has the last boundary already; None:
+        there is none. peers_gone: the ranks of this machine whose processes are gone. page: where the agent reads, None
+        without one."""
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
-        self.saver, self.ranks, self.settings, self.events = saver, ranks, settings, events
+        ranks = self.ranks = saver.ranks
+        events = self.events = saver.events
+        self.saver, self.settings = saver, settings
         self.policies = tuple(policies)
         self.alarms = Alarms(settings, ranks, exit_codes_of(policies))
         self.peers_gone = saver.gone = peers_gone
@@ -104,7 +103,7 @@ class Stopper:
             step_gate, exchange.pauses, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause
         )
         self._already_durable, self._page, self._member = already_durable, page, member
-        self._last_resort, self._relay = last_resort, relay
+        self._arm_last_resort, self._relay = arm_last_resort, relay
         self._stop_decision: Decision | None = None
         self._ran_on_from: int | None = None
         """The agreed step, where it is inside an accumulation window and this rank has gone on to its end."""
@@ -191,11 +190,8 @@ class Stopper:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
         if not self._accept(alarm):
             return
-        cannot_go_on = alarm.kind in (
-            "exception",
-            "peer",
-            REFUSAL,
-        )  # of some rank: no coming boundary is sure to be reached
+        # Of some rank: no coming boundary is sure to be reached.
+        cannot_go_on = alarm.kind in ("exception", "peer", REFUSAL)
         offer = 0 if cannot_go_on else self.step_gate.close()  # before logging, which may take a moment
         self._log_alarm(alarm)
         if alarm.origin == self.ranks.rank:
@@ -227,7 +223,7 @@ class Stopper:
             return False
         self._relay.hurry = True
         # First of all: anything that follows may hang.
-        self._last_resort.arm(alarm, alarm.deadline.at - max(self._reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
+        self._arm_last_resort(alarm, alarm.deadline.at - max(self._reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
         if self._page is not None:
             self._page.set_text("reason", alarm.reason)
             self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
@@ -286,6 +282,9 @@ class Stopper:
         assert self.alarm is not None
         # It has left the loop: no boundary is to come that the watcher could wait for.
         self._salvage(self.alarm, can_wait=False)
+        self._wait_until_settled()
+
+    def _wait_until_settled(self) -> None:
         self.state.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
 
     def on_exception(self, error: BaseException) -> None:
@@ -333,8 +332,7 @@ class Stopper:
             gone = [] if decision == FINISHED else [rank for rank in self.peers_gone() if self._died(rank)]
             if gone and decision.step is None:  # killed before it could finish
                 self.watcher.post(lambda: self.stop(self.alarms.of_death(gone)))
-                unsettled = set(StopPhase) - set(SETTLED)
-                self.state.wait_while(*unsettled, timeout_s=self.settings.grace_s)
+                self._wait_until_settled()
             if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
                 self.state.wait_while(StopPhase.TRAINING, timeout_s=self.settings.agreement_s)
         self.state.finish()

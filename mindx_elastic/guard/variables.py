@@ -7,12 +7,14 @@ may be a password.
 
 from __future__ import annotations
 
+import gc
+import operator
 import os
 import queue
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, GeneratorType
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,6 @@ import torch
 
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, kind_of, variables_of
-from mindx_elastic.guard.iterators import is_iterator, position_of
 from mindx_elastic.prove.digests import digest
 
 __all__ = ["own_variables"]
@@ -37,6 +38,12 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, deque, *_DICTS)
 _LONGEST_KEY = 32
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
+_MODULES = ("builtins", "itertools")
+_MOST_NESTED = 4
+_MOST_INNER = 16
+_NUMBERS = (int, float)
+# Those of objects with a __getitem__ or a callable: to ask for their length runs code of the program.
+_ASK_OTHERS = ("iterator", "callable_iterator", "reversed")
 
 
 def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: bool = False) -> dict[str, str]:
@@ -65,10 +72,10 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
                 found.setdefault(f'"{name}" ({place})', digest(sample))
         elif positions and type(value) in _QUEUES:
             found.setdefault(f'the length of "{name}" ({place})', str(len(value.queue)))
-        elif positions and is_iterator(value):
+        elif positions and _is_iterator(value):
             if id(value) not in known:
                 known.add(id(value))
-                found.setdefault(f'the position of "{name}" ({place})', position_of(value, _plain))
+                found.setdefault(f'the position of "{name}" ({place})', _position(value))
         elif positions and type(value) is FunctionType:
             if id(value) not in known and depth < _DEPTH and not is_library(str(value.__module__)):
                 known.add(id(value))
@@ -121,10 +128,6 @@ def _noted(value: Any) -> str:
     return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
 
 
-def _plain(value: Any) -> str | None:
-    return _noted(value) if type(value) in _PLAIN else None
-
-
 def _closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # it is empty yet
@@ -166,3 +169,46 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 def _is_name(key: Any) -> bool:
     """Of an entry, and no text that is looked up."""
     return type(key) is str and len(key) <= _LONGEST_KEY
+
+
+def _is_iterator(value: object) -> bool:
+    """Whether it is a generator, or an iterator of Python itself."""
+    kind = type(value)
+    return kind.__module__ in _MODULES and hasattr(kind, "__next__")
+
+
+def _position(value: Any, depth: int = 0) -> str:
+    """Where an iterator of Python or a generator stands, as a text that changes when it goes on. Does not advance it.
+
+    No code of the program is run, so an iterator of a class of the program has none here (its attributes tell), nor has
+    one that asks such an object.
+    """
+    kind = type(value)
+    parts: list[str] = []
+    if kind is GeneratorType:
+        if value.gi_frame is None:
+            return "ended"
+        parts.append(str(value.gi_frame.f_lasti))
+        for name, variable in value.gi_frame.f_locals.items():
+            if type(variable) in _PLAIN:
+                parts.append(f"{name}={_noted(variable)}")
+    elif kind.__module__ == "builtins" and kind.__name__.endswith("iterator") and kind.__name__ not in _ASK_OTHERS:
+        parts.append(str(operator.length_hint(value, -1)))
+    elif kind.__name__ == "count" and all(type(each) in _NUMBERS for each in gc.get_referents(value)):
+        parts.append(repr(value))
+    elif kind.__name__ == "repeat":
+        parts.append(str(operator.length_hint(value, -1)))
+    elif kind.__name__ == "cycle":
+        parts += [str(len(each)) for each in gc.get_referents(value) if type(each) is list]
+    if depth < _MOST_NESTED:
+        parts += [f"({_position(each, depth + 1)})" for each in _inner(value)]
+    return " ".join(parts)
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    """The iterators that this one draws from."""
+    for each in gc.get_referents(value):
+        if _is_iterator(each):
+            yield each
+        elif type(each) is tuple and len(each) <= _MOST_INNER:
+            yield from filter(_is_iterator, each)

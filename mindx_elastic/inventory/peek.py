@@ -13,7 +13,7 @@ from mindx_elastic.inventory.findings import list_files, reader_trust, scan
 from mindx_elastic.inventory.inventory import Inventory
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.plan.facts import Refusal, World
-from mindx_elastic.plan.planner import order_of_moments
+from mindx_elastic.plan.planner import newest_world_size
 
 __all__ = ["Peek", "peek"]
 
@@ -74,7 +74,7 @@ def peek(directory: str | os.PathLike[str], *, world_size: int | None = None) ->
     base = MemorySettings.from_env().base
     listing = list_files([place], None if base is None else job_folder(base, place))
     inventory = Inventory.merge([scan(listing, trust=reader_trust(place))] if place.is_dir() else [])
-    plan = inventory.plan(World(world_size or _newest_size(inventory) or 1))
+    plan = inventory.plan(World(world_size or newest_world_size(inventory.facts) or 1))
     if isinstance(plan, Refusal):
         if not inventory.anything or inventory.was_never_complete:
             return None
@@ -105,10 +105,3 @@ def peek(directory: str | os.PathLike[str], *, world_size: int | None = None) ->
         paths=tuple(Path(file.path) for file in files),
         rejected=tuple(inventory.lines(plan.moment, plan.rejected)),
     )
-
-
-def _newest_size(inventory: Inventory) -> int | None:
-    """The number of ranks that wrote the step which goes first."""
-    first = next(iter(order_of_moments(inventory.facts)), None)
-    sizes = [(fact.created, fact.world_size) for fact in inventory.facts if fact.moment == first]
-    return max(sizes)[1] if sizes else None

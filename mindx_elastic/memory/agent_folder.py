@@ -26,11 +26,21 @@ from pathlib import Path
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.events import logger
-from mindx_elastic.memory.folders import make_user_folder, remove_agent, remove_dead_agents, user_folders
+from mindx_elastic.memory.folders import AGENT_FILE, make_user_folder, remove_agent, remove_dead_agents, user_folders
 
-__all__ = ["AgentFolder"]
+__all__ = ["CONTROL_FILE", "PAUSE", "REJOIN", "RESUME", "AgentFolder", "modules_path"]
 
-_IDENTITY, _KEY = "agent.json", "job.key"
+CONTROL_FILE = "control.json"
+PAUSE, RESUME = "pause", "resume"
+"""Kinds of orders, as is the next; all others are kinds of alarms."""
+REJOIN = "rejoin"
+"""A rank of another node has died, and its place is taken while the others live on."""
+_KEY = "job.key"
+
+
+def modules_path(agent_dir: Path, rank: int) -> Path:
+    """The file in which rank `rank` tells which modules it has imported, one a line, in the order of their imports."""
+    return agent_dir / f"rank_{rank}.modules"
 
 
 class AgentFolder:
@@ -47,7 +57,7 @@ class AgentFolder:
             fallback = Path(tempfile.gettempdir())
             logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
             self.path = _create(fallback)
-        (self.path / _IDENTITY).write_text(identity)
+        (self.path / AGENT_FILE).write_text(identity)
         for parent in user_folders(self.path.parent.parent):
             remove_dead_agents(parent)
         self._sequence = 0
@@ -66,7 +76,7 @@ class AgentFolder:
             content["extends"] = True
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
-        os.replace(temp, self.path / "control.json")
+        os.replace(temp, self.path / CONTROL_FILE)
         return self._sequence
 
     def make_key(self) -> Path:
@@ -77,7 +87,7 @@ class AgentFolder:
 
     def forget_workers(self) -> None:
         """Remove the pages and orders of the old workers, before new ones start."""
-        orders = [self.path / "control.json", self.path / "board.json"]
+        orders = [self.path / CONTROL_FILE, self.path / "board.json"]
         for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), *orders]:
             path.unlink(missing_ok=True)
 

@@ -36,6 +36,7 @@ from mindx_elastic.core.posix import (
 from mindx_elastic.core.status_page import read_page
 
 __all__ = [
+    "AGENT_FILE",
     "OWNER_FILE",
     "agent_pid",
     "job_folder",
@@ -59,6 +60,8 @@ __all__ = [
     "user_of_proof",
 ]
 
+AGENT_FILE = "agent.json"
+"""In an agent's folder: its pid, start time and process-id namespace."""
 OWNER_FILE = "owner.json"
 _AGENT = re.compile(r"agent-(\d+)-.+")
 _PROOF = re.compile(r"mindx-prove-(\d+)-[0-9a-f]+")
@@ -183,7 +186,7 @@ def proof_folders(base: Path) -> dict[Path, int]:
 
 def user_of_agent(path: Path, pid: int) -> str:
     """Who uses the folder of the agent `pid`, in words; empty: it is a dead agent's."""
-    if maker := _maker(path, "agent.json", "agent", pid):
+    if maker := _maker(path, AGENT_FILE, "agent", pid):
         return maker
     for page in sorted(path.glob("rank_*.page")):
         status = read_page(page)
@@ -292,7 +295,7 @@ def remove_dead_agents(parent: Path) -> list[Path]:
     for folder in parent.glob("agent-*"):
         pid = agent_pid(folder)
         with suppress(OSError, ValueError):
-            if pid is None or not is_own_folder(folder) or not read_json_object(folder / "agent.json").get("space"):
+            if pid is None or not is_own_folder(folder) or not read_json_object(folder / AGENT_FILE).get("space"):
                 continue
             if not user_of_agent(folder, pid):
                 shutil.rmtree(folder)

@@ -35,17 +35,11 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
-from mindx_elastic.persist.format import (
-    NO_DIGEST,
-    CheckpointInfo,
-    HeaderDraft,
-    RememberedTables,
-    TensorEntry,
-    flatten,
-    place_tensors,
-    seal_header,
-)
+from mindx_elastic.persist.entries import TensorEntry, place_tensors
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
 from mindx_elastic.persist.packed import flat_bytes
+from mindx_elastic.persist.tables import RememberedTables
 
 __all__ = [
     "ANY_INTERVAL",

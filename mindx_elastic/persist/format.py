@@ -52,12 +52,10 @@ from mindx_elastic.persist.entries import (
     TensorEntry,
     described_by,
     entry_texts,
-    place_tensors,
 )
-from mindx_elastic.persist.flatten import MAX_DEPTH, Tree, flatten
+from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.shared_json import SharedJson
-from mindx_elastic.persist.tables import RememberedTables, tree_text
-from mindx_elastic.persist.unflatten import unflatten
+from mindx_elastic.persist.tables import tree_text
 
 __all__ = [
     "DATA_ALIGNMENT",
@@ -69,15 +67,10 @@ __all__ = [
     "Header",
     "HeaderDraft",
     "Held",
-    "RememberedTables",
-    "TensorEntry",
     "draft_header",
-    "flatten",
     "open_checkpoint",
-    "place_tensors",
     "read_header",
     "seal_header",
-    "unflatten",
 ]
 
 SCHEMA = "1"

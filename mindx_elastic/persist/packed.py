@@ -22,7 +22,7 @@ from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.unflatten import unflatten
 
-__all__ = ["flat_bytes", "pack_state", "unpack_section", "unpack_state"]
+__all__ = ["flat_bytes", "pack_state", "unpack_section"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,20 +50,13 @@ def pack_state(state: object, *, at: Sequence[str] = ()) -> list[memoryview]:
     return pieces
 
 
-def unpack_state(data: bytes) -> Any:
-    """The inverse of `pack_state`; every tensor has memory of its own. Raises CorruptCheckpointError."""
-    at, state, end = unpack_section(data, 0)
-    if at or end != len(data):
-        raise CorruptCheckpointError(f"malformed packed state: {len(data)} bytes instead of {end}")
-    return state
-
-
 def unpack_section(
     data: bytes,
     start: int,
     unpack_shaped: Callable[[dict[str, Any], bytes, int], tuple[Any, int]] | None = None,
 ) -> tuple[list[str], Any, int]:
-    """What begins at `start`: its `at`, the state, and where it ends. `unpack_shaped` reads the content of a section
+    """What `pack_state` has made and begins at `start`: its `at`, the state (every tensor has memory of its own), and
+    where it ends. `unpack_shaped` reads the content of a section
     that has a shape. Raises CorruptCheckpointError."""
     try:
         (length,) = struct.unpack_from("<Q", data, start)

@@ -31,8 +31,10 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME
+from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.flatten import Tree
-from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, open_checkpoint, unflatten
+from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
+from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checkpoint", "read_some", "verify_file"]
 

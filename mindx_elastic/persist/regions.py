@@ -17,7 +17,8 @@ import torch
 from mindx_elastic.core.layout import Box
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import CorruptCheckpointError
-from mindx_elastic.persist.format import Header, TensorEntry
+from mindx_elastic.persist.entries import TensorEntry
+from mindx_elastic.persist.format import Header
 
 __all__ = ["read_box"]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.errors import UsageError
 
-__all__ = ["DELETABLE_KINDS", "CheckpointFact", "choose_deletions"]
+__all__ = ["CheckpointFact", "choose_deletions"]
 
-DELETABLE_KINDS = frozenset({"periodic"})
-"""Kinds that retention may delete by default. It keeps a breakpoint, which is a run's last state, and a manual save,
-which the program asked for."""
+_DELETABLE = "periodic"
+"""The kind of files that are counted and deleted. A breakpoint, which is a run's last state, and a manual save, which
+the program asked for, are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,6 @@ def choose_deletions(
     keep_max: int | None,
     keep_per_n_minutes: float | None,
     protect: Collection[Moment],
-    deletable_kinds: Collection[str] = DELETABLE_KINDS,
 ) -> list[Path]:
     """Files that may be deleted, oldest first.
 
@@ -68,7 +67,6 @@ def choose_deletions(
         `inventory.inventory.newest_complete`: one rank's files do not show whether the other ranks have theirs) and the
         one just committed (after the clock was set back, the newest file does not have the newest time). A
         protected moment counts towards `keep_max` only when it is among the newest anyway.
-    deletable_kinds: only files of these kinds are counted and deleted.
 
     The newest moment among the countable files is never deleted. Raises `UsageError` on a negative or
     non-finite limit. Any thread.
@@ -77,7 +75,7 @@ def choose_deletions(
         raise UsageError(f"keep_checkpoint_max={keep_max}: give a number from 0 (no limit)")
     if keep_per_n_minutes is not None and not (math.isfinite(keep_per_n_minutes) and keep_per_n_minutes >= 0):
         raise UsageError(f"keep_checkpoint_per_n_minutes={keep_per_n_minutes}: give minutes from 0 (rule not used)")
-    countable = [fact for fact in files if fact.kind in deletable_kinds]
+    countable = [fact for fact in files if fact.kind == _DELETABLE]
     moments = _oldest_first(countable)
     if keep_max:
         kept = set(moments[-keep_max:])

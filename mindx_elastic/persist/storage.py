@@ -33,13 +33,13 @@ __all__ = [
     "fsync_dir",
     "keep_as",
     "make_directory_durable",
-    "prepare_directory",
     "prepare_owned_directory",
     "publish",
     "publish_copy",
     "quarantine",
     "quarantined",
     "remove_stale_temps",
+    "temp_name",
 ]
 
 TEMP_SUFFIX = ".mindx-tmp"
@@ -50,11 +50,6 @@ _NOTE_SUFFIX = ".reason.txt"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
-
-
-def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
-    """As `prepare_owned_directory`; returns the directory only."""
-    return prepare_owned_directory(path, allow_shared=allow_shared)[0]
 
 
 def prepare_owned_directory(
@@ -179,7 +174,8 @@ def fsync_dir(directory: StrPath) -> None:
         os.close(fd)
 
 
-def _temp_name(final: Path) -> Path:
+def temp_name(final: Path) -> Path:
+    """A new name for a file that becomes `final` when it is whole."""
     # Part of the name for people; short, because a legal name plus our ending may be too long for the file system.
     return final.with_name(f".{final.name[:40]}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
 
@@ -187,7 +183,7 @@ def _temp_name(final: Path) -> Path:
 def create_temp(final: Path) -> tuple[int, Path]:
     """A new, locked, empty file beside `final`, open for reading and writing. Closing the descriptor ends the lock."""
     while True:
-        temp = _temp_name(final)
+        temp = temp_name(final)
         fd = open_regular(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, _FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -260,7 +256,7 @@ def publish_copy(source: Path, final: Path) -> None:
 
 def _link_over(source: Path, target: Path) -> None:
     """A hard link that replaces `target`: `os.link` refuses an existing one, and deleting it first would open a gap."""
-    temp = _temp_name(target)
+    temp = temp_name(target)
     os.link(source, temp, follow_symlinks=False)
     try:
         os.rename(temp, target)

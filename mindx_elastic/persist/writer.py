@@ -21,19 +21,11 @@ from typing import Any
 import torch
 
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
-from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.direct_io import BlockWriter, Reserve, preallocate
 from mindx_elastic.persist.dtypes import NAMES
-from mindx_elastic.persist.flatten import Tree
-from mindx_elastic.persist.format import (
-    CheckpointInfo,
-    Held,
-    draft_header,
-    flatten,
-    place_tensors,
-    read_header,
-    seal_header,
-)
-from mindx_elastic.persist.reserve import Reserve
+from mindx_elastic.persist.entries import place_tensors
+from mindx_elastic.persist.flatten import Tree, flatten
+from mindx_elastic.persist.format import CheckpointInfo, Held, draft_header, read_header, seal_header
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
@@ -91,7 +83,7 @@ def write_checkpoint(
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
-    Directories must exist (see `storage.prepare_directory`).
+    Directories must exist (see `storage.prepare_owned_directory`).
 
     Raises SaveError (the original error is its ``__cause__``) when the file cannot be written; older files are
     untouched then and the temporary file is deleted. If only a further name fails, `path` exists and the message says

@@ -21,7 +21,7 @@ from mindx_elastic.plan.assumptions import settle_assumptions
 from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import DYING_KINDS, FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 
-__all__ = ["bases_of", "never_complete", "order_of_moments", "plan_resume", "steps_before"]
+__all__ = ["bases_of", "never_complete", "newest_world_size", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
 """Steps: an exact step that is at most so much older goes before one that is not exact. A killed rank is one behind at
@@ -104,6 +104,13 @@ def order_of_moments(files: Iterable[_Dated]) -> list[Moment]:
         activity[run] = max(fact.created, activity.get(run, fact.created))
         moments.add(fact.moment)
     return sorted(moments, key=lambda m: (-activity[m[0]], m[0], -m[1], -m[2]))
+
+
+def newest_world_size(files: Sequence[FileFact]) -> int | None:
+    """The number of ranks that wrote the step to try first; None: there is no file."""
+    first = next(iter(order_of_moments(files)), None)
+    sizes = [(fact.created, fact.world_size) for fact in files if fact.moment == first]
+    return max(sizes)[1] if sizes else None
 
 
 def bases_of(files: Iterable[FileFact]) -> dict[tuple[str, int], Moment]:

@@ -23,10 +23,11 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import TensorSpec, global_name
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.dtypes import BY_NAME
-from mindx_elastic.persist.format import Header, open_checkpoint, unflatten
+from mindx_elastic.persist.format import Header, open_checkpoint
 from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
 from mindx_elastic.persist.regions import read_box
+from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, completing
 
 __all__ = ["Parts", "assemble"]

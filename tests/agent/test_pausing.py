@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.pause_requests import PAUSE, RESUME, PauseRequest
+from mindx_elastic.agent.pause_requests import PauseRequest
 from mindx_elastic.agent.pausing import PauseWatch
 from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 
 
 class Node:

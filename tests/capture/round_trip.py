@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.persist.format import flatten, unflatten
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = ["assert_same", "through_format"]
 

@@ -19,7 +19,7 @@ from mindx_elastic.capture.components import (
     unwrap_module,
 )
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
-from mindx_elastic.persist.format import flatten
+from mindx_elastic.persist.flatten import flatten
 from tests.capture.round_trip import assert_same, through_format
 
 

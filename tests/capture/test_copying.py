@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors, to_host
-from mindx_elastic.persist.format import flatten
+from mindx_elastic.persist.flatten import flatten
 from tests.capture.round_trip import assert_same, through_format
 
 

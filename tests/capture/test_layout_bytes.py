@@ -22,6 +22,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import TensorSpec
 from mindx_elastic.guard.job_layouts import parallel_setup_of
+from mindx_elastic.guard.replicas import ddp_modules
 
 WORLD = 4
 GOLDEN = Path(__file__).with_name("layout_records.json")
@@ -45,7 +46,9 @@ def collector_of(targets: Mapping[str, object], rank: int, **fields: Any) -> Col
 
 def by_hand(targets: Mapping[str, object], rank: int, layouts: Mapping[str, Layout]) -> Collector:
     collector = Collector(targets)
-    collector.set_parallel_setup(parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts))
+    collector.set_parallel_setup(
+        parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts, ddp_modules(targets))
+    )
     return collector
 
 

@@ -22,6 +22,7 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec, strategy_from_record
 from mindx_elastic.errors import UnsupportedStateError, UsageError
 from mindx_elastic.guard.job_layouts import parallel_setup_of
+from mindx_elastic.guard.replicas import ddp_modules
 
 WORLD = 4
 EVERYWHERE = {"mesh": [4], "placements": ["R"], "ranks": [[0, 4]]}
@@ -279,7 +280,8 @@ def test_a_sum_that_is_not_done_is_refused(join: Join) -> None:
 def by_hand(network: nn.Module, layouts: Mapping[str, Layout], rank: int) -> tuple[dict[str, Any], LayoutRecorder]:
     targets: dict[str, Any] = {"model": network, "optimizer": stepped(network.parameters())}
     one = LayoutRecorder(
-        Collector(targets).components, parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts)
+        Collector(targets).components,
+        parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts, ddp_modules(targets)),
     )
     return targets, one
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import typer
 
-from mindx_elastic.cli.common import human_age, human_size, parse_size, printable
+from mindx_elastic.cli.common import human_age, human_size, parse_size
+from mindx_elastic.core.printable import printable
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.data import PositionedLoader, ReplayLoader
 from mindx_elastic.data.random_streams import capture_streams, restore_streams, seed_streams
 from mindx_elastic.errors import MismatchError, UsageError
-from mindx_elastic.persist.format import flatten, unflatten
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.unflatten import unflatten
 from tests.data.datasets import Noisy, NoisyStream, draw, noisy_collate, same
 
 SIZE = 30

@@ -12,6 +12,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -42,4 +43,6 @@ def start(
             resume="auto",
             around=around,
             unmanaged=Unmanaged("error"),
+            ddp=ddp_modules(targets),
+            look_in=[directory],
         )

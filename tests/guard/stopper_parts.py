@@ -17,8 +17,8 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.last_resort import LastResort
-from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
+from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.format import read_header
@@ -67,11 +67,9 @@ class Parts:
             exchange=LocalExchange(),
             watcher=self.watcher,
             saver=self.saver,
-            ranks=RankInfo(),
             settings=Settings(grace_s=grace_s),
             policies=[self.policy],
-            events=self.events,
-            last_resort=self.last_resort,
+            arm_last_resort=self.last_resort.arm,
             relay=LogRelay(),
             already_durable=lambda: self.durable,
         )

@@ -21,7 +21,9 @@ from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.guard.agent_link import AGENT_FILE, CONTROL_FILE, STACK_SIGNAL, AgentLink
+from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink
+from mindx_elastic.memory.agent_folder import CONTROL_FILE
+from mindx_elastic.memory.folders import AGENT_FILE
 from tests.harness import wait_until
 
 ORDER = {"kind": "fault", "reason": "card 3 is broken", "grace_s": 20.0, "exit_code": 75, "seq": 1}
@@ -97,18 +99,17 @@ def test_a_fresh_start_without_memory(agent: Agent) -> None:
 def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
     link = agent.link()
     link.enter(None, "run-a", None)
-    link.between(True)
-    assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
-    link.between(False)
+    with link.between_steps():
+        assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
     link.page.pass_boundary(1)
     reached = agent.page().boundary_ns
-    link.between(True)
-    link.between(False)
+    with link.between_steps():
+        pass
     assert agent.page().phase == WorkerPhase.TRAINING and agent.page().boundary_ns > reached
     for phase in (WorkerPhase.STOPPING, WorkerPhase.LEFT):
         link.page.set(phase=phase)
-        link.between(True)
-        link.between(False)
+        with link.between_steps():
+            pass
         assert agent.page().phase == phase, "not undone"
     link.close()
 

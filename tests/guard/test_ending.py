@@ -1,14 +1,295 @@
-"""How a process leaves whose device may wait for a rank that is gone."""
+"""How a block ends: its last boundary is on the disk, once and true; and a process leaves whose device may wait."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from mindx_elastic.errors import GracefulExit
+from mindx_elastic import Guard
+from mindx_elastic.errors import GracefulExit, SaveError, UsageError
+from mindx_elastic.guard import saver as saving
 from mindx_elastic.guard.ending import Ending
+from mindx_elastic.persist.catalog import read_entries
+from mindx_elastic.persist.format import read_header
+from tests.capture.round_trip import assert_same
+from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, stop_and_wait
+from tests.harness import events
+
+LAST = 3 * STEPS_PER_EPOCH
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*.safetensors"))
+
+
+class Every:
+    """Saves periodically."""
+
+    asynchronous = False
+    keep_max: int | None = 2
+    keep_per_n_minutes = None
+    append_info: tuple[object, ...] = ()
+
+    def __init__(self, directory: Path, steps: int) -> None:
+        self.directory, self.steps = directory, steps
+
+    def due(self, position: Any) -> bool:
+        return bool(position.step % self.steps == 0)
+
+    def name(self, position: Any) -> str:
+        return f"each-{position.epoch}_{position.step_in_epoch}.safetensors"
+
+
+def test_the_end_is_kept_and_the_same_command_has_nothing_left_to_train(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    expected = job.run()
+    assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"]
+    info = read_header(next(tmp_path.glob("*.safetensors"))).info
+    assert (info.step, info.kind, info.resumable) == (LAST, "final", True)
+    (entry,) = read_entries(tmp_path)
+    assert entry.looks_ours
+    ended: list[int] = []
+    again = Job(tmp_path, seed=99)
+    assert_same(again.run(between=lambda job, epoch: ended.append(epoch)), expected)
+    assert (again.steps, ended) == ([], [3]), "the code after the last epoch runs once more, as after any resume"
+    assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"], "it is not written twice"
+
+
+def test_more_epochs_go_on_exactly_and_leave_one_final_file(tmp_path: Path) -> None:
+    def step_per_epoch(job: Job, epoch: int) -> None:
+        job.scheduler.step()
+        torch.rand(1)
+
+    expected = Job(tmp_path / "whole").run(4, between=step_per_epoch)
+    Job(tmp_path / "a").run(3, between=step_per_epoch)
+    longer = Job(tmp_path / "a", seed=99)
+    assert_same(longer.run(4, between=step_per_epoch), expected)
+    assert longer.steps == list(range(LAST + 1, LAST + STEPS_PER_EPOCH + 1))
+    assert names(tmp_path / "a") == [f"job-4_{STEPS_PER_EPOCH}_final.safetensors"]
+
+
+def test_another_runs_final_file_is_left_alone(tmp_path: Path) -> None:
+    Job(tmp_path).run(2)
+    Job(tmp_path, resume="never").run(3)
+    assert names(tmp_path) == [
+        f"job-2_{STEPS_PER_EPOCH}_final.safetensors",
+        f"job-3_{STEPS_PER_EPOCH}_final.safetensors",
+    ]
+
+
+def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Job(tmp_path, final_save=False).run(1)
+    monkeypatch.setenv("MINDX_FINAL_SAVE", "0")
+    Job(tmp_path).run(1)
+    assert names(tmp_path) == []
+    Job(tmp_path, final_save=True).run(1)
+    assert len(names(tmp_path)) == 1
+    with pytest.raises(UsageError, match="final_save=1: give True"):
+        Job(tmp_path, final_save=1)
+    monkeypatch.setenv("MINDX_FINAL_SAVE", "no")
+    with pytest.raises(UsageError, match="MINDX_FINAL_SAVE='no'"):
+        Job(tmp_path).run(1)
+
+
+@pytest.mark.parametrize("steps", [LAST, STEPS_PER_EPOCH])
+def test_nothing_where_a_periodic_save_has_the_step(tmp_path: Path, steps: int) -> None:
+    Job(tmp_path, periodic=[Every(tmp_path, steps)]).run()
+    assert "final" not in "".join(names(tmp_path))
+    assert names(tmp_path)[-1] == f"each-3_{STEPS_PER_EPOCH}.safetensors"
+
+
+def test_periodic_files_keep_their_number(tmp_path: Path) -> None:
+    Job(tmp_path, periodic=[Every(tmp_path, 4)]).run()
+    assert names(tmp_path) == ["each-2_3.safetensors", "each-3_2.safetensors", "job-3_5_final.safetensors"]
+
+
+def test_a_save_by_hand_counts_where_a_start_looks(tmp_path: Path) -> None:
+    Job(tmp_path / "a").run(1, between=lambda job, epoch: job.guard.save())
+    assert names(tmp_path / "a") == ["job-1_5.safetensors"]
+    Job(tmp_path / "b").run(1, between=lambda job, epoch: job.guard.save(path=tmp_path / "elsewhere" / "x.safetensors"))
+    assert names(tmp_path / "b") == ["job-1_5_final.safetensors"]
+
+
+def test_after_sys_exit_0_in_mid_training_the_job_goes_on(tmp_path: Path) -> None:
+    expected = Job(tmp_path / "whole").run()
+    with pytest.raises(SystemExit):
+        Job(tmp_path / "a").run(after=lambda job, step: sys.exit(0) if step == 7 else None)
+    assert names(tmp_path / "a") == ["job-2_2_final.safetensors"]
+    assert_same(Job(tmp_path / "a", seed=99).run(), expected)
+
+
+def test_weights_changed_after_the_last_step_are_no_boundary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An average of weights, copied into the model inside the block: the state is not step 15's any more."""
+
+    def average(job: Job, epoch: int) -> None:
+        if epoch == 3:
+            with torch.no_grad():
+                for parameter in job.network.parameters():
+                    parameter.mul_(0.5)
+
+    with caplog.at_level(logging.INFO, logger="mindx_elastic"):
+        Job(tmp_path).run(between=average)
+    assert names(tmp_path) == []
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    (line,) = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+    assert line.startswith(f"step {LAST}, the end of the training, is not kept: ") and "after the guard's block" in line
+    (event,) = events(tmp_path, "save")
+    assert (event["kind"], event["outcome"]) == ("final", "refused: state is not at a boundary")
+
+
+def test_batch_norm_that_is_updated_at_the_end_is_not_in_the_file(tmp_path: Path) -> None:
+    """`update_bn` after the loop: the file is step 15, and the same command does the update again."""
+
+    def update(job: Job, epoch: int) -> None:
+        if epoch == 3:
+            for buffer in job.network.buffers():
+                buffer.add_(1)
+
+    expected = Job(tmp_path).run(between=update)
+    assert len(names(tmp_path)) == 1
+    assert_same(Job(tmp_path, seed=99).run(between=update), expected)
+
+
+def test_a_save_that_fails_does_not_fail_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Any, *args: Any, **options: Any) -> Any:
+        error = SaveError(f"{path}: cannot save: disk full", path=path)
+        error.errno = errno.ENOSPC
+        raise error
+
+    Job(tmp_path).run(3)
+    monkeypatch.setattr(saving, "write_checkpoint", fail)
+    assert Job(tmp_path).run(4)
+    assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"], "the older one stays"
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert "disk full" in line and "the training has ended well" in line
+    assert [e["outcome"][:6] for e in events(tmp_path, "save")] == ["saved", "failed"]
+    assert [e["outcome"] for e in events(tmp_path, "end")] == ["finished"] * 2
+
+
+def test_an_alarm_at_the_very_end_leaves_a_breakpoint_and_no_final_file(tmp_path: Path) -> None:
+    expected = Job(tmp_path / "whole").run()
+    with pytest.raises(GracefulExit):
+        Job(tmp_path / "a").run(between=lambda job, epoch: stop_and_wait(job) if epoch == 3 else None)
+    assert names(tmp_path / "a") == ["job-3_5_breakpoint.safetensors"]
+    again = Job(tmp_path / "a", seed=99)
+    assert_same(again.run(), expected)
+    assert names(tmp_path / "a") == ["job-3_5_breakpoint.safetensors"], "what was resumed from has the end"
+
+
+def test_a_signal_during_the_last_save_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stop any more: the file is whole, and the signal meets whoever listened before the guard."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    write = getattr(saving, "write_checkpoint")  # noqa: B009
+
+    def signalled(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return write(*args, **options)
+
+    monkeypatch.setattr(saving, "write_checkpoint", signalled)
+    try:
+        Job(tmp_path).run(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert names(tmp_path) == ["job-1_5_final.safetensors"]
+    assert heard == [signal.SIGUSR1]
+
+
+def test_no_step_no_file(tmp_path: Path) -> None:
+    Job(tmp_path).run(0)
+    assert names(tmp_path) == []
+
+
+class Guest:
+    """Somebody else's program in the training's directory: a model in a guard, and nothing that trains it."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        network = Job(directory / "unused").network
+        self.guard = Guard(model=network, directory=directory, prefix="job", **options)
+
+    def run(self, *, end: str) -> None:
+        with self.guard as guard:
+            assert guard.resumed_from_step == STEPS_PER_EPOCH
+            for step in range(3):
+                if end == "stop" and step == 2:
+                    stop_and_wait(self)  # type: ignore[arg-type]
+                if end == "exception" and step == 2:
+                    raise RuntimeError("injected")
+                guard.step_end()
+
+
+@pytest.mark.parametrize("end", ["by itself", "stop", "exception"])
+@pytest.mark.parametrize("options", [{}, {"snapshot_every": 1}, {"periodic": 1}], ids=["plain", "memory", "periodic"])
+def test_a_guest_writes_nothing_that_the_training_would_go_on_from(
+    tmp_path: Path, end: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "job"
+    expected = Job(tmp_path / "whole").run(2)
+    Job(folder).run(1)
+    if "periodic" in options:
+        options = {"periodic": [Every(folder, 1)]}
+    if "snapshot_every" in options:
+        (tmp_path / "memory").mkdir()
+        monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "memory"))
+    caplog.clear()
+    with suppress(GracefulExit, RuntimeError):
+        Guest(folder, **options).run(end=end)
+    assert names(folder) == [f"job-1_{STEPS_PER_EPOCH}_final.safetensors"]
+    (line,) = [r.getMessage() for r in caplog.records if "nothing is saved" in r.getMessage()]
+    assert "lacks loader, lr_scheduler, optimizer" in line and "directory of its own" in line
+    assert events(folder, "exit" if end != "by itself" else "end"), "the guest has ended as it was to end"
+    training = Job(folder, seed=99)
+    assert_same(training.run(2), expected)
+    assert training.guard.resumed_from_step == STEPS_PER_EPOCH
+
+
+def test_a_guest_saves_by_hand_only_where_no_training_looks(tmp_path: Path) -> None:
+    Job(tmp_path / "job").run(1)
+    guest = Guest(tmp_path / "job")
+    with guest.guard as guard:
+        guard.step_end()
+        for path in (None, tmp_path / "job" / "mine.safetensors"):
+            with pytest.raises(UsageError, match=r"guard.save\(path=...\)"):
+                guard.save(path=path)
+        assert guard.save(path=tmp_path / "mine.safetensors").exists()
+    assert names(tmp_path / "job") == [f"job-1_{STEPS_PER_EPOCH}_final.safetensors"]
+
+
+def test_updates_by_hand_without_any_file_yet_are_a_training(tmp_path: Path) -> None:
+    """The strategy of the start before is there, and no file: what this start trains is saved."""
+
+    class Killed(BaseException):
+        pass
+
+    def start(directory: Path) -> Guard:
+        return Guard(model=Job(directory / "unused").network, directory=directory, prefix="job")
+
+    with pytest.raises(Killed), start(tmp_path):
+        raise Killed
+    assert names(tmp_path) == []
+    with start(tmp_path) as guard:
+        guard.step_end()
+    assert names(tmp_path) == ["job-1_1_final.safetensors"]
 
 
 class Left(Exception):

@@ -17,7 +17,8 @@ from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path, read_page
-from mindx_elastic.guard.pausing import PAUSE, RESUME, Pauses
+from mindx_elastic.guard.pausing import Pauses
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 from tests.agreement.test_store_exchange import connections
 from tests.harness import wait_until
 

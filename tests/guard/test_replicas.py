@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.replicas import (
+    DdpModules,
     GradientOrders,
     ddp_modules,
     ignored_parameters,
@@ -49,32 +50,36 @@ class Trainer:
         self.wrapped = DistributedDataParallel(model)
 
 
+def with_ddp(targets: dict[str, Any]) -> tuple[dict[str, Any], DdpModules]:
+    return targets, ddp_modules(targets)
+
+
 def paths(targets: dict[str, Any]) -> list[str]:
     return [path for path, _ in ddp_modules(targets)]
 
 
 def test_ddp_around_a_component_in_one_and_under_compile() -> None:
     whole = DistributedDataParallel(nn.Linear(2, 2))
-    assert paths({"model": whole}) == ["model"] and replica_ranks({"model": whole}) == [0]
+    assert paths({"model": whole}) == ["model"] and replica_ranks(*with_ddp({"model": whole})) == [0]
     compiled: Any = torch.compile(DistributedDataParallel(nn.Linear(2, 2)), backend="eager")
-    assert paths({"model": compiled}) == ["model._orig_mod"] and replica_ranks({"model": compiled}) == [0]
-    assert outermost_replicas({"model": compiled}) == [compiled]
+    assert paths({"model": compiled}) == ["model._orig_mod"] and replica_ranks(*with_ddp({"model": compiled})) == [0]
+    assert outermost_replicas(*with_ddp({"model": compiled})) == [compiled]
 
 
 def test_a_part_outside_of_ddp_makes_no_replica() -> None:
     targets = {"model": Pair(DistributedDataParallel)}
     assert paths(targets) == ["model.net"]
-    assert replica_ranks(targets) == [], "each rank trains a head of its own"
+    assert replica_ranks(*with_ddp(targets)) == [], "each rank trains a head of its own"
     targets["model"].head.requires_grad_(False)
-    assert replica_ranks(targets) == [0]
+    assert replica_ranks(*with_ddp(targets)) == [0]
 
 
 def test_ddp_that_the_guard_was_not_given() -> None:
     model = nn.Linear(2, 2)
     wrapped = DistributedDataParallel(model)
     targets = {"model": model}
-    assert ddp_modules(targets) == [("model", wrapped)] and replica_ranks(targets) == [0]
-    assert outermost_replicas(targets) == [wrapped]
+    assert ddp_modules(targets) == [("model", wrapped)] and replica_ranks(*with_ddp(targets)) == [0]
+    assert outermost_replicas(*with_ddp(targets)) == [wrapped]
 
 
 def test_ddp_in_an_object_that_is_no_module_or_around_parts_or_more() -> None:
@@ -84,7 +89,7 @@ def test_ddp_in_an_object_that_is_no_module_or_around_parts_or_more() -> None:
     pair = Pair(lambda module: module)
     parts = [DistributedDataParallel(pair.net), DistributedDataParallel(pair.head)]
     assert ddp_modules({"model": pair}) == [("model.head", parts[1]), ("model.net", parts[0])]
-    assert replica_ranks({"model": pair}) == [0]
+    assert replica_ranks(*with_ddp({"model": pair})) == [0]
     inner = nn.Linear(2, 2)
     around = DistributedDataParallel(nn.Sequential(inner, nn.ReLU()))
     assert ddp_modules({"model": inner}) == [("model", around)]
@@ -99,8 +104,8 @@ def test_parameters_that_ddp_ignores_have_the_paths_of_the_checkpoint() -> None:
     inner = nn.ModuleDict({"shared": nn.Linear(2, 2), "own": nn.Linear(2, 2)})
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["own.weight", "own.bias"])
     whole = DistributedDataParallel(inner)
-    assert ignored_parameters({"model": whole}) == {"model.own.weight", "model.own.bias"}
-    assert ignored_parameters({"model": nn.ModuleDict({"a": whole})}) == {
+    assert ignored_parameters(*with_ddp({"model": whole})) == {"model.own.weight", "model.own.bias"}
+    assert ignored_parameters(*with_ddp({"model": nn.ModuleDict({"a": whole})})) == {
         "model.a.module.own.weight",
         "model.a.module.own.bias",
     }
@@ -173,6 +178,6 @@ def test_ranks_without_ddp_are_warned_only_where_some_ddp_lives(other: bool, cap
     targets = {"model": nn.Linear(2, 2)}
     collector = Collector(targets)
     with caplog.at_level(logging.INFO, logger="mindx_elastic"):
-        GradientOrders(targets, collector, Unmanaged("error"), world_size=2)
+        GradientOrders(ddp_modules(targets), collector, Unmanaged("error"), world_size=2)
     (record,) = [r for r in caplog.records if "no DDP or sharded module" in r.getMessage()]
     assert record.levelno == (logging.INFO if wrapped is None else logging.WARNING)

@@ -11,7 +11,8 @@ import torch
 
 from mindx_elastic.core.division import Division, parts_of_member
 from mindx_elastic.persist.dtypes import NAMES
-from mindx_elastic.persist.format import CheckpointInfo, Held, flatten
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.format import CheckpointInfo, Held
 from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.writer import write_checkpoint
 

@@ -24,15 +24,9 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from mindx_elastic.persist.format import (
-    DATA_ALIGNMENT,
-    NO_DIGEST,
-    CheckpointInfo,
-    draft_header,
-    flatten,
-    place_tensors,
-    read_header,
-)
+from mindx_elastic.persist.entries import place_tensors
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.format import DATA_ALIGNMENT, NO_DIGEST, CheckpointInfo, draft_header, read_header
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
 from tests.persist.states import DTYPES, bits, tensor_of

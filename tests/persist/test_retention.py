@@ -72,18 +72,6 @@ def test_only_periodic_files_are_deleted_or_counted(kind: str) -> None:
     assert decide(files, keep_max=1) == [2]
 
 
-def test_other_kinds_go_when_told() -> None:
-    files = [periodic(1, kind="breakpoint"), periodic(2)]
-    gone = choose_deletions(
-        files,
-        keep_max=1,
-        keep_per_n_minutes=None,
-        protect=(),
-        deletable_kinds={"periodic", "breakpoint"},
-    )
-    assert gone == [files[0].path]
-
-
 def test_low_steps_written_later_are_the_newer_ones() -> None:
     # A second run in the same directory starts at step 1 again; its files are the ones to keep.
     old = [periodic(step, minute=step, run="old") for step in (100, 200)]

@@ -21,7 +21,7 @@ from mindx_elastic.persist.storage import (
     create_temp,
     free_space,
     keep_as,
-    prepare_directory,
+    prepare_owned_directory,
     publish,
     publish_copy,
     quarantine,
@@ -36,7 +36,7 @@ NOBODY = 65534
 def test_missing_directories_are_created_for_the_owner_only(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        directory = prepare_directory(tmp_path / "a" / "b")
+        directory = prepare_owned_directory(tmp_path / "a" / "b")[0]
     finally:
         os.umask(old)
     assert directory == tmp_path.resolve() / "a" / "b"
@@ -50,7 +50,7 @@ def test_link_to_a_directory_is_resolved_once(tmp_path: Path) -> None:
     (tmp_path / "disk2").mkdir()
     link = tmp_path / "ckpt"
     link.symlink_to("disk1")
-    directory = prepare_directory(link)
+    directory = prepare_owned_directory(link)[0]
     link.unlink()
     link.symlink_to("disk2")
     assert directory == tmp_path.resolve() / "disk1"
@@ -61,14 +61,14 @@ def test_file_in_the_place_of_the_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(UsageError, match="give a directory"):
-        prepare_directory(tmp_path / name)
+        prepare_owned_directory(tmp_path / name)
 
 
 def test_loop_of_links(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises((UsageError, SaveError)):
-        prepare_directory(tmp_path / "a")
+        prepare_owned_directory(tmp_path / "a")
 
 
 def shared_directory(mode: int) -> Path:
@@ -88,9 +88,9 @@ def test_directory_that_others_may_write_to_is_refused_unless_allowed(mode: int)
     directory = shared_directory(mode)
     try:
         with pytest.raises(UnsafeDirectoryError, match="others may write") as caught:
-            prepare_directory(directory)
+            prepare_owned_directory(directory)
         assert caught.value.path == directory.resolve()
-        assert prepare_directory(directory, allow_shared=True) == directory.resolve()
+        assert prepare_owned_directory(directory, allow_shared=True)[0] == directory.resolve()
     finally:
         if directory != Path("/tmp"):
             shutil.rmtree(directory)
@@ -99,14 +99,14 @@ def test_directory_that_others_may_write_to_is_refused_unless_allowed(mode: int)
 def test_own_directory_that_anybody_may_write_to_is_refused_unless_allowed(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(UnsafeDirectoryError, match=r"others may write to it \(mode 777\).*chmod o-w"):
-        prepare_directory(tmp_path)
-    assert prepare_directory(tmp_path, allow_shared=True) == tmp_path.resolve()
+        prepare_owned_directory(tmp_path)
+    assert prepare_owned_directory(tmp_path, allow_shared=True)[0] == tmp_path.resolve()
 
 
 def test_own_directory_that_the_group_may_write_to_is_accepted(tmp_path: Path) -> None:
     """As on Kubernetes volumes with fsGroup."""
     tmp_path.chmod(0o2775)
-    assert prepare_directory(tmp_path) == tmp_path.resolve()
+    assert prepare_owned_directory(tmp_path)[0] == tmp_path.resolve()
 
 
 @pytest.fixture
@@ -128,9 +128,9 @@ def test_unwritable_directory_names_the_remedy(request: pytest.FixtureRequest) -
     request.getfixturevalue("as_nobody")
     try:
         with pytest.raises(SaveError, match=r"cannot write there: Permission denied; check its permissions"):
-            prepare_directory(directory)
+            prepare_owned_directory(directory)
         with pytest.raises(SaveError, match="cannot create the directory: Permission denied"):
-            prepare_directory(directory / "new")
+            prepare_owned_directory(directory / "new")
     finally:
         if os.getuid() == 0:
             os.seteuid(0)
@@ -140,7 +140,7 @@ def test_unwritable_directory_names_the_remedy(request: pytest.FixtureRequest) -
 
 def test_many_ranks_prepare_one_directory_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        made = set(pool.map(lambda _: prepare_directory(tmp_path / "a" / "b" / "c"), range(8)))
+        made = set(pool.map(lambda _: prepare_owned_directory(tmp_path / "a" / "b" / "c")[0], range(8)))
     assert made == {tmp_path.resolve() / "a" / "b" / "c"}
 
 

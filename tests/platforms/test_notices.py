@@ -15,8 +15,7 @@ import pytest
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms import notices
-from mindx_elastic.platforms.notice_watch import NoticeWatch
-from mindx_elastic.platforms.notices import Notice, open_source
+from mindx_elastic.platforms.notices import Notice, NoticeWatch, open_source
 from tests.metadata_server import (
     AWS_ACTION,
     AWS_REBALANCE,
@@ -324,7 +323,7 @@ def test_a_source_that_says_something_else_each_time_does_not_fill_the_log(caplo
 def test_a_source_that_never_comes_back_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindx_elastic.platforms.notice_watch._SILENT_S", 0.0)
+    monkeypatch.setattr("mindx_elastic.platforms.notices._SILENT_S", 0.0)
     inside, release = threading.Event(), threading.Event()
 
     class Stuck:

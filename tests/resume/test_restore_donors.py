@@ -13,7 +13,7 @@ import torch
 from mindx_elastic.capture.rng import seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
-from mindx_elastic.guard.start import _how_to_restore_rng
+from mindx_elastic.guard.loading import _how_to_restore_rng
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import write_step

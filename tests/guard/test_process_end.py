@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.process_end import LogRelay
 from tests.harness import wait_until
 
 

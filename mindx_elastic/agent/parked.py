@@ -1,7 +1,7 @@
 """Processes that outlive their attempt: survivors that go on as ranks of the next one, which has fewer.
 
-A process that waits (`rejoin.parking`) has ended as far as its attempt is concerned. `Kept` has it until the next
-attempt starts; there it is taken in the place of a fork. What is not taken ends. Main thread only.
+A process that waits (`rejoin.parking`) has ended as far as its attempt is concerned. It stays until the next attempt
+starts, where it is taken in the place of a fork. What is not taken ends. Main thread only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.rejoin.parking import Keeps, note_path, order_path, write_file
 
-__all__ = ["Kept"]
+__all__ = ["ParkedProcesses"]
 
 _END_S = 5.0
 
 
-class Kept:
+class ParkedProcesses:
     """One per agent of a job that may go on with fewer ranks in place."""
 
     def __init__(self, folder: Path) -> None:

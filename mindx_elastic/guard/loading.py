@@ -1,0 +1,334 @@
+"""Loads what a start has found into the live objects.
+
+In this order: DDP's bucket layout (a synthetic backward), the state, the random generators last. The generators are
+restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an iterator, and the
+program's own code before the first batch, may draw numbers.
+
+A rank that has no file of the resumed step takes a replica's file, and what is its own (`_state_of`). What all replicas
+share is the donor's: weights, optimizer, position. Of the rest this rank's own copy is used, from its boundary ring.
+Where the rank was killed in the step, before its boundary, some of it is only foreseen, and an object that moves after
+the forward (a counter behind the update) is not even that. Whether the donor's can stand in for it is seen from the
+boundaries that both have kept: `choose` decides. What may be another than it was is a warning, and a note in every file
+from here on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import xxhash
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
+from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.capture.loop_head import LoopHead
+from mindx_elastic.capture.rng import restore_rng, seed_rng
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.printable import listed
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.guard.replicas import DdpModules
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.memory.memory_files import SmallRecord
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.reader import map_checkpoint
+from mindx_elastic.resume.ddp_warmup import replay_gradient_order
+from mindx_elastic.resume.restore import Resumed
+
+__all__ = ["Choice", "RingStates", "choose", "load", "replay_orders"]
+
+MISSING: Any = object()
+_THEIRS = object()
+_OF_MODULES = {"buffers": "the buffers", "extras": "the extra state", "loose": "the non-persistent buffers"}
+"""What modules have beside their parameters, as `Collector.volatile` names it."""
+_FOLLOWS_THE_STEPS = re.compile(r"(loader|lr_scheduler|scaler)(_\d+)?")
+"""Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
+
+
+def replay_orders(found: Resumed, ddp: DdpModules, unmanaged: Unmanaged) -> None:
+    """Let DDP lay out its buckets as it had. All ranks together."""
+    for name, module in ddp:
+        problem = replay_gradient_order(module, found.checkpoint.state["gradient_order"].get(name, []))
+        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
+            unmanaged.risk(
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
+                f"in the last bits from 3 ranks on: {problem}",
+                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
+                "before the guard is entered",
+            )
+
+
+def load(
+    found: Resumed,
+    collector: Collector,
+    ranks: RankInfo,
+    unmanaged: Unmanaged,
+    *,
+    with_flags: bool,
+) -> tuple[bytes, Callable[[], None]]:
+    """Load the state, and copy the boundary. Returns the calls that torch.compile had compiled (empty where they do not
+    count), and what puts everything back as it was at the boundary, before the first batch (see `capture.loop_head`).
+
+    with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
+    """
+    state = _state_of(found, collector, ranks.rank, unmanaged)
+    if found.plan.resharded:
+        state, left_out = collector.without_parts(state)
+        if left_out:
+            unmanaged.risk(
+                f"the checkpoint was written by {found.plan.source.world_size} ranks, and it keeps no layout for "
+                f"{listed(left_out, 5)}: they begin as the program builds them",
+                "Resume once with as many ranks as before, where they count",
+            )
+    for note in collector.load(state, live=found.is_live):
+        logger.warning("%s", note)
+    restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
+    _tell_of_device_buffers(found, collector, ranks, unmanaged)
+    if with_flags:
+        _say_flags(collector.load_flags(state))
+    head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
+
+    def put_back() -> None:
+        touched = head.touched() if saved else []
+        if touched and found.is_live:  # the weights that code has changed are all that this process had
+            saved[:] = [collector.with_weights_of(state, map_checkpoint(found.path).state)]
+        for each in saved:  # until the first boundary of the process
+            _put_back(each, touched, head, collector, step, with_flags=with_flags)
+        restore_streams()
+
+    def end() -> None:
+        head.end()
+        saved.clear()  # the memory of a whole checkpoint
+
+    restore_streams()
+    collector.at_first_boundary = end
+    collector.copy(collector.position)
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), put_back
+
+
+def _put_back(
+    state: Mapping[str, Any],
+    touched: Sequence[str],
+    head: LoopHead,
+    collector: Collector,
+    step: int,
+    *,
+    with_flags: bool,
+) -> None:
+    """Objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
+    if touched:
+        collector.load_again(state, touched)
+        head.begin()
+        logger.info(
+            "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs again "
+            "in a resumed epoch)",
+            step,
+            listed(touched, 5),
+        )
+    collector.load_streams(state)
+    if with_flags:  # `model.train()` at the loop's head
+        collector.load_flags(state)
+
+
+def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
+    """One line on flags that the program begins with and the boundary had otherwise."""
+    words = {"training": "in training mode", "eval": "in evaluation mode", "trainable": "trained", "frozen": "frozen"}
+    told = [f"{words[key]}: {listed(list(places), 3)}" for key, places in changed.items()]
+    if told:
+        logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
+
+
+def _how_to_restore_rng(
+    found: Resumed, rng: dict[str, Any], ranks: RankInfo, unmanaged: Unmanaged
+) -> Callable[[], None]:
+    info = found.checkpoint.info
+    if found.donor is None:
+        return lambda: restore_rng(rng)
+    if found.plan.resharded:
+        return _new_numbers(info, ranks)
+    if found.own is not None:
+        kept = "from memory" if found.own_from is None else f"from {found.own_from}"
+        logger.info(
+            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
+            "CPU buffers %s",
+            ranks.rank,
+            info.step,
+            found.donor,
+            "are foreseen from its last forward" if found.own.forecast else kept,
+        )
+        return lambda: restore_rng(rng)
+    unmanaged.risk(
+        f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
+        "position are the same; its random numbers begin anew, so from here the run is not bit for bit the "
+        "uninterrupted one",
+        "Shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the forward",
+    )
+    return _new_numbers(info, ranks)
+
+
+def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, unmanaged: Unmanaged) -> None:
+    """A killed rank's small state comes from memory, but perhaps not what was on its device."""
+    if found.own is None or found.donor is None or found.plan.resharded:
+        return
+    known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
+    if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
+        unmanaged.risk(
+            f"rank {ranks.rank} was killed, and its buffers on a device with it ({listed(names, 3)}): it goes on with "
+            f"rank {found.donor}'s, so from here the run is not bit for bit the uninterrupted one",
+            "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
+        )
+
+
+def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
+    # Not the donor's: two ranks would draw the same dropout masks.
+    seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
+    return lambda: seed_rng(seed)
+
+
+# --- a rank that has no file of the step ---
+
+
+@dataclass(frozen=True)
+class RingStates:
+    """What the rings of both ranks have of one object. Lists: its states at the boundaries that both have kept before
+    the step, the newest first."""
+
+    mine: Sequence[Any] = ()
+    theirs: Sequence[Any] = ()
+    newest: Any = MISSING
+    """This rank's newest boundary, kept by the donor too or not."""
+    foreseen: Any = MISSING
+    """At the step, this rank's forecast."""
+    was_wrong: bool = False
+    """The donor's forecast of the same has not come true."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The state to use, and what speaks against it; empty: nothing does. MISSING: as the program has built it."""
+
+    value: Any
+    doubt: str = ""
+
+
+def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = False) -> Choice:
+    """The state of one object at the step. `donated`: in the donor's file, or MISSING.
+
+    is_alike: replicas move it alike, if nothing is known against it. is_stream: a random generator, whose numbers two
+    ranks should not share. Pure.
+    """
+    if kept.foreseen is not MISSING and not kept.was_wrong:
+        return Choice(kept.foreseen)
+    mine, theirs = kept.mine, kept.theirs
+    own = mine[0] if mine else kept.newest
+    if donated is MISSING:
+        return Choice(own, "held by this rank only")
+    if not mine and is_alike:
+        return Choice(donated)
+    if not mine:
+        instead = own if is_stream and own is not MISSING else donated
+        return Choice(instead, "not known to be the same on all ranks")
+    if not all(map(same_tree, mine, theirs)):
+        return Choice(donated if is_alike else own, "differs from rank to rank")
+    moves = [donated, *theirs]
+    moved_alike = not all(map(same_tree, theirs[1:], theirs))
+    if is_alike or moved_alike or same_tree(moves[0], moves[1]):
+        return Choice(donated)
+    return Choice(donated, "changed in this step for the first time in a while")
+
+
+def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged) -> dict[str, Any]:
+    """The state that `rank` resumes from. Raises CorruptCheckpointError."""
+    state: dict[str, Any] = found.checkpoint.state
+    if found.donor is None or found.plan.resharded:
+        return state
+    own = None if found.own is None else found.own.unpack()
+    names = {*collector.components, *RESERVED_NAMES}
+    known = {name: value for name, value in state.items() if name in names}  # the donor may have objects of its own
+    made = known if own is None else collector.compose(known, own)
+    is_whole = own is not None and found.own is not None and not found.own.forecast
+    plain = {name: c for name, c in collector.components.items() if isinstance(c, PlainComponent)}
+    rings = _Rings(found)
+    doubts: dict[str, list[str]] = {}
+    for name, component in plain.items():
+        if is_whole and own is not None and name in own.get("plain", {name: None}):
+            continue
+        donated = state.get(name, MISSING)
+        is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
+        choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
+        value = choice.value
+        doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
+        used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
+        if value is MISSING or (doubt and value is donated and not _fits(component, value)):
+            value, used = component.state(), "begins as the program builds it"
+        made[name] = value
+        if doubt:
+            doubts.setdefault(f"{doubt}; {used}", []).append(name)
+    modules = [name for name, c in collector.components.items() if isinstance(c, ModuleComponent) and name in state]
+    for name, part in product(() if is_whole else modules, _OF_MODULES):  # they go with the weights: the donor's count
+        choice = choose(_THEIRS, rings.of(name, part), is_alike=True)
+        if choice.value is _THEIRS and part == "buffers":
+            made[name] = {**state[name], **({} if own is None else own.get("on_device", {}).get(name, {}))}
+        if choice.doubt:
+            what = f"{_OF_MODULES[part]} of {name}"
+            doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(what)
+    step = found.checkpoint.info.step
+    for doubt, theirs in doubts.items():
+        unmanaged.risk(
+            f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
+            f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
+            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill",
+        )
+    return made
+
+
+class _Rings:
+    """The named objects in the rings of this rank and of the donor, up to the resumed step."""
+
+    def __init__(self, found: Resumed) -> None:
+        info = found.checkpoint.info
+        self._moment = info.moment
+        self._mine, self._theirs = _unpacked(found.own_records), _unpacked(found.donor_records)
+        self._has_forecast = found.own is not None and found.own.forecast
+
+    def of(self, name: str, part: str = "plain") -> RingStates:
+        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`."""
+        now = self._moment
+        mine = {key: record.get(part, {}) for key, record in self._mine.items()}
+        theirs = {key: record.get(part, {}) for key, record in self._theirs.items()}
+        earlier = sorted((m for m, is_forecast in mine if not is_forecast and m < now), reverse=True)
+        own = [moment for moment in earlier if name in mine[moment, False]]
+        common = [moment for moment in own if (moment, False) in theirs]
+        foreseen = mine.get((now, True), {}).get(name, MISSING) if self._has_forecast else MISSING
+        expected, came = theirs.get((now, True), {}), theirs.get((now, False), {})
+        return RingStates(
+            mine=[mine[moment, False][name] for moment in common],
+            theirs=[theirs[moment, False].get(name, MISSING) for moment in common],
+            newest=mine[own[0], False][name] if own else MISSING,
+            foreseen=foreseen,
+            was_wrong=bool(came) and name in expected and not same_tree(expected[name], came.get(name, MISSING)),
+        )
+
+
+def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], Mapping[str, Any]]:
+    """By moment and whether it is a forecast; of several the newest."""
+    found: dict[tuple[Moment, bool], Mapping[str, Any]] = {}
+    for record in records:
+        key = (record.moment, record.forecast)
+        if key not in found:
+            found[key] = record.unpack()
+    return found
+
+
+def _fits(component: PlainComponent, state: Any) -> bool:
+    """Whether a dict of the donor's has the names that this rank's has, as the program has built it."""
+    own = component.state() if isinstance(component, AdaptedComponent) else None
+    if not isinstance(own, dict) or not isinstance(state, dict):
+        return True
+    pairs = [(own, state), (own.get("value"), state.get("value"))]
+    return all(one.keys() == other.keys() for one, other in pairs if isinstance(one, dict) and isinstance(other, dict))

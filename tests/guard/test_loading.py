@@ -1,0 +1,58 @@
+"""What a killed rank gets for an object of its own at the step that only the others have reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose
+
+
+def chosen(donated: Any, kept: RingStates, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
+    """The state, and whether there is a doubt."""
+    choice: Choice = choose(donated, kept, is_alike=is_alike, is_stream=is_stream)
+    return choice.value, bool(choice.doubt)
+
+
+def test_what_has_always_come_out_as_foreseen_is_so() -> None:
+    assert chosen(7, RingStates([1], [6], newest=1, foreseen=2)) == (2, False)
+    assert chosen(MISSING, RingStates(foreseen=2)) == (2, False), "no other rank has it"
+
+
+def test_a_forecast_that_has_just_failed_on_the_donor_is_not_used() -> None:
+    assert chosen(7, RingStates([1], [6], newest=1, foreseen=2, was_wrong=True)) == (1, True)
+
+
+def test_what_moves_alike_on_both_ranks_is_the_donors() -> None:
+    assert chosen(7, RingStates([6, 5], [6, 5], newest=6)) == (7, False)
+    assert chosen(6, RingStates([6], [6], newest=6)) == (6, False), "it does not move"
+
+
+def test_what_moves_for_the_first_time_in_this_step_may_be_anything() -> None:
+    assert chosen(7, RingStates([6, 6], [6, 6], newest=6)) == (7, True)
+    assert chosen(7, RingStates([6], [6], newest=6)) == (7, True)
+
+
+@pytest.mark.parametrize("mine", [4, [6], {"value": 6}, np.arange(2)])
+def test_what_differs_is_the_own_copy(mine: Any) -> None:
+    value, doubt = chosen(7, RingStates([mine], [6], newest=mine))
+    assert value is mine and doubt
+    value, doubt = chosen(7, RingStates([6, mine], [6, 5], newest=6))
+    assert value == 6 and doubt, "it differed a step before"
+
+
+def test_without_a_common_boundary_nothing_is_known() -> None:
+    assert chosen(7, RingStates()) == (7, True)
+    assert chosen(7, RingStates(newest=5)) == (7, True), "more often than not replicas have the same"
+    assert chosen(7, RingStates(newest=5), is_stream=True) == (5, True), "two ranks would draw the same numbers"
+    assert chosen(7, RingStates(), is_stream=True) == (7, True)
+    assert chosen(MISSING, RingStates(newest=5)) == (5, True)
+    assert chosen(MISSING, RingStates()) == (MISSING, True)
+
+
+def test_loaders_and_schedulers_move_alike_unless_they_are_seen_to_differ() -> None:
+    for kept in (RingStates(), RingStates(newest=5), RingStates([6, 6], [6, 6], newest=6)):
+        assert chosen(7, kept, is_alike=True) == (7, False)
+    assert chosen(7, RingStates([5], [6], newest=5), is_alike=True) == (7, True)
