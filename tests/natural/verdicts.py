@@ -274,6 +274,27 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
+    Loop(
+        "auto_clip",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"clip": clip},\n',
+                Warned('"clip.norms" (AutoClip, auto_clip.py) is carried from one step'),
+            )
+        ],
+    ),
+    Loop(
+        "muon",
+        EXACT,
+        [
+            Cut(
+                "self.momenta = self.state",
+                Warned("is a plain attribute of a named optimizer, in no state_dict"),
+                new="self.momenta = {}",
+            )
+        ],
+    ),
     Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(
         "mixup_generator",

@@ -30,7 +30,9 @@ _TRAINS = frozenset(
         "requires_grad_",
     ]
 )
-_SETS = re.compile(r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)")
+_SETS = re.compile(
+    r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)|^clip_grad"
+)
 _LOGS = re.compile(r"log|print|save|plot|write|report|bar|display|summary|record")
 _WRAPS = {"tqdm", "trange", "track"}
 _ARITHMETIC = (
