@@ -43,7 +43,7 @@ from mindx_elastic.guard.loops.own_counters import (
     find_own_counter,
     has_source,
 )
-from mindx_elastic.guard.loops.own_index import find_own_index
+from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
 from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,
     moved_since,
@@ -616,27 +616,7 @@ class Loops:
 
     def enumerate(self, loader: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
         """See `Guard.enumerate`."""
-        return _Numbered(loader, start)
-
-
-class _Numbered(Iterator[tuple[int, Any]]):
-    """The batches of a loader with their numbers in the epoch. It has the loader's length, which what is around it asks
-    for: a bar, torchvision's `MetricLogger`."""
-
-    def __init__(self, loader: Iterable[Any], start: int) -> None:
-        self._loader, self._start = loader, start
-        self._batches: Iterator[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __next__(self) -> tuple[int, Any]:
-        if self._batches is None:
-            self._batches = iter(self._loader)
-            self._number = _batches_done(self._loader) + self._start - 1
-        batch = next(self._batches)
-        self._number += 1
-        return self._number, batch
+        return Numbered(loader, start)
 
 
 def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:
@@ -667,17 +647,6 @@ def _moves_at_tail(names: str) -> tuple[str, str]:
         "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws random numbers "
         "belongs into `with guard.outside_step():`"
     )
-
-
-def _batches_done(loader: Any) -> int:
-    """Batches of its epoch that an iteration of `loader` that has just begun leaves out. Raises UsageError."""
-    state = loader.state_dict() if hasattr(loader, "state_dict") else None
-    if not isinstance(state, Mapping) or not isinstance(state.get("batch"), int):
-        raise UsageError(
-            f"guard.enumerate({type(loader).__name__}): it cannot tell where it stands in its epoch; name the loader "
-            "in Guard(loader=...) and give it to guard.enumerate() itself, tqdm and the like around that"
-        )
-    return int(state["batch"])
 
 
 def _may_count(name: str, target: object) -> bool:
