@@ -99,6 +99,7 @@ class ResumableLoader(DataLoader[Any]):
         self.per_sample_seed = per_sample_seed
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
+        self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self._warned_of_padding = False
         self._use = StreamUse()
         self._streams = HASHED  # how those of a sample begin; a run keeps it
@@ -156,6 +157,7 @@ class ResumableLoader(DataLoader[Any]):
         cursor.begin()
         try:
             self._settings = self._current_settings()
+            self._check_length(len(self._sampler.dataset))
             plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
             self._warn_of_padding(plan)
             opened = self._engine.open(self._build, persistent=self.persistent_workers, made_as=self._streams)
@@ -190,14 +192,15 @@ class ResumableLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration starts at this position.
 
-        Raises MismatchError, and changes nothing, when the data set's length, batch size, seed, shuffle or
-        drop_last have changed, or when another kind of loader wrote the state. Another world size is fine.
+        Raises MismatchError, and changes nothing, when batch size, seed, shuffle or drop_last have changed, or when
+        another kind of loader wrote the state. Another world size is fine. So is another length of the data set until
+        the iteration begins: the program may set it for each epoch, or from what it gets back after this.
         """
         settings = self._current_settings()
-        world_size = settings.pop("world_size")
+        world_size, size = settings.pop("world_size"), settings.pop("num_samples")
         check_unchanged(_KIND, state, settings)
-        check_numbers(state)
-        if state["samples"] > settings["num_samples"]:
+        check_numbers(state, "num_samples")
+        if state["samples"] > state["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
         streams = state.get("streams", SEEDED)
         if streams not in (SEEDED, HASHED):
@@ -209,15 +212,17 @@ class ResumableLoader(DataLoader[Any]):
             logger.info("the position was written by an earlier version: what samples draw is as in that one")
         batch = state["batch"]
         if state.get("world_size") != world_size:
-            until = None if state.get("finished") else self._sampler.plan().batches_until(state["samples"])
+            plan = self._sampler.plan(size=state["num_samples"])
+            until = None if state.get("finished") else plan.batches_until(state["samples"])
             batch = batch if until is None else until  # the place of the same sample, where there is one
             logger.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
                       state["samples"])  # fmt: skip
         self._engine.cursor.move_to(
             state["epoch"], batch=batch, samples=state["samples"], finished=bool(state.get("finished"))
         )
-        self._settings = None
+        self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
         self._streams = streams
+        self._lengths = state["num_samples"], size
 
     def set_aside(self) -> AbstractContextManager[None]:
         """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
@@ -231,6 +236,20 @@ class ResumableLoader(DataLoader[Any]):
         Idempotent; any thread, but not two at once.
         """
         self._engine.shutdown()
+
+    def _check_length(self, now: int) -> None:
+        """At the first iteration after `load_state_dict`. Raises MismatchError."""
+        if self._lengths is None:
+            return
+        (then, at_load), cursor = self._lengths, self._engine.cursor
+        in_epoch = bool(cursor.samples) and not cursor.finished
+        if now != then and (in_epoch or now == at_load):  # else the program gives each epoch a length of its own
+            raise MismatchError(
+                f"the data set has {now} samples, and had {then} at the checkpoint. Use the data set of that run, or "
+                "start afresh; where the training changes it, name in stateful= what it is made of (a list, changed in "
+                "place), or set it from the epoch, at the head of each epoch"
+            )
+        self._lengths = None
 
     @property
     def _sampler(self) -> ResumableBatchSampler:

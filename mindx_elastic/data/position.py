@@ -188,9 +188,9 @@ def check_unchanged(kind: str, state: Mapping[str, Any], expected: Mapping[str, 
         )
 
 
-def check_numbers(state: Mapping[str, Any]) -> None:
-    """Raise MismatchError when the numbers of a position are not numbers."""
-    for name in ("epoch", "batch", "samples"):
+def check_numbers(state: Mapping[str, Any], *others: str) -> None:
+    """Raise MismatchError when the numbers of a position, and `others`, are not numbers."""
+    for name in ("epoch", "batch", "samples", *others):
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise MismatchError(f"the checkpoint's data position is damaged: {name}={value!r}")

@@ -217,10 +217,10 @@ class ResumableBatchSampler(Sampler[list[Key]]):
     def set_epoch(self, epoch: int) -> None:
         self.cursor.set_epoch(epoch)
 
-    def plan(self, start: int = 0, *, finished: bool = False) -> EpochPlan:
-        """The steps that are left when `start` samples of the epoch are consumed."""
+    def plan(self, start: int = 0, *, finished: bool = False, size: int | None = None) -> EpochPlan:
+        """The steps that are left when `start` samples of the epoch are consumed. `size`: of another data set."""
         world_size = self.ranks()[1]
-        size = len(self.dataset)
+        size = len(self.dataset) if size is None else size
         shares = shares_of(world_size)
         if self.whole_rounds:
             size -= size % shares

@@ -438,7 +438,6 @@ def test_set_epoch_takes_whole_numbers() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"size": 31}, "num_samples was 30, is 31"),
         ({"batch_size": 5}, "batch_size was 4, is 5"),
         ({"seed": 1}, "seed was 0, is 1"),
         ({"drop_last": True}, "drop_last was False, is True"),
@@ -454,9 +453,26 @@ def test_a_changed_loader_is_named(changed: dict[str, Any], message: str) -> Non
     assert other.state_dict() == before
 
 
+@pytest.mark.parametrize("batches", [2, 8], ids=["in mid-epoch", "at an epoch's end"])
+def test_another_data_set_is_refused_when_it_is_read(batches: int) -> None:
+    _, state = take(loader(), batches)
+    other = loader(size=31)
+    other.load_state_dict(state)
+    with pytest.raises(MismatchError, match="has 31 samples, and had 30 at the checkpoint"):
+        iter(other)
+
+
 @pytest.mark.parametrize(
     "damage",
-    [{"kind": "replay"}, {"kind": None}, {"epoch": -1}, {"batch": "3"}, {"samples": 31}, {"samples": True}],
+    [
+        {"kind": "replay"},
+        {"kind": None},
+        {"epoch": -1},
+        {"batch": "3"},
+        {"samples": 31},
+        {"samples": True},
+        {"num_samples": None},
+    ],
 )
 def test_a_damaged_position_is_refused(damage: dict[str, Any]) -> None:
     state = {**loader().state_dict(), **damage}
@@ -481,6 +497,19 @@ def test_a_data_set_may_grow_between_epochs() -> None:
     dataset.size = 6
     assert [batch.tolist() for batch in source] == [[0, 1], [2, 3], [4, 5]]
     assert source.state_dict()["num_samples"] == 6
+
+
+@pytest.mark.parametrize(("done", "sizes"), [(1, [6]), (3, [6, 8])], ids=["in mid-epoch", "at an epoch's end"])
+def test_a_data_set_may_get_its_length_between_the_load_and_the_iteration(done: int, sizes: list[int]) -> None:
+    dataset = Growing()
+    dataset.size = 6
+    _, state = take(ResumableLoader(dataset, 2), done)
+    for size in sizes:
+        other = Growing()
+        resumed = ResumableLoader(other, 2)
+        resumed.load_state_dict(state)
+        other.size = size
+        assert [batch.tolist() for batch in resumed] == [[0, 1], [2, 3], [4, 5]][done:]
 
 
 def test_an_empty_data_set_has_no_batches() -> None:

@@ -457,7 +457,7 @@ def swaps(job: Job) -> None:
     for _ in job.guard.epochs(3):
         batches = iter(job.loader)
         following = next(batches)[0]
-        for _ in range(4):
+        for _ in job.guard.steps(4, start=0):
             x, following = following, next(batches)[0]
             update(job, job.network(x).square().mean())
             job.guard.step_end()

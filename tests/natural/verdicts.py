@@ -248,6 +248,53 @@ LOOPS: Sequence[Loop] = (
     Loop("two_phases_one_loader", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("curriculum", Refused("steps use batches of a ")),
     Loop("curriculum_data_set", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop("active_learning", EXACT, [Cut("loader=loader,\n    ", Refused("steps use batches of a "))]),
+    Loop("curriculum_longer", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop(
+        "steps_of_an_epoch",
+        EXACT,
+        [
+            Cut(
+                "guard.steps(5)",
+                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
+                new="range(5)",
+            )
+        ],
+    ),
+    Loop("fixmatch", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("passes_in_an_epoch", Refused("begins anew when its epoch is resumed in the middle, for it counts by itself")),
+    Loop(
+        "range_over_the_loader",
+        EXACT,
+        [
+            Cut(
+                "guard.steps(len(loader), start=0)",
+                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
+                new="range(len(loader))",
+            )
+        ],
+    ),
+    Loop(
+        "auto_clip",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"clip": clip},\n',
+                Warned('"clip.norms" (AutoClip, auto_clip.py) is carried from one step'),
+            )
+        ],
+    ),
+    Loop(
+        "muon",
+        EXACT,
+        [
+            Cut(
+                "self.momenta = self.state",
+                Warned("is a plain attribute of a named optimizer, in no state_dict"),
+                new="self.momenta = {}",
+            )
+        ],
+    ),
     Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(
         "mixup_generator",

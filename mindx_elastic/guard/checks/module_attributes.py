@@ -8,7 +8,8 @@ of the running functions shows:
 ===================================================  ===================================================================
 ``self.step += 1``, ``m.p = min(0.5, m.p + 0.1)``     and it is read elsewhere, other than for a log
 ``if not self.ready: weight.copy_(...)``             a flag that is set there, in front of values set in place
-``self.queue[i:j] = keys``                            a tensor that is the same one, with other values
+``self.queue[i:j] = keys``                            a tensor that is the same one, with other values; in an
+                                                     optimizer of the program's also one in a dict or list
 ===================================================  ===================================================================
 """
 
@@ -17,8 +18,10 @@ from __future__ import annotations
 import ast
 import inspect
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -68,7 +71,8 @@ class ModuleAttributes:
         certain: set[_Key] = set()
         optimizers, own, hosts = optimizers or {}, own or {}, hosts or {}
         for path, module in (*_parts(modules), *optimizers.items(), *own.items(), *hosts.items()):
-            for name, value in _plain(module, is_kept):
+            plain = (*_plain(module, is_kept), *(_held_by(module, is_kept) if path in optimizers else ()))
+            for name, value in plain:
                 key = path, name
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
                 old = self._before.get(key, look)
@@ -112,12 +116,34 @@ def _plain(module: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[
             yield name, value
 
 
+def _held_by(optimizer: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The attributes that are dicts and lists of tensors other than the weights, each with one of these: what a step
+    of the optimizer changes in place, it carries."""
+    saved = [vars(optimizer).get(name) for name in ("state", "param_groups", "defaults")]
+    for name, value in vars(optimizer).items() if not _is_torchs(optimizer) else ():
+        is_own = not name.startswith("_") and not any(value is one for one in saved)
+        if is_own and type(value) in (dict, defaultdict, list):
+            held = [t for t in _tensors_in(value) if not t.is_inference() and t.grad_fn is None and not is_kept(t)]
+            if held:
+                yield name, held[0]
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if type(value) is torch.Tensor:
+        yield value
+    elif depth < 3 and isinstance(value, (dict, list, tuple)):
+        for inner in islice(value.values() if isinstance(value, dict) else value, 64):
+            yield from _tensors_in(inner, depth + 1)
+
+
 def _words_of_optimizers(told: Mapping[_Key, object]) -> tuple[str, str]:
     names = [f'"{path}.{name}"' for path, name in told]
     are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
     what = f"{listed(names, 6)} {are} of a named optimizer, in no state_dict, and the training carries the values from "
     what += "one step into another"
-    name = next(iter(told))[1]
+    (_, name), optimizer = next(iter(told.items()))
+    if isinstance(vars(optimizer)[name], (dict, list)):
+        return what, f"Keep what {name} has in self.state[parameter], which state_dict() has"
     return what, f'Keep it in a parameter group (self.param_groups[0]["{name}"]), which state_dict() has'
 
 

@@ -7,15 +7,16 @@ shows, and
 - belongs to a data set, a sampler or what hangs on one, and is not set where samples are made, or
 - is read in a test above a ``return``, a break or a step (other than against nothing: ``if self.count == 0``), in a
   comparison that is returned, in a learning rate, in an argument of ``step(...)`` or of a function named like
-  ``adjust_lr``, or as a factor of a loss or of random numbers.
+  ``adjust_lr`` or ``clip_grad_norm_``, or as a factor of a loss or of random numbers.
 
-All is a risk.
+So are lists of numbers that are appended to, such as AutoClip's history of gradient norms. All is a risk.
 """
 
 from __future__ import annotations
 
 import ast
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,6 +62,8 @@ class OwnNumbers:
         sources: Sources | None = None
         for one in found:
             moved = [name for name in self._follow(one.value, before) if (type(one.value), name) not in self._done]
+            held = attributes_of(one.value)
+            moved = [name for name in moved if type(held[name]) in (int, float) or not is_kept(held[name])]
             if not moved or is_kept(one.value):
                 continue
             self._done.update((type(one.value), name) for name in moved)
@@ -71,8 +74,11 @@ class OwnNumbers:
 
     def _follow(self, value: Any, before: Mapping[tuple[int, str], tuple[weakref.ref[Any], object]]) -> Iterator[str]:
         """The attributes that are others than at the look before."""
-        for name, number in attributes_of(value).items():
-            if type(number) not in (int, float) or name.startswith("__") or len(self._before) >= _MOST:
+        for name, held in attributes_of(value).items():
+            is_list = type(held) in (list, deque) and bool(held)
+            last = held[-1] if is_list else held
+            number = (len(held), last) if is_list else held
+            if type(last) not in (int, float) or name.startswith("__") or len(self._before) >= _MOST:
                 continue
             try:
                 owner = weakref.ref(value)
@@ -104,7 +110,7 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
         for tree, _, is_it in [*places, *outside]
         if not (data and isinstance(tree, ast.FunctionDef) and tree.name in _MAKES_SAMPLES)
         for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and _goes_on(node, is_it)
+        if isinstance(node, ast.stmt) and (_goes_on(node, is_it) or _adds_to(node, is_it))
     ]
     if not updates:
         return None
@@ -118,6 +124,14 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
         if id(read) not in inside and _steers(read, parents)
     ]
     return min(lines, default=None)
+
+
+def _adds_to(node: ast.AST, is_it: _Test) -> bool:
+    """``self.norms.append(norm)``."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    return call.func.attr in ("append", "appendleft", "extend") and is_it(call.func.value)
 
 
 def _is_self(node: ast.AST) -> bool:

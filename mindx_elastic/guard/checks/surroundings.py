@@ -341,7 +341,7 @@ class _Walk:
     def _note_instance(self, found: Found) -> None:
         attributes = attributes_of(found.value)
         kinds = list(map(type, attributes.values()))
-        if int in kinds or float in kinds:
+        if int in kinds or float in kinds or any(map(_holds_numbers, attributes.values())):
             self.seen.counted[id(found.value)] = found
         if list in kinds and any(type(v) is list and len(v) > 1 and type(v[0]) is int for v in attributes.values()):
             self.seen.holders[id(found.value)] = found
@@ -475,6 +475,10 @@ def _elements(value: Any, most: int = 4) -> list[Any]:
             except RuntimeError:
                 return []
     return []
+
+
+def _holds_numbers(value: Any) -> bool:
+    return type(value) in (list, deque) and bool(value) and type(value[-1]) in (int, float)
 
 
 def _holds_arrays(value: Any, depth: int = 0) -> bool:

@@ -271,6 +271,7 @@ class Loaders:
         )
         """Batches of one epoch on one rank where the loader knows it, else 0."""
         self._fetches_ahead, self._knows_ends = True, False
+        self._first_used = 0  # batches of the first loader, if it is one of ours, in the last step
 
     def expect_no_look_ahead(self) -> None:
         """The loop is known to use each batch before it fetches the next one."""
@@ -381,6 +382,22 @@ class Loaders:
         """What is handed out by the first loader of ours."""
         return self._followed[0].track if self._followed else None
 
+    @property
+    def has_used_first(self) -> bool:
+        """Whether the step that has ended used a batch of the first loader."""
+        return self._first_used > 0
+
+    def is_at_own_pace(self, epoch: int) -> bool:
+        """Whether the step that has ended used a batch of the first loader that is of another epoch."""
+        if not self._first_used:
+            return False
+        followed = self._followed[0]
+        return followed.look_ahead.ahead == 0 and followed.engine.cursor.epoch != epoch
+
+    def let_first_go_on(self) -> None:
+        """Its next iteration is the epoch behind the one it is in, whatever the loop has told it."""
+        self._followed[0].engine.cursor.requested = None
+
     def is_first_at_end(self) -> bool:
         """Whether that has no batch left in its epoch, as far as it knows."""
         if not self._followed:
@@ -474,6 +491,8 @@ class Loaders:
             before = followed.look_ahead.used
             known = followed.at_boundary() and known
             number = track.at_boundary()
+            if followed.loader is self.first:
+                self._first_used = number
             if number > 0:
                 fetched += number
                 cursor = followed.engine.cursor

@@ -35,8 +35,15 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_values
 from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
-from mindx_elastic.guard.loops.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
-from mindx_elastic.guard.loops.own_index import find_own_index
+from mindx_elastic.guard.loops.own_counters import (
+    Entry,
+    entry_of,
+    find_counter_in_epoch,
+    find_inner_counter,
+    find_own_counter,
+    has_source,
+)
+from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
 from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,
     moved_since,
@@ -54,7 +61,7 @@ _WEIGHTS_CHANGED = (
     "weights are changed inside the guard's block, outside of its steps, and a resumed run does that again",
     "Do it before `with guard:`, or let guard.step decide whether to do it",
 )
-_STREAMS, _ONE_STEP = "epoch_streams", "one_step_epochs"  # the keys of `Collector.loop`
+_STREAMS, _ONE_STEP, _OWN_PACE = "epoch_streams", "one_step_epochs", "own_pace"  # the keys of `Collector.loop`
 
 
 class Loops:
@@ -158,7 +165,10 @@ class Loops:
     def count(self) -> None:
         """A step has ended."""
         current = self._loaders.epoch()
-        if self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
+        if self._in_epoch:
+            if not self._goes_on() and self._loaders.is_at_own_pace(self.epoch):
+                self._let_loader_go_on()
+        elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
             if self._suspects_epochs and not (self.asked or self._has_looped):
                 self._refuse_unseen()
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
@@ -185,6 +195,11 @@ class Loops:
         (`late_boundary`), and none if a second one follows.
         """
         self._boundaries += 1
+        if self.loaders and self._in_epoch and not self._looked_inside and self._loaders.has_used_first:
+            self._cuts_in_epoch += 1
+            if self._cuts_in_epoch == 2:
+                self._looked_inside = True
+                self._look_for_counter_in_epoch(wraps=False)
         if self.loaders or not self._in_epoch:
             return True
         self._cuts_in_epoch += 1
@@ -334,7 +349,7 @@ class Loops:
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
         for loader in self.loaders[:1]:  # others may go at a pace of their own, and begin anew within an epoch
-            if hasattr(loader, "set_epoch"):
+            if hasattr(loader, "set_epoch") and not self._goes_on():
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
         if self._restores:
@@ -380,6 +395,19 @@ class Loops:
             self._look_at_tail()
         self._watches_tail = False
         self._in_epoch, self._done = False, self.epoch
+
+    # --- a loader that goes through its data at a pace of its own ---
+
+    def _goes_on(self) -> bool:
+        """Whether the epochs of the first loader are not those of the loop: the loop goes through its data several
+        times in an epoch, or takes a number of batches from an endless iterator."""
+        return bool(self._collector.loop.get(_OWN_PACE))
+
+    def _let_loader_go_on(self) -> None:
+        """It is so, as the step that has ended shows."""
+        self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
+        self._loaders.let_first_go_on()
+        self._look_for_counter_in_epoch(wraps=True)
 
     # --- loops that count by themselves ---
 
@@ -427,6 +455,15 @@ class Loops:
                 "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(), or call "
                 "guard.step_end() once an epoch",
             )
+
+    def _look_for_counter_in_epoch(self, *, wraps: bool) -> None:
+        """The same where the loader keeps the place, and the loop that takes its batches does not follow it."""
+        if self.is_layered:
+            return
+        may_follow = self._counts_elsewhere or self._asked_first or self.asked
+        found = find_counter_in_epoch(sys._getframe(1), self._entry, self._kept, wraps=wraps, may_follow=may_follow)
+        if found is not None:
+            self._unmanaged.certain(found.what, found.remedy)
 
     def at_boundary(self) -> None:
         """The boundary has been copied."""
@@ -579,27 +616,7 @@ class Loops:
 
     def enumerate(self, loader: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
         """See `Guard.enumerate`."""
-        return _Numbered(loader, start)
-
-
-class _Numbered(Iterator[tuple[int, Any]]):
-    """The batches of a loader with their numbers in the epoch. It has the loader's length, which what is around it asks
-    for: a bar, torchvision's `MetricLogger`."""
-
-    def __init__(self, loader: Iterable[Any], start: int) -> None:
-        self._loader, self._start = loader, start
-        self._batches: Iterator[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __next__(self) -> tuple[int, Any]:
-        if self._batches is None:
-            self._batches = iter(self._loader)
-            self._number = _batches_done(self._loader) + self._start - 1
-        batch = next(self._batches)
-        self._number += 1
-        return self._number, batch
+        return Numbered(loader, start)
 
 
 def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:
@@ -630,17 +647,6 @@ def _moves_at_tail(names: str) -> tuple[str, str]:
         "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws random numbers "
         "belongs into `with guard.outside_step():`"
     )
-
-
-def _batches_done(loader: Any) -> int:
-    """Batches of its epoch that an iteration of `loader` that has just begun leaves out. Raises UsageError."""
-    state = loader.state_dict() if hasattr(loader, "state_dict") else None
-    if not isinstance(state, Mapping) or not isinstance(state.get("batch"), int):
-        raise UsageError(
-            f"guard.enumerate({type(loader).__name__}): it cannot tell where it stands in its epoch; name the loader "
-            "in Guard(loader=...) and give it to guard.enumerate() itself, tqdm and the like around that"
-        )
-    return int(state["batch"])
 
 
 def _may_count(name: str, target: object) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "Entry",
     "OwnCounter",
     "entry_of",
+    "find_counter_in_epoch",
     "find_inner_counter",
     "find_own_counter",
     "has_source",
@@ -122,6 +123,79 @@ def find_inner_counter(
     if has_asked and not (isinstance(loop, ast.For) and _is_fixed(loop, place)):
         return None
     return _where(loop, place) if isinstance(loop, ast.For) or _own_count(loop) else None
+
+
+def find_counter_in_epoch(
+    frame: FrameType | None, entry: Entry | None, kept: Collection[int], *, wraps: bool, may_follow: bool
+) -> OwnCounter | None:
+    """A loop inside of the one over ``guard.epochs()`` that begins anew when its epoch is resumed in the middle, though
+    the named loader goes on. Other arguments as for `find_own_counter`.
+
+    `wraps`: the loader has begun anew within the epoch, for it is gone through several times, or a number of its
+    batches makes an epoch. Otherwise the loop takes them by itself: ``for i in range(len(loader)): next(batches)``.
+    `may_follow`: the program has asked the guard where it is, or keeps counts of its own: only fixed numbers count.
+    """
+    for number, (loop, place) in enumerate(_loops_around(frame, entry) or []):
+        if _is_over_epochs(loop) or (number and not wraps):
+            break
+        if isinstance(loop, ast.For):
+            counts = _counts(loop.iter) or (wraps and _is_literal(loop.iter))
+            bounds = _bounds(loop.iter)
+        else:
+            counts, bounds = wraps and _own_count(loop) is not None, "number, start=0"
+        ends = [loop.test] if isinstance(loop, ast.While) else [loop.iter]
+        if not counts or any(id(value) in kept for end in ends for value in _asked(end, place)):
+            continue
+        if (not wraps and _expects_an_end(loop)) or (may_follow and not _takes_all(loop, place)):
+            continue
+        name = ast.unparse(loop.target) if isinstance(loop, ast.For) else "step"
+        return OwnCounter(
+            f"the loop at {_where(loop, place)} begins anew when its epoch is resumed in the middle, for it counts by "
+            "itself",
+            f"Write for {name} in guard.steps({bounds}): there"
+            if not number
+            else "Loop over guard.epochs(epochs * passes), with one pass over the loader in each, and work out from "
+            "the epoch which pass it is",
+        )
+    return None
+
+
+def _takes_all(loop: _Loop, frame: FrameType) -> bool:
+    """Whether it goes through fixed numbers, or as many as something is long, and skips none."""
+    if not isinstance(loop, ast.For) or any(isinstance(node, ast.Continue) for node in ast.walk(loop)):
+        return False
+    ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
+    is_long = len(ranges) == 1 and len(ranges[0].args) == 1 and ast.unparse(ranges[0].args[0]).startswith("len(")
+    return is_long or _is_literal(loop.iter) or _is_fixed(loop, frame)
+
+
+def _asked(node: ast.AST, frame: FrameType) -> Iterator[Any]:
+    """What an expression reads, without what is only asked for its length."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
+        return
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        yield value_of(node, frame)
+    for child in ast.iter_child_nodes(node):
+        yield from _asked(child, frame)
+
+
+def _expects_an_end(loop: _Loop) -> bool:
+    """Whether it does something of its own when no batch is left: ``except StopIteration``, ``next(batches, None)``."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Name) and node.id == "StopIteration":
+            return True
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "next" and len(node.args) > 1:
+            return True
+    return False
+
+
+def _is_over_epochs(loop: _Loop) -> bool:
+    calls = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
+    return any(isinstance(node, ast.Attribute) and node.attr == "epochs" for node in calls)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node, (ast.Tuple, ast.List)) and all(isinstance(each, ast.Constant) for each in node.elts)
 
 
 def _where(loop: _Loop, frame: FrameType) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
+from typing import Any
 
+from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _where, spans, value_of
 
-__all__ = ["find_own_index"]
+__all__ = ["Numbered", "find_own_index"]
 
 _TRAINS = frozenset(
     [
@@ -30,7 +32,9 @@ _TRAINS = frozenset(
         "requires_grad_",
     ]
 )
-_SETS = re.compile(r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)")
+_SETS = re.compile(
+    r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)|^clip_grad"
+)
 _LOGS = re.compile(r"log|print|save|plot|write|report|bar|display|summary|record")
 _WRAPS = {"tqdm", "trange", "track"}
 _ARITHMETIC = (
@@ -256,3 +260,37 @@ _RATES = ("lr", "momentum", "weight_decay", "betas")
 
 def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+# --- the index to write in its place ---
+
+
+class Numbered(Iterator[tuple[int, Any]]):
+    """The batches of a loader with their numbers in the epoch. It has the loader's length, which what is around it asks
+    for: a bar, torchvision's `MetricLogger`."""
+
+    def __init__(self, loader: Iterable[Any], start: int) -> None:
+        self._loader, self._start = loader, start
+        self._batches: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> tuple[int, Any]:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+            self._number = _batches_done(self._loader) + self._start - 1
+        batch = next(self._batches)
+        self._number += 1
+        return self._number, batch
+
+
+def _batches_done(loader: Any) -> int:
+    """Batches of its epoch that an iteration of `loader` that has just begun leaves out. Raises UsageError."""
+    state = loader.state_dict() if hasattr(loader, "state_dict") else None
+    if not isinstance(state, Mapping) or not isinstance(state.get("batch"), int):
+        raise UsageError(
+            f"guard.enumerate({type(loader).__name__}): it cannot tell where it stands in its epoch; name the loader "
+            "in Guard(loader=...) and give it to guard.enumerate() itself, tqdm and the like around that"
+        )
+    return int(state["batch"])

@@ -1,0 +1,35 @@
+"""A number of steps makes an epoch; the batches come from an endless iterator that is never begun anew."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = DataLoader(Noisy(), batch_size=10, shuffle=True)
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+with guard:
+    batches = endless(loader)
+    for _epoch in guard.epochs(3):
+        model.train()
+        for _ in guard.steps(5):
+            x, y = next(batches)
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            guard.step_end()
+        model.eval()
+done(model)
