@@ -8,6 +8,7 @@ it is active; `check` insists that a path would still lead to the same bytes aft
 from __future__ import annotations
 
 import os
+import pathlib
 import stat
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class StrictDisk:
         self._fsync, self._mkdir = os.fsync, os.mkdir
         monkeypatch.setattr(os, "fsync", self._note_fsync)
         monkeypatch.setattr(os, "mkdir", self._note_mkdir)
+        if accessor := getattr(pathlib, "_NormalAccessor", None):  # Python 3.10 keeps its own reference
+            monkeypatch.setattr(accessor, "mkdir", self._note_mkdir)
 
     def _note_fsync(self, fd: int) -> None:
         self._fsync(fd)

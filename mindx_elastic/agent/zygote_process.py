@@ -265,6 +265,8 @@ def _begin(agent: int, descriptors: Sequence[int], imports: Imports) -> tuple[ty
     os.setsid()
     request: dict[str, Any] = _read_json(stream)
     os.environ.__class__ = _Environment.__base__
+    if "linecache" in sys.modules:  # Python 3.13 puts the zygote's own `-c` line there, for tracebacks
+        sys.modules["linecache"].cache.pop("<string>", None)
     env = imports.environment(request["env"])
     os.environ.clear()
     os.environ.update(env)

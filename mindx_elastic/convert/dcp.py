@@ -8,6 +8,7 @@ writer.
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import os
@@ -269,4 +270,5 @@ def write_dcp(temp: Path, state: Mapping[str, Any]) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is one process; that is intended
-        save(dict(state), storage_writer=FileSystemWriter(temp), no_dist=True)
+        alone = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}  # torch 2.6 sees it itself
+        save(dict(state), storage_writer=FileSystemWriter(temp), **alone)

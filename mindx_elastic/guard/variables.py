@@ -194,7 +194,9 @@ def _position(value: Any, depth: int = 0) -> str:
                 parts.append(f"{name}={_noted(variable)}")
     elif kind.__module__ == "builtins" and kind.__name__.endswith("iterator") and kind.__name__ not in _ASK_OTHERS:
         parts.append(str(operator.length_hint(value, -1)))
-    elif kind.__name__ == "count" and all(type(each) in _NUMBERS for each in gc.get_referents(value)):
+    elif kind.__name__ == "count" and all(
+        type(each) in _NUMBERS for each in gc.get_referents(value) if each is not kind
+    ):
         parts.append(repr(value))
     elif kind.__name__ == "repeat":
         parts.append(str(operator.length_hint(value, -1)))

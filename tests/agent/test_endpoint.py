@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ class Endpoint:
     def handler(self, nodes: tuple[int, int] = (2, 2)) -> Any:
         store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
         backend = C10dRendezvousBackend(store, "job")
-        made: Any = DynamicRendezvousHandler.from_backend("job", store, backend, *nodes, keep_alive_interval=1)
+        made: Any = DynamicRendezvousHandler.from_backend("job", store, backend, *nodes)
+        object.__setattr__(made._settings, "keep_alive_interval", timedelta(seconds=1))
         made._state_holder._cache_duration = 0
         self.handlers.append(made)
         return made

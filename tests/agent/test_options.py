@@ -270,6 +270,7 @@ VALUES = {
     "local_addr": "localhost",
     "signals_to_handle": "SIGTERM,SIGUSR1",
     "shutdown_timeout": "7",
+    "log_line_prefix_template": "${rank}",
 }
 """A value for each of torchrun's options that takes one; --logs-specs and --numa-binding want more than a parser."""
 SWITCHES = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")
@@ -316,7 +317,7 @@ def spellings() -> list[list[str]]:
 def test_every_spelling_that_torchrun_takes_means_the_same() -> None:
     lines = spellings()
     known = {action.dest for action in torchrun.get_args_parser()._actions}
-    assert set(VALUES) | set(SWITCHES) | {"help", "logs_specs", "numa_binding"} >= known - {
+    assert set(VALUES) | set(SWITCHES) | {"help", "logs_specs", "numa_binding", "print_completion"} >= known - {
         "training_script",
         "training_script_args",
     }, "a new option of torchrun"

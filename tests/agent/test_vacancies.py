@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ class Meeting:
     def handler(self, *, silent: bool = False) -> Any:
         store = TCPStore("127.0.0.1", self._server.port, is_master=False, wait_for_workers=False)
         backend = C10dRendezvousBackend(store, "job")
-        made: Any = DynamicRendezvousHandler.from_backend("job", store, backend, *self._nodes, keep_alive_interval=1)
+        made: Any = DynamicRendezvousHandler.from_backend("job", store, backend, *self._nodes)
+        object.__setattr__(made._settings, "keep_alive_interval", timedelta(seconds=1))
         made._state_holder._cache_duration = 0
         self.handlers.append(made)
         return made

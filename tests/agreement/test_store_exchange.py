@@ -33,6 +33,12 @@ def _server() -> Any:
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
+def _connect(server: Any) -> Any:
+    if hasattr(server, "clone"):
+        return server.clone()
+    return dist.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)  # torch 2.6
+
+
 @contextmanager
 def connections(timeout_s: float = 30) -> Iterator[Callable[[], Any]]:
     """What gives a test its connections, all under one prefix of its own.
@@ -42,7 +48,7 @@ def connections(timeout_s: float = 30) -> Iterator[Callable[[], Any]]:
     prefix, used = f"test{next(_jobs)}", []
 
     def connect() -> Any:
-        store = _idle.pop() if _idle else _server().clone()
+        store = _idle.pop() if _idle else _connect(_server())
         store.set_timeout(timedelta(seconds=timeout_s))
         used.append(store)
         return dist.PrefixStore(prefix, store)

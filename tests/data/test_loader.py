@@ -383,7 +383,7 @@ class Unpicklable(Noisy):
 def test_workers_that_cannot_start_leave_the_position() -> None:
     source = ResumableLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
     before = source.state_dict()
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match=r"pickle|Can't get local object"):
         iter(source)
     assert source.state_dict() == before
     assert source.epoch == 1

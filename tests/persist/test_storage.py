@@ -77,7 +77,7 @@ def shared_directory(mode: int) -> Path:
         if mode != 0o777:
             pytest.skip("only root can make a directory of another user")
         return Path("/tmp")
-    directory = Path(tempfile.mkdtemp())
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))
     directory.chmod(mode)
     os.chown(directory, NOBODY, -1)
     return directory
@@ -123,7 +123,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def test_unwritable_directory_names_the_remedy(request: pytest.FixtureRequest) -> None:
-    directory = Path(tempfile.mkdtemp())
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))
     directory.chmod(0o555)
     request.getfixturevalue("as_nobody")
     try:

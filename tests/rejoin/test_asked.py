@@ -12,6 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mindx_elastic.rejoin.asked import RANK, SIZE, Asked
 
@@ -211,7 +212,7 @@ QUESTIONS = {
     "get_world_size": "dist.get_world_size()",
     "imported before": "size_of()",
     "group size": "dist.group.WORLD.size()",
-    "ranks": "dist.get_process_group_ranks(None)",
+    "ranks": "dist.get_process_group_ranks(dist.group.WORLD)",
     "all variables": "dict(os.environ)",
     "in": "'WORLD_SIZE' in os.environ",
     "getenv": "os.getenv('WORLD_SIZE')",
@@ -220,7 +221,11 @@ QUESTIONS = {
     "functional": "functional.all_reduce(torch.ones(1), 'sum', dist.group.WORLD)",
     "sampler": "DistributedSampler(TensorDataset(torch.zeros(4)))",
     "length": "len(mx.data.ResumableLoader(range(8), 2))",
-    "all_gather_single": "dist.all_gather_single(torch.zeros(1), torch.ones(1))",
+    **(
+        {"all_gather_single": "dist.all_gather_single(torch.zeros(1), torch.ones(1))"}
+        if hasattr(dist, "all_gather_single")  # from torch 2.13 on
+        else {}
+    ),
     "with gradients": "dist_nn.all_gather(torch.ones(1))",
     "mesh": "init_device_mesh('cpu', (1,))",
     "mesh of a group": "DeviceMesh.from_group(dist.group.WORLD, 'cpu')",
