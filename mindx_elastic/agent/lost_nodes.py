@@ -9,7 +9,8 @@ within --rejoin-timeout: the job is restarted, as without recovery in place.
 The first node itself is lost: the others begin the recovery without a board. Their workers come out of the training and
 wait. One of the agents hosts a new store, with the board of this recovery and of later ones (`rejoin.succession` says
 which); the others come to it, all tell their workers where it is (`rejoin.board.BOARD_FILE`), and from there on it is
-the first node. Who has not come within 10 s is lost, too.
+the first node. Who has not come within 10 s is lost, too. A rank of the first node may have died a moment before its
+agent: then the recovery under way begins again on the new board, unless the donor's state is in memory already.
 
 The store of the rendezvous, in which these things are settled, may be lost as well, with the node that hosts it. The
 recovery begins all the same, so that the workers come out, and waits for another one at the same endpoint (`endpoint`).
@@ -33,22 +34,25 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.agent.holder import keep_ring
 from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch
 from mindx_elastic.agent.open_places import OpenPlaces, tell_records
 from mindx_elastic.agent.recovery import ERRORS, Generation, Notes
+from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS
 from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import NODES_REPLACED
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.belonging import Deed
 from mindx_elastic.rejoin.board import BOARD_FILE
 from mindx_elastic.rejoin.lost_node import Answer, answer
@@ -112,9 +116,15 @@ class WholeNodesRecovery(NodesRecovery):
         self._succession: _Succession | None = None
         self._unsettled: _Unsettled | None = None
         self._has_lost = self._is_named = False
+        self._lost_ranks: set[int] = set()
+        """Of lost nodes, in a recovery that has not succeeded (yet)."""
+        self._home: Path | None = None
+        """The checkpoint directory; known once a node is lost."""
         self._look_due = 0.0
         self._endpoint_deed: Deed | None = None
         """What the endpoint has said, since the store of the rendezvous was lost last."""
+        self._board_gone: float | None = None
+        """`time.monotonic` since which the board of the recovery under way cannot be asked."""
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -182,15 +192,33 @@ class WholeNodesRecovery(NodesRecovery):
                 else:
                     self._look_at_place()
             except ERRORS as error:
-                self._machine.note_refusal(f"{type(error).__name__}: {error}")
-        if self._board is None and self.is_active:
+                self._hear_error(error)
+        if self.is_active and (self._board is None or self._waits_for_loss()):
             return self._machine.phase
         was_active = self.is_active
         phase = super().look()
         if was_active and phase is Phase.RUN:
+            self._lost_ranks.clear()
             self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
+
+    def _hear_error(self, error: Exception) -> None:
+        # The board may be lost with the first node, which is noticed a moment later: the recovery may begin again.
+        is_gone = isinstance(error, (TimeoutError, *CONNECTION_ERRORS))
+        if is_gone and self._nodes.line is not None and self._succession is None and not self._machine.has_state:
+            self._board_gone = self._board_gone or time.monotonic()
+        else:
+            super()._hear_error(error)
+
+    def _waits_for_loss(self) -> bool:
+        """Whether the board cannot be asked any more, and it is not known yet whether the first node is lost."""
+        if self._board_gone is None or self._succession is not None:
+            return False
+        if time.monotonic() - self._board_gone > SILENCE_S + _LATER_S:
+            self._machine.note_refusal("the workers' store does not answer, and the first node is not lost")
+            return False
+        return True
 
     def prepare(self) -> None:
         super().prepare()
@@ -204,6 +232,27 @@ class WholeNodesRecovery(NodesRecovery):
         super().close()
         self._opens.withdraw()
         self._nodes.give_up_seeking()
+        if not (self.is_out or self._has_finished):
+            self._keep_rings()
+
+    def _keep_rings(self) -> None:
+        """There was no recovery in place: what this agent has kept of lost ranks is for a start then."""
+        host = self._nodes.host
+        for rank in sorted(self._lost_ranks):
+            records = None if host is None else host.records_of(rank)
+            if self._home is None or records is None:
+                continue
+            try:
+                if keep_ring(self._home, rank, records):
+                    logger.info("rank %d's own random streams and buffers are on disk: its node is lost", rank)
+            except ERRORS as error:
+                logger.warning("rank %d's random streams and buffers are lost with its node: %s", rank, error)
+
+    def _note_lost(self, ranks: Iterable[int]) -> None:
+        self._lost_ranks |= {*ranks}
+        for status in self._workers.statuses().values() if self._home is None else ():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self._home = Path(str(read_owner(Path(status.arena))["directory"]))
 
     def _look_at_place(self) -> None:
         now, board, generation = self._now, self._board, self._machine.generation
@@ -295,6 +344,7 @@ class WholeNodesRecovery(NodesRecovery):
         """This node is lost. Why the job must be restarted; empty: a place is open, or a recovery has been called
         off."""
         self._has_lost = True
+        self._note_lost(gone.ranks)
         is_first = gone.node == self._nodes.first
         if is_first:
             self._nodes.note_first_gone()
@@ -321,7 +371,7 @@ class WholeNodesRecovery(NodesRecovery):
         if machine.phase is Phase.FALLBACK:
             return ""
         generation = machine.generation + (not is_active)
-        reason = f"{what}, during a recovery" if is_active else self.why_not(())
+        reason = ("" if self._begins_again(gone) else f"{what}, during a recovery") if is_active else self.why_not(())
         claim = None
         try:
             claim = self._nodes.claim(generation, refusal=reason)
@@ -341,8 +391,12 @@ class WholeNodesRecovery(NodesRecovery):
         if reason:
             self.refuse(gone.ranks, what, reason, stuck_s=gone.for_s)
             return f"{what}; no recovery in place: {reason}"
-        self._tell()
-        machine.begin([])
+        if is_active:
+            machine.begin_again()
+        else:
+            self._tell()
+            machine.begin([])
+        self._board_gone = None
         self._board, self._seen, self._endpoint_deed, moment = None, generation, None, time.monotonic()
         noticed = time.time()
         patience = SILENCE_S + self._timeout_s
@@ -353,6 +407,12 @@ class WholeNodesRecovery(NodesRecovery):
         if claim is None:
             self._say_that_it_waits()
         return ""
+
+    def _begins_again(self, gone: Gone) -> bool:
+        """Whether the recovery under way is for ranks of the lost first node alone, so that it can begin again on
+        another board: nothing has happened to the survivors yet."""
+        machine = self._machine
+        return self._succession is None and not machine.has_state and machine.dead <= set(gone.ranks)
 
     def _look_at_succession(self, now: _Succession) -> None:
         """Come to the new first node, and begin the recovery there. Raises ERRORS."""
@@ -373,7 +433,9 @@ class WholeNodesRecovery(NodesRecovery):
         plan = board.read([key]).get(key)
         if plan is None or self._names_this_node(plan):
             return
-        tell_records(self._nodes, board, generation, [int(rank) for rank in plan["ranks"]])
+        ranks = [int(rank) for rank in plan["ranks"]]
+        self._note_lost(ranks)
+        tell_records(self._nodes, board, generation, ranks)
         self._succession = None
         assert self._now is not None
         self._now.node = printable(str(plan.get("name", "")), _LONGEST)
@@ -474,6 +536,7 @@ class WholeNodesRecovery(NodesRecovery):
         if claim.node != nodes.node or claim.refusal:
             raise RuntimeError(claim.refusal or f"node {claim.node} hosts the workers' store")
         ranks = [rank for gone in lost for rank in gone.ranks]
+        self._note_lost(ranks)
         assert self._now is not None
         name = "; ".join(gone.name for gone in lost)
         plan = {"generation": generation, "rank": ranks[0], "cause": self._now.cause, "node": lost[0].node}
