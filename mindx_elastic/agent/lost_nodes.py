@@ -34,7 +34,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.status_page import NODES_REPLACED
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.belonging import Deed
@@ -116,10 +117,8 @@ class WholeNodesRecovery(NodesRecovery):
         self._succession: _Succession | None = None
         self._unsettled: _Unsettled | None = None
         self._has_lost = self._is_named = False
-        self._lost_ranks: set[int] = set()
-        """Of lost nodes, in a recovery that has not succeeded (yet)."""
         self._home: Path | None = None
-        """The checkpoint directory; known once a node is lost."""
+        """The checkpoint directory, from the loss of a node until the recovery has succeeded."""
         self._look_due = 0.0
         self._endpoint_deed: Deed | None = None
         """What the endpoint has said, since the store of the rendezvous was lost last."""
@@ -198,7 +197,7 @@ class WholeNodesRecovery(NodesRecovery):
         was_active = self.is_active
         phase = super().look()
         if was_active and phase is Phase.RUN:
-            self._lost_ranks.clear()
+            self._home = None
             self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
@@ -236,21 +235,20 @@ class WholeNodesRecovery(NodesRecovery):
             self._keep_rings()
 
     def _keep_rings(self) -> None:
-        """There was no recovery in place: what this agent has kept of lost ranks is for a start then."""
-        host = self._nodes.host
-        for rank in sorted(self._lost_ranks):
-            records = None if host is None else host.records_of(rank)
-            if self._home is None or records is None:
-                continue
+        """There was no recovery in place: what this agent has kept of other nodes' ranks is for a start then. Of all
+        ranks: which other nodes were lost meanwhile may not be known yet."""
+        host, done = self._nodes.host, []
+        for rank in () if host is None or self._home is None else host.ranks_kept:
             try:
-                if keep_ring(self._home, rank, records):
-                    logger.info("rank %d's own random streams and buffers are on disk: its node is lost", rank)
+                if keep_ring(self._home, rank, host.records_of(rank) or {"records": []}):
+                    done.append(rank)
             except ERRORS as error:
-                logger.warning("rank %d's random streams and buffers are lost with its node: %s", rank, error)
+                logger.warning("what this node has kept of rank %d cannot be brought to disk: %s", rank, error)
+        if done:
+            logger.info("random streams and buffers of %s are on disk, because a node is lost", rank_list(done))
 
-    def _note_lost(self, ranks: Iterable[int]) -> None:
-        self._lost_ranks |= {*ranks}
-        for status in self._workers.statuses().values() if self._home is None else ():
+    def _note_home(self) -> None:
+        for status in self._workers.statuses().values():
             with suppress(OSError, ValueError, KeyError, TypeError):
                 self._home = Path(str(read_owner(Path(status.arena))["directory"]))
 
@@ -269,7 +267,8 @@ class WholeNodesRecovery(NodesRecovery):
                 now.node = now.node or printable(str(note.get("name", "")), _LONGEST)
 
     def _why_late(self, now: Generation) -> str:
-        return self._opens.why_late() or super()._why_late(now)
+        no_endpoint = self._why_no_endpoint() if self._unsettled is not None else ""
+        return no_endpoint or self._opens.why_late() or super()._why_late(now)
 
     def _hear_own_loss(self, plan: Mapping[str, Any]) -> None:
         if not self._names_this_node(plan):
@@ -344,7 +343,7 @@ class WholeNodesRecovery(NodesRecovery):
         """This node is lost. Why the job must be restarted; empty: a place is open, or a recovery has been called
         off."""
         self._has_lost = True
-        self._note_lost(gone.ranks)
+        self._note_home()
         is_first = gone.node == self._nodes.first
         if is_first:
             self._nodes.note_first_gone()
@@ -433,9 +432,7 @@ class WholeNodesRecovery(NodesRecovery):
         plan = board.read([key]).get(key)
         if plan is None or self._names_this_node(plan):
             return
-        ranks = [int(rank) for rank in plan["ranks"]]
-        self._note_lost(ranks)
-        tell_records(self._nodes, board, generation, ranks)
+        tell_records(self._nodes, board, generation, [int(rank) for rank in plan["ranks"]])
         self._succession = None
         assert self._now is not None
         self._now.node = printable(str(plan.get("name", "")), _LONGEST)
@@ -479,19 +476,24 @@ class WholeNodesRecovery(NodesRecovery):
 
     def _meets_late(self, late: float) -> bool:
         """Whether it is too late for another store of the rendezvous; then the recovery has been called off."""
-        if self._endpoint_deed is None and time.monotonic() > late:
-            self._call_off(
+        if time.monotonic() <= late or not (reason := self._why_no_endpoint()):
+            return False
+        self._call_off(reason)
+        return True
+
+    def _why_no_endpoint(self) -> str:
+        """What has not come of another store of the rendezvous; empty: it is there."""
+        if self._endpoint_deed is None:
+            return (
                 f"no other host of the rendezvous has come within {self._timeout_s:g} s (--rejoin-timeout); start the "
                 f"same command on the machine that has the address {self._nodes.endpoint}, and on the other nodes"
             )
-            return True
-        if self._endpoint_deed is Deed.READ and time.monotonic() > late:
-            self._call_off(
+        if self._endpoint_deed is Deed.READ:
+            return (
                 "this agent has stood still, so that it may have been given up, and no other one has come to the host "
                 f"of the rendezvous at {self._nodes.endpoint} within {self._timeout_s:g} s (--rejoin-timeout)"
             )
-            return True
-        return False
+        return ""
 
     def _hear_endpoint(self) -> Deed | None:
         """What is to be done at the endpoint; None: nothing yet, or this node is out, or the recovery is called off."""
@@ -536,7 +538,6 @@ class WholeNodesRecovery(NodesRecovery):
         if claim.node != nodes.node or claim.refusal:
             raise RuntimeError(claim.refusal or f"node {claim.node} hosts the workers' store")
         ranks = [rank for gone in lost for rank in gone.ranks]
-        self._note_lost(ranks)
         assert self._now is not None
         name = "; ".join(gone.name for gone in lost)
         plan = {"generation": generation, "rank": ranks[0], "cause": self._now.cause, "node": lost[0].node}

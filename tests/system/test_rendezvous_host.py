@@ -237,7 +237,8 @@ def test_nobody_comes_to_the_endpoint_in_time(tmp_path: Path, host: int) -> None
         other = by_rank[1 - host]
         assert other.wait(400) == 75, nodes.report()
         remedy = rf"start the same command on the machine that has the address 127\.0\.0\.1:{nodes._port}"
-        assert other.matches(rf"no recovery in place: no other host of the rendezvous has come within 5 s .*{remedy}")
+        why = rf"no recovery in place: no other host of the rendezvous has come within 5 s .*{remedy}"
+        assert other.matches(why), nodes.report()
         assert other.matches(r"the job has failed.*start the same command on all nodes"), nodes.report()
         assert any((tmp_path / "job").rglob("*_8_breakpoint.safetensors")), nodes.report()
         again = [nodes.start(hosts=True), nodes.start()]
