@@ -237,10 +237,12 @@ class WholeNodesRecovery(NodesRecovery):
     def _keep_rings(self) -> None:
         """There was no recovery in place: what this agent has kept of other nodes' ranks is for a start then. Of all
         ranks: which other nodes were lost meanwhile may not be known yet."""
-        host, done = self._nodes.host, []
-        for rank in () if host is None or self._home is None else host.ranks_kept:
+        host, home, done = self._nodes.host, self._home, []
+        if host is None or home is None:
+            return
+        for rank in host.ranks_kept:
             try:
-                if keep_ring(self._home, rank, host.records_of(rank) or {"records": []}):
+                if keep_ring(home, rank, host.records_of(rank) or {"records": []}):
                     done.append(rank)
             except ERRORS as error:
                 logger.warning("what this node has kept of rank %d cannot be brought to disk: %s", rank, error)
