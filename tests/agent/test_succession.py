@@ -42,7 +42,8 @@ class Nodes:
 
     def __init__(self, arbiter: Any, node: int) -> None:
         self.arbiter, self.node, self.num_nodes, self.first = arbiter, node, 3, 0
-        self.line, self.offers = None, []  # type: ignore[var-annotated]
+        self.line: Any = None
+        self.offers: list[Any] = []
         self.expected: list[int] = []
         self.host: Any = SimpleNamespace(
             fd=0,

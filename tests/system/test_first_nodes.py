@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import Job, events, wait_until
 from tests.system.test_in_place_nodes import IN_PLACE, WHY, Nodes
-from tests.system.test_lost_nodes import RANK_FIRST, STEP_S, check, loss_of, plain, replace
+from tests.system.test_lost_nodes import RANK_FIRST, STEP_S, check, held, loss_of, plain, release, replace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 drill = pytest.mark.drill
@@ -86,8 +86,8 @@ def test_the_first_of_three_nodes(tmp_path: Path) -> None:
 
 @drill
 def test_a_node_that_stands_by_takes_the_first_nodes_place(tmp_path: Path) -> None:
-    nodes, survivors = replace(tmp_path, 2, 1, "0:20:mid:node", "--step-s", 0.3, early=True)
-    check(nodes, survivors, plain(tmp_path, 2, 1, "--step-s", 0.3), {0})
+    nodes, survivors = replace(tmp_path, 2, 1, "0:12:mid:node", *STEP_S, early=True)
+    check(nodes, survivors, plain(tmp_path, 2, 1, *STEP_S), {0})
 
 
 def lose_two(
@@ -111,17 +111,6 @@ def lose_two(
             assert len(pids) == (2 if rank in lost else 1), nodes.report()
         assert len(other.matches(IN_PLACE)) == 1, nodes.report()
         return nodes
-
-
-def held(nodes: Nodes) -> dict[int, Job]:
-    """Wait until all ranks stand behind the same step. Returns the agents' jobs by rank."""
-    for job in nodes.jobs:
-        job.wait_for("^HOLD ", 1, 200)
-    return {rank: job for job in nodes.jobs for rank in job.pids()}
-
-
-def release(nodes: Nodes) -> None:
-    (nodes.folder / "job" / "go").touch()
 
 
 def kill_node(job: Job) -> None:

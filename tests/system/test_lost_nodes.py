@@ -41,11 +41,30 @@ def loss_of(rank: int, step: int, where: str, what: str) -> tuple[str, ...]:
     return (f"{rank}:{step}:{where}:kill", "--meanwhile", "new:start:agent")
 
 
+def held(nodes: Nodes) -> dict[int, Job]:
+    """Wait until all ranks stand behind the same step. Returns the agents' jobs by rank."""
+    for job in nodes.jobs:
+        job.wait_for("^HOLD ", 1, 200)
+    return {rank: job for job in nodes.jobs for rank in job.pids()}
+
+
+def release(nodes: Nodes) -> None:
+    (nodes.folder / "job" / "go").touch()
+
+
 def dead_and_others(nodes: Nodes) -> tuple[Job, list[Job]]:
     """The agent that was killed, once it is gone, and the others."""
     wait_until(lambda: any(job.process.poll() is not None for job in nodes.jobs), "an agent's death", 120)
     (dead,) = [job for job in nodes.jobs if job.process.poll() is not None]
     return dead, [job for job in nodes.jobs if job is not dead]
+
+
+def stand_by(nodes: Nodes, num: int = 1) -> None:
+    """The nodes have met, and `num` others come, before the ranks that hold go on."""
+    held(nodes)
+    for _ in range(num):
+        nodes.start().wait_for("this one waits for a place", 1, 200)
+    release(nodes)
 
 
 def replace(
@@ -58,22 +77,23 @@ def replace(
     meanwhile: Callable[[Nodes], None] = lambda nodes: None,
     num: int = 1,
 ) -> tuple[Nodes, list[Job]]:
-    """A node is lost by `fault`, and `num` others come. Returns the survivors, too."""
+    """A node is lost by `fault`, and `num` others come. `early`: they stand by when that happens, behind step 8.
+    Returns the survivors, too."""
     with ExitStack() as stack:
-        nodes = Nodes(stack, folder / "hurt", num_nodes, ranks, "--epochs", 2, *args, "--fault", fault)
-        for _ in range(num if early else 0):
-            nodes.start()
+        words = ("--hold-at", 8) if early else ()
+        nodes = Nodes(stack, folder / "hurt", num_nodes, ranks, "--epochs", 2, *args, *words, "--fault", fault)
+        if early:
+            stand_by(nodes, num)
         dead, _ = dead_and_others(nodes)
         for _ in range(0 if early else num):
             nodes.start()
         meanwhile(nodes)
-        # Of those that came to the first meeting at the same time, any may be the one that stands by.
-        survivors = [job for job in nodes.jobs[: None if early else num_nodes] if job is not dead]
+        survivors = [job for job in nodes.jobs[:num_nodes] if job is not dead]
         for job in survivors:
             assert job.wait(400) == 0, nodes.report()
         dead.wait()
-        finished = [job for job in nodes.jobs[num_nodes:] if not early and job.wait(400) == 0]
-        assert early or len(finished) == 1, nodes.report()
+        finished = [job for job in nodes.jobs[num_nodes:] if job.wait(400) == 0]
+        assert len(finished) == 1, nodes.report()
         assert len(nodes.found("^FAULT ")) == 1, nodes.report()
         return nodes, survivors
 
@@ -148,8 +168,8 @@ def test_one_of_three_nodes(tmp_path: Path) -> None:
 @drill
 def test_a_node_that_stands_by_takes_the_place(tmp_path: Path) -> None:
     """It was there all the time, and the job did not mind."""
-    nodes, survivors = replace(tmp_path, 2, 1, "1:20:mid:node", "--step-s", 0.3, early=True)
-    check(nodes, survivors, plain(tmp_path, 2, 1, "--step-s", 0.3), {1})
+    nodes, survivors = replace(tmp_path, 2, 1, "1:12:mid:node", *STEP_S, early=True)
+    check(nodes, survivors, plain(tmp_path, 2, 1, *STEP_S), {1})
 
 
 @drill
