@@ -244,6 +244,9 @@ class RejoinSettings:
     whole_nodes: str = ""
     """``MINDX_REJOIN_NODES``: the first node, and where the agents of nodes hear others' ranks (``0 0=HOST:PORT
     1=HOST:PORT``), so that another node can take the place of a lost one; empty: it does not."""
+    job: str = ""
+    """``MINDX_JOB_ID``: name of the job that no other one has, the same on all nodes and after restarts; empty: it has
+    none."""
     nccl: bool = False
     """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too; run with ranks on one GPU only."""
 
@@ -274,6 +277,7 @@ class RejoinSettings:
             node=_integer(env, "GROUP_RANK", 0),
             num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
             whole_nodes=env.get("MINDX_REJOIN_NODES", "").strip(),
+            job=env.get("MINDX_JOB_ID", "").strip(),
             nccl=nccl == "1",
         )
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -52,8 +54,9 @@ from mindx_elastic.persist.storage import (
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact
 from mindx_elastic.plan.planner import bases_of, steps_before
+from mindx_elastic.rejoin.small_records import put_into_ring
 
-__all__ = ["Flushed", "drop", "flush", "seal", "trust_in"]
+__all__ = ["Flushed", "drop", "flush", "keep_ring", "seal", "trust_in"]
 
 _PIECE_BYTES = 4 << 20
 _PATIENCE_S = 2.0  # for the lock of a worker that the kernel is still taking away; a living job keeps it anyway
@@ -138,6 +141,23 @@ def drop(arena: Path) -> None:
                 RankArena(arena.parent.parent, directory, rank).remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
+
+
+def keep_ring(directory: Path, rank: int, records: Mapping[str, Any]) -> bool:
+    """The node of `rank` is lost: bring what this one has kept of its small records (`rejoin.small_records`) to the
+    checkpoint directory, where the next start finds them beside a replica's file. Main thread of the agent. Returns
+    whether they were newer than what was there; raises OSError, ValueError, KeyError, TypeError."""
+    if not records["records"]:
+        return False
+    target, run_id = directory / f"rank_{rank}" / RING_COPY, str(records["records"][-1][0])
+    with TemporaryDirectory(prefix="mindx-ring-") as name:
+        ring = Path(name) / BOUNDARIES_FILE
+        if target.exists():
+            ring.write_bytes(target.read_bytes())
+        if not put_into_ring(records, run_id, ring.parent):
+            return False
+        _copy_file(ring, target)
+    return True
 
 
 def trust_in(directory: Path) -> Trust:

@@ -174,6 +174,12 @@ class LifelineHost:
             late = _Peer("", (), None, 0.0, time.monotonic() + _EXPECTED_S)
             self._peers.setdefault((node, token), late)
 
+    @property
+    def ranks_kept(self) -> list[int]:
+        """The ranks of which there are small records. Any thread."""
+        with self._lock:
+            return sorted(self._kept)
+
     def records_of(self, rank: int) -> dict[str, Any] | None:
         """What has come of this rank's small records; None: nothing. Any thread."""
         with self._lock:

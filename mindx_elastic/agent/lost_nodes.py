@@ -9,7 +9,8 @@ within --rejoin-timeout: the job is restarted, as without recovery in place.
 The first node itself is lost: the others begin the recovery without a board. Their workers come out of the training and
 wait. One of the agents hosts a new store, with the board of this recovery and of later ones (`rejoin.succession` says
 which); the others come to it, all tell their workers where it is (`rejoin.board.BOARD_FILE`), and from there on it is
-the first node. Who has not come within 10 s is lost, too.
+the first node. Who has not come within 10 s is lost, too. A rank of the first node may have died a moment before its
+agent: then the recovery under way begins again on the new board, unless the donor's state is in memory already.
 
 The store of the rendezvous, in which these things are settled, may be lost as well, with the node that hosts it. The
 recovery begins all the same, so that the workers come out, and waits for another one at the same endpoint (`endpoint`).
@@ -39,16 +40,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.agent.holder import keep_ring
 from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch
 from mindx_elastic.agent.open_places import OpenPlaces, tell_records
 from mindx_elastic.agent.recovery import ERRORS, Generation, Notes
+from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS
 from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.status_page import NODES_REPLACED
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.belonging import Deed
 from mindx_elastic.rejoin.board import BOARD_FILE
 from mindx_elastic.rejoin.lost_node import Answer, answer
@@ -112,9 +117,13 @@ class WholeNodesRecovery(NodesRecovery):
         self._succession: _Succession | None = None
         self._unsettled: _Unsettled | None = None
         self._has_lost = self._is_named = False
+        self._home: Path | None = None
+        """The checkpoint directory, from the loss of a node until the recovery has succeeded."""
         self._look_due = 0.0
         self._endpoint_deed: Deed | None = None
         """What the endpoint has said, since the store of the rendezvous was lost last."""
+        self._board_gone: float | None = None
+        """`time.monotonic` since which the board of the recovery under way cannot be asked."""
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -182,15 +191,33 @@ class WholeNodesRecovery(NodesRecovery):
                 else:
                     self._look_at_place()
             except ERRORS as error:
-                self._machine.note_refusal(f"{type(error).__name__}: {error}")
-        if self._board is None and self.is_active:
+                self._hear_error(error)
+        if self.is_active and (self._board is None or self._waits_for_loss()):
             return self._machine.phase
         was_active = self.is_active
         phase = super().look()
         if was_active and phase is Phase.RUN:
+            self._home = None
             self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
+
+    def _hear_error(self, error: Exception) -> None:
+        # The board may be lost with the first node, which is noticed a moment later: the recovery may begin again.
+        is_gone = isinstance(error, (TimeoutError, *CONNECTION_ERRORS))
+        if is_gone and self._nodes.line is not None and self._succession is None and not self._machine.has_state:
+            self._board_gone = self._board_gone or time.monotonic()
+        else:
+            super()._hear_error(error)
+
+    def _waits_for_loss(self) -> bool:
+        """Whether the board cannot be asked any more, and it is not known yet whether the first node is lost."""
+        if self._board_gone is None or self._succession is not None:
+            return False
+        if time.monotonic() - self._board_gone > SILENCE_S + _LATER_S:
+            self._machine.note_refusal("the workers' store does not answer, and the first node is not lost")
+            return False
+        return True
 
     def prepare(self) -> None:
         super().prepare()
@@ -204,6 +231,28 @@ class WholeNodesRecovery(NodesRecovery):
         super().close()
         self._opens.withdraw()
         self._nodes.give_up_seeking()
+        if not (self.is_out or self._has_finished):
+            self._keep_rings()
+
+    def _keep_rings(self) -> None:
+        """There was no recovery in place: what this agent has kept of other nodes' ranks is for a start then. Of all
+        ranks: which other nodes were lost meanwhile may not be known yet."""
+        host, home, done = self._nodes.host, self._home, []
+        if host is None or home is None:
+            return
+        for rank in host.ranks_kept:
+            try:
+                if keep_ring(home, rank, host.records_of(rank) or {"records": []}):
+                    done.append(rank)
+            except ERRORS as error:
+                logger.warning("what this node has kept of rank %d cannot be brought to disk: %s", rank, error)
+        if done:
+            logger.info("random streams and buffers of %s are on disk, because a node is lost", rank_list(done))
+
+    def _note_home(self) -> None:
+        for status in self._workers.statuses().values():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self._home = Path(str(read_owner(Path(status.arena))["directory"]))
 
     def _look_at_place(self) -> None:
         now, board, generation = self._now, self._board, self._machine.generation
@@ -220,7 +269,8 @@ class WholeNodesRecovery(NodesRecovery):
                 now.node = now.node or printable(str(note.get("name", "")), _LONGEST)
 
     def _why_late(self, now: Generation) -> str:
-        return self._opens.why_late() or super()._why_late(now)
+        no_endpoint = self._why_no_endpoint() if self._unsettled is not None else ""
+        return no_endpoint or self._opens.why_late() or super()._why_late(now)
 
     def _hear_own_loss(self, plan: Mapping[str, Any]) -> None:
         if not self._names_this_node(plan):
@@ -295,6 +345,7 @@ class WholeNodesRecovery(NodesRecovery):
         """This node is lost. Why the job must be restarted; empty: a place is open, or a recovery has been called
         off."""
         self._has_lost = True
+        self._note_home()
         is_first = gone.node == self._nodes.first
         if is_first:
             self._nodes.note_first_gone()
@@ -321,7 +372,7 @@ class WholeNodesRecovery(NodesRecovery):
         if machine.phase is Phase.FALLBACK:
             return ""
         generation = machine.generation + (not is_active)
-        reason = f"{what}, during a recovery" if is_active else self.why_not(())
+        reason = ("" if self._begins_again(gone) else f"{what}, during a recovery") if is_active else self.why_not(())
         claim = None
         try:
             claim = self._nodes.claim(generation, refusal=reason)
@@ -341,8 +392,12 @@ class WholeNodesRecovery(NodesRecovery):
         if reason:
             self.refuse(gone.ranks, what, reason, stuck_s=gone.for_s)
             return f"{what}; no recovery in place: {reason}"
-        self._tell()
-        machine.begin([])
+        if is_active:
+            machine.begin_again()
+        else:
+            self._tell()
+            machine.begin([])
+        self._board_gone = None
         self._board, self._seen, self._endpoint_deed, moment = None, generation, None, time.monotonic()
         noticed = time.time()
         patience = SILENCE_S + self._timeout_s
@@ -353,6 +408,12 @@ class WholeNodesRecovery(NodesRecovery):
         if claim is None:
             self._say_that_it_waits()
         return ""
+
+    def _begins_again(self, gone: Gone) -> bool:
+        """Whether the recovery under way is for ranks of the lost first node alone, so that it can begin again on
+        another board: nothing has happened to the survivors yet."""
+        machine = self._machine
+        return self._succession is None and not machine.has_state and machine.dead <= set(gone.ranks)
 
     def _look_at_succession(self, now: _Succession) -> None:
         """Come to the new first node, and begin the recovery there. Raises ERRORS."""
@@ -417,19 +478,24 @@ class WholeNodesRecovery(NodesRecovery):
 
     def _meets_late(self, late: float) -> bool:
         """Whether it is too late for another store of the rendezvous; then the recovery has been called off."""
-        if self._endpoint_deed is None and time.monotonic() > late:
-            self._call_off(
+        if time.monotonic() <= late or not (reason := self._why_no_endpoint()):
+            return False
+        self._call_off(reason)
+        return True
+
+    def _why_no_endpoint(self) -> str:
+        """What has not come of another store of the rendezvous; empty: it is there."""
+        if self._endpoint_deed is None:
+            return (
                 f"no other host of the rendezvous has come within {self._timeout_s:g} s (--rejoin-timeout); start the "
                 f"same command on the machine that has the address {self._nodes.endpoint}, and on the other nodes"
             )
-            return True
-        if self._endpoint_deed is Deed.READ and time.monotonic() > late:
-            self._call_off(
+        if self._endpoint_deed is Deed.READ:
+            return (
                 "this agent has stood still, so that it may have been given up, and no other one has come to the host "
                 f"of the rendezvous at {self._nodes.endpoint} within {self._timeout_s:g} s (--rejoin-timeout)"
             )
-            return True
-        return False
+        return ""
 
     def _hear_endpoint(self) -> Deed | None:
         """What is to be done at the endpoint; None: nothing yet, or this node is out, or the recovery is called off."""

@@ -104,6 +104,11 @@ class NodeWatch:
         return self._handler.place
 
     @property
+    def job(self) -> str:
+        """A name of the job that no other one has, as long as its rendezvous has the same store."""
+        return self._handler.identity
+
+    @property
     def is_first(self) -> bool:
         return self.node == self.first
 

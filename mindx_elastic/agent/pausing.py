@@ -76,7 +76,8 @@ class PauseWatch:
         """At which step every rank waits, and since when."""
         self._seen_step = -1
         self._stopped_step: int | None = None
-        """Where every rank waited when a rank began to stop."""
+        """Where every rank waited when they went on without an order, because ranks stop or were replaced; None: they
+        have, or trained on behind it."""
 
     @property
     def is_busy(self) -> bool:
@@ -140,13 +141,17 @@ class PauseWatch:
             self.changes.append(PauseChange(step, True, took_s))
         elif not all_wait and self._paused is not None:
             self._seen_step = self._paused[0]
-            if any(status.phase >= WorkerPhase.STOPPING for status in statuses.values()):
-                self._stopped_step = self._seen_step
             gone_on = [status for status in statuses.values() if status.pause_order and not status.pause_order % 2]
+            if not gone_on or any(status.phase >= WorkerPhase.STOPPING for status in statuses.values()):
+                self._stopped_step = self._seen_step
             reasons = sorted({status.pause_reason for status in gone_on} - {""})
             why = "; ".join(reasons) or "ranks stop, or were replaced"
             self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1], why))
             self._paused = None
+        elif self._stopped_step is not None and any(
+            status.phase in _GUARDED and status.step > self._stopped_step for status in statuses.values()
+        ):
+            self._stopped_step = None
 
     def _begin_next(self, statuses: Mapping[int, Status], num_live: int, now: float) -> None:
         kind = self._waiting[0][0].kind

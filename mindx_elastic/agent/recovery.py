@@ -275,7 +275,7 @@ class Recovery:
                     for rank in waited_for:
                         machine.note_ready(rank)
         except ERRORS as error:
-            machine.note_refusal(f"{type(error).__name__}: {error}")
+            self._hear_error(error)
         if self.is_active and time.monotonic() > self._now.deadline and not self._ends_late(self._now):
             self._call_off(self._why_late(self._now))
         if machine.phase is Phase.FALLBACK:
@@ -446,6 +446,10 @@ class Recovery:
 
     def _look_at_end(self) -> None:
         """Hear whether the recovery has come to nothing elsewhere."""
+
+    def _hear_error(self, error: Exception) -> None:
+        """The board, or a note on it, cannot be used."""
+        self._machine.note_refusal(f"{type(error).__name__}: {error}")
 
     def _is_settled(self) -> bool:
         """All ranks train again: whether that counts."""

@@ -562,6 +562,7 @@ class Supervisor(LocalElasticAgent):
             node, num_nodes = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 1)
             told = self._nodes.open(node=node, num_nodes=num_nodes, ranks=ranks) if num_nodes > 1 else ""
             os.environ["MINDX_REJOIN_NODES"] = told
+            os.environ["MINDX_JOB_ID"] = self._nodes.job
         if place is not None:
             self._number = place.attempt
         os.environ["MINDX_ATTEMPT"] = str(self._number)

@@ -145,6 +145,7 @@ def export_group(member: Member, group: Group) -> None:
         MASTER_ADDR=group.host,
         MASTER_PORT=str(group.port),
         MINDX_ATTEMPT=str(group.attempt),
+        MINDX_JOB_ID=member.job,
         TORCHELASTIC_RUN_ID=f"{member.job}-{group.generation}",
     )
 

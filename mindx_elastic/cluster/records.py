@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any
 from mindx_elastic.cluster.wire import WireError, farewell
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import MindxError, SaveError, UsageError
 from mindx_elastic.persist.storage import prepare_owned_directory, remove_stale_temps
 from mindx_elastic.platforms.small_files import write_whole
@@ -31,6 +33,7 @@ _LOCK_FILE = "scheduler.lock"
 _FAREWELL = "left.{}.json"
 _MAX_BYTES = 64 << 20
 _MAX_FAREWELL_BYTES = 1 << 16
+_MAX_NAME_BYTES = 200
 _LOCK_S = 5.0  # a predecessor that was killed a moment ago may not be quite gone
 
 
@@ -57,12 +60,17 @@ class Records:
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(OSError):  # a full disk: the lock works without it
+                    os.ftruncate(self._lock, 0)
+                    os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return
             except BlockingIOError:
                 if time.monotonic() >= end:
+                    who = printable(os.pread(self._lock, _MAX_NAME_BYTES, 0).decode("utf-8", "replace"))
                     raise UsageError(
-                        f"environment variable MS_RECOVERY_PATH={self.folder}: another scheduler runs there; give "
-                        "each job its own folder"
+                        f"environment variable MS_RECOVERY_PATH={self.folder}: another scheduler runs there "
+                        f"({who or 'its name cannot be read'}). If it is this job's, and hangs or is stopped, end it "
+                        "first; else give each job its own folder"
                     ) from None
             except OSError:
                 return  # a file system without locks

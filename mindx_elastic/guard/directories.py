@@ -118,15 +118,17 @@ def _set_aside(path: Path, owners: Owners) -> None:
         ) from error
 
 
-def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s: float, joins: bool = False) -> None:
+def hold_directories(
+    stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s: float, joins: bool = False, job: str = ""
+) -> None:
     """Lock the directories for this job until `stack` ends, and remove what dead writers left in this rank's folders.
 
     Waits for a predecessor. The removal comes after the lock: while another process may be in its first save, its note
-    must not be settled. A guard that only evaluates must not call this. `joins`: see `hold_directory`. Raises
+    must not be settled. A guard that only evaluates must not call this. `joins`, `job`: see `hold_directory`. Raises
     DirectoryInUseError.
     """
     for directory, owners in sorted(trust.roots.items()):
-        lock = hold_directory(directory, ranks, owners, grace_s=grace_s, joins=joins)
+        lock = hold_directory(directory, ranks, owners, grace_s=grace_s, joins=joins, job=job)
         if lock is not None:
             stack.callback(lock.close)
     for directory in trust.roots:

@@ -19,7 +19,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings
+from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import UsageError
@@ -178,8 +178,8 @@ class Opening:
     def _hold_directories(self) -> None:
         """The process whose place this one takes may still be on its way out."""
         if not self.evaluates:
-            grace_s = self.settings.grace_s
-            hold_directories(self._locks, self._trust, self._ranks, grace_s=grace_s, joins=self._is_again)
+            grace_s, job = self.settings.grace_s, RejoinSettings.from_env().job
+            hold_directories(self._locks, self._trust, self._ranks, grace_s=grace_s, joins=self._is_again, job=job)
 
     def _open_saver(self) -> None:
         """Look at what is to be saved, and at how it is spread over the ranks."""

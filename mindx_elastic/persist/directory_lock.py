@@ -5,8 +5,9 @@ holds the byte while its guard is entered. A new start waits while its predecess
 rank writes its last boundary. If byte 0 stays locked for longer than that, another job is running there and rank 0
 raises DirectoryInUseError. The other ranks never raise it: rank 0 already keeps other jobs out. What they meet is a
 left-over lock of the predecessor, for example one that a file server keeps for a dead machine, and after the same wait
-they continue without the lock. So does, after a shorter wait, a process that takes a rank's place in a running job:
-who holds its byte there is its predecessor, whose machine stands still, say.
+they continue without the lock. So does rank 0 where the byte's record says that its own job holds it: that machine
+stands still, say, and the job has gone on without it. A process that takes a rank's place in a running job waits for a
+shorter time.
 
 The locks are the kernel's *open file description* locks on byte ranges. They end with the process, however it ends.
 They work between machines where POSIX locks do (NFSv4, Lustre with ``flock``). A POSIX lock is lost when any code in
@@ -38,6 +39,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
@@ -48,6 +50,7 @@ from mindx_elastic.persist.storage import LOCK_FILE
 
 __all__ = ["DirectoryLock", "Holder", "hold_directory", "hold_ranks"]
 
+_LONGEST_JOB = 32
 _RECORD_BYTES = 256  # per rank, at offset rank * 256
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
 _LEASE_S = 120.0  # an NFSv4 server releases the locks of a dead machine after its lease, usually 90 s
@@ -70,12 +73,21 @@ class Holder:
     since: float = 0.0
     """Unix seconds; 0: not recorded."""
     grace_s: float | None = None
+    job: str = ""
+    """A name of its job that no other one has; empty: it has none."""
 
     def __str__(self) -> str:
         if not self.pid:
             return f"rank {self.rank} of another job (its record cannot be read)"
+        return f"rank {self.rank} of another job, {self.process}"
+
+    @property
+    def process(self) -> str:
+        """In words."""
+        if not self.pid:
+            return "its record cannot be read"
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        return f"rank {self.rank} of another job, process {self.pid} on host {self.host}, since {began}"
+        return f"process {self.pid} on host {self.host}, since {began}"
 
 
 class DirectoryLock:
@@ -120,17 +132,18 @@ def _close_all() -> None:
 
 
 def hold_directory(
-    directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float, joins: bool = False
+    directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float, joins: bool = False, job: str = ""
 ) -> DirectoryLock | None:
     """Lock `directory` for this rank. Returns None, and logs one warning, where locking does not work.
 
     Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not record one).
     `owners`: the users whose lock file is trusted. `joins`: the job runs already, and this process is new in it, or
-    enters again. Main thread; blocks. Raises DirectoryInUseError, on rank 0 only, unless it joins.
+    enters again. `job`: a name of this job that no other one has, over all its restarts. Main thread; blocks. Raises
+    DirectoryInUseError, on rank 0 only, where another job holds it.
     """
     path = directory / LOCK_FILE
     try:
-        return _Taking(directory, path, ranks, owners, grace_s, joins).run()
+        return _Taking(directory, path, ranks, owners, grace_s, joins, job).run()
     except _CannotLockError as error:
         logger.warning("%s: %s; a second job in this directory will not be noticed", path, error)
     except DirectoryInUseError:
@@ -181,10 +194,10 @@ class _CannotLockError(Exception):
 
 class _Taking:
     def __init__(
-        self, directory: Path, path: Path, ranks: RankInfo, owners: Owners, grace_s: float, joins: bool
+        self, directory: Path, path: Path, ranks: RankInfo, owners: Owners, grace_s: float, joins: bool, job: str
     ) -> None:
         self._directory, self._path, self._ranks, self._owners = directory, path, ranks, owners
-        self._grace_s, self._joins = grace_s, joins
+        self._grace_s, self._joins, self._job = grace_s, joins, job[:_LONGEST_JOB]
         self._began = time.monotonic()
         self._said = False
         self._writable = True
@@ -233,13 +246,17 @@ class _Taking:
             text = "%s belongs to another user: another job that cannot write to it will not be noticed"
             logger.warning(text, self._path)
             return
-        _sign(fd, self._ranks.rank, self._grace_s)
+        _sign(fd, self._ranks.rank, self._grace_s, self._job)
+
+    def _is_ours(self, holder: Holder) -> bool:
+        """Whether it is this rank of this very job, on a machine that the job has lost."""
+        return self._joins or (bool(self._job) and holder.job == self._job)
 
     def _time_left(self, holder: Holder) -> float:
         grace_s = self._grace_s if holder.grace_s is None else holder.grace_s
         patience_s = _MARGIN_S if self._joins else grace_s + _MARGIN_S
         if (
-            not self._joins
+            not self._is_ours(holder)
             and self._ranks.rank == 0
             and holder.rank == 0
             and holder.host not in ("", socket.gethostname())
@@ -257,9 +274,9 @@ class _Taking:
                 logger.warning(text, self._directory, holder, left_s)
             return True
         waited_s = time.monotonic() - self._began
-        if self._ranks.rank != 0 or self._joins:
+        if self._ranks.rank != 0 or self._is_ours(holder):
             text = "%s: rank %d goes on, though after %.0f s its predecessor still holds it: %s"
-            logger.warning(text, self._directory, self._ranks.rank, waited_s, holder)
+            logger.warning(text, self._directory, self._ranks.rank, waited_s, holder.process)
             return False
         raise DirectoryInUseError(
             f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. Give this job a directory "
@@ -296,9 +313,10 @@ def _open(path: Path, owners: Owners) -> tuple[int, bool]:
     return fd, writable
 
 
-def _sign(fd: int, rank: int, grace_s: float) -> None:
-    record = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
-    label = json.dumps({**record, "since": round(time.time(), 3), "grace_s": grace_s}).encode()
+def _sign(fd: int, rank: int, grace_s: float, job: str = "") -> None:
+    record: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+    record |= {"since": round(time.time(), 3), "grace_s": grace_s, **({"job": job} if job else {})}
+    label = json.dumps(record).encode()
     label = label[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n"
     with suppress(OSError):  # a full disk: the lock works without its record
         os.pwrite(fd, label, rank * _RECORD_BYTES)
@@ -310,7 +328,8 @@ def _read(fd: int, rank: int) -> Holder:
         host, pid, since = content["host"], int(content["pid"]), float(content["since"])
         grace_s = min(max(0.0, float(content["grace_s"])), 86400.0)
         if pid > 0 and isinstance(host, str) and 0 <= since < 1e11 and grace_s == grace_s:
-            return Holder(rank, "".join(c if c.isprintable() else "?" for c in host), pid, since, grace_s)
+            host = "".join(c if c.isprintable() else "?" for c in host)
+            return Holder(rank, host, pid, since, grace_s, str(content.get("job", "")))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass
     return Holder(rank)

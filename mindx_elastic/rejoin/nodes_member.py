@@ -76,21 +76,42 @@ class NodesMember(Member):
     # --- the store of another node ------------------------------------------------------------------------------------
 
     def _agree(self, board: Board, host: Host, generation: int) -> Entry:
-        if self._moves(host, generation):
+        has_moved = self._moves(host, generation)
+        if has_moved:
             board = self._board(generation)
         groups.rename_default_store(f"mindx/groups/{generation}")
-        return super()._agree(board, host, generation)
+        try:
+            return super()._agree(board, host, generation)
+        except RejoinFailed:
+            raise
+        except Exception:
+            # The first node may have been lost after one of its ranks, with the board: all agree once more on another.
+            # Its agents say where, or order a stop.
+            if has_moved or self._answers(board, generation):
+                raise
+        self._moves(host, generation, is_lost=True)
+        groups.rename_default_store(f"mindx/groups/{generation}")
+        return super()._agree(self._board(generation), host, generation)
+
+    @staticmethod
+    def _answers(board: Board, generation: int) -> bool:
+        try:
+            board.read([f"{generation}/plan"])
+        except Exception as error:  # any of torch's
+            logger.debug("the store does not answer: %s", printable(str(error), 200))
+            return False
+        return True
 
     def join(self, ddp: groups.DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         groups.rename_default_store(f"mindx/groups/{self.generation}")
         return super().join(ddp, end_setup, receive)
 
-    def _moves(self, host: Host, generation: int) -> bool:
+    def _moves(self, host: Host, generation: int, *, is_lost: bool = False) -> bool:
         """Whether the first node is lost, and the board is in another store from now on: waits until it is known in
-        which. Raises RejoinFailed."""
+        which. is_lost: this rank knows that it is. Raises RejoinFailed."""
         end = time.monotonic() + self._timeout_s + _MEET_S
-        while (found := self._read_board_file(generation)) is not None:
-            if "port" in found:
+        while (found := self._read_board_file(generation)) is not None or is_lost:
+            if found is not None and "port" in found:
                 self._connect(str(found["address"]), int(found["port"]))
                 return True
             if host.is_stopping():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent import holder
-from mindx_elastic.agent.holder import drop, flush
+from mindx_elastic.agent.holder import drop, flush, keep_ring
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.owners import find_owners
@@ -361,6 +362,24 @@ def test_what_the_survivors_have_saved_and_the_killed_ranks_own_state(replicas: 
     assert replicas.written() == set() and replicas.remembered() == []
     assert (replicas.directory / "rank_0" / RING_COPY).exists()
     assert replicas.start() == [(50, 1, 50), (50, None, None), (50, None, None)]
+
+
+def records(step: int, *, run: str = RUN) -> dict[str, Any]:
+    """What another node has kept of rank 0."""
+    content = b"".join(pack_state({"rng": {"of": 0, "step": step}, "buffers": {}}))
+    return {"records": [[run, 0, step, [False, True, False], base64.b64encode(content).decode()]]}
+
+
+def test_what_was_kept_of_a_lost_nodes_rank_stands_beside_a_replicas_file(replicas: Job) -> None:
+    replicas.saved(50, ranks=[1, 2])
+    assert replicas.start()[0] == (50, 1, None)
+    assert keep_ring(replicas.directory, 0, records(49)) and keep_ring(replicas.directory, 0, records(50))
+    assert replicas.start()[0] == (50, 1, 50)
+    assert not keep_ring(replicas.directory, 0, records(49)), "an older one"
+    assert not keep_ring(replicas.directory, 0, {"records": []})
+    assert replicas.start()[0] == (50, 1, 50)
+    with pytest.raises(ValueError, match="base64"):
+        keep_ring(replicas.directory, 0, {"records": [[RUN, 0, 51, [False, True, False], "no base 64"]]})
 
 
 def test_the_killed_ranks_snapshot_completes_what_the_survivors_have_saved(replicas: Job) -> None:

@@ -18,7 +18,7 @@ from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
 from mindx_elastic.agent.vacancies import Agent, Vacancy, claim, settle_loss
 from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
 from mindx_elastic.rejoin.board import BOARD_FILE, Board
-from mindx_elastic.rejoin.protocol import Phase
+from mindx_elastic.rejoin.protocol import Phase, Report
 from mindx_elastic.rejoin.succession import Claim
 
 PLACE = Vacancy(
@@ -42,7 +42,8 @@ class Nodes:
 
     def __init__(self, arbiter: Any, node: int) -> None:
         self.arbiter, self.node, self.num_nodes, self.first = arbiter, node, 3, 0
-        self.line, self.offers = None, []  # type: ignore[var-annotated]
+        self.line: Any = None
+        self.offers: list[Any] = []
         self.expected: list[int] = []
         self.host: Any = SimpleNamespace(
             fd=0,
@@ -72,7 +73,8 @@ class Nodes:
 class Node:
     """One rank, and its agent's recovery."""
 
-    def __init__(self, folder: Path, stores: tuple[Any, Any], node: int) -> None:
+    def __init__(self, folder: Path, stores: tuple[Any, Any], node: int, *, before: Any = None) -> None:
+        """`before`: the first node's store; else it is that of its successor, too."""
         self.node, self.nodes, self.folder = node, Nodes(stores[0], node), folder / str(node)
         self.folder.mkdir()
         page = Status(pid=100 + node, phase=WorkerPhase.TRAINING, step=7, in_place=NODES_REPLACED)
@@ -82,13 +84,16 @@ class Node:
         def board(generation: int) -> Any:
             return Board(stores[1], key=None, scope=f"s/{generation}", writer=3 + node)
 
+        def first_board(generation: int) -> Any:
+            return Board(before or stores[1], key=None, scope=f"s/{generation}", writer=3 + node)
+
         facts: dict[str, Any] = {"timeout_s": 60.0, "most": 10, "note": lambda record: None, "world_size": 3}
         facts |= {"watch": watch, "nodes": self.nodes, "place": lambda: PLACE, "folder": self.folder}
         found: Any = Surroundings(board, watch, lambda: PLACE)  # type: ignore[arg-type]
         self.recovery = WholeNodesRecovery(
-            workers, board, lambda *_, **__: None, connect_to=lambda address, port: found, **facts
+            workers, first_board, lambda *_, **__: None, connect_to=lambda address, port: found, **facts
         )
-        self.board = board(1)
+        self.watch, self.board = watch, board(1)
 
     def lose_first(self) -> str:
         return self.recovery.lose(Gone(0, "agent 0", "", (0,), is_silent=False))
@@ -146,6 +151,67 @@ def test_the_time_may_be_over_between_two_looks_at_a_free_place(
     monkeypatch.setattr(recovery, "time", later)
     assert host.recovery.look() is Phase.FALLBACK
     assert host.recovery.reason == "no other node has taken the place of node 0 within 60 s (--rejoin-timeout)"
+
+
+class LostStore:
+    """Of a first node that is gone. `store` is what it was before."""
+
+    def __init__(self) -> None:
+        self.store: Any = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.store is None:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("both_know", [True, False])
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_recovery_for_a_rank_of_the_first_node_begins_again_on_the_next_board(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both_know: bool, is_agreed: bool
+) -> None:
+    """Its agent has planned it a moment before it was lost."""
+    for module in (lost_nodes, open_places):
+        monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    before, stores = LostStore(), (dist.HashStore(), dist.HashStore())
+    two = [Node(tmp_path, stores, node, before=before) for node in (1, 2)]
+    first = Board(before, key=None, scope="s/1", writer=3)
+    first.write("1/out/0", {"dead": True})
+    first.write("1/plan", {"generation": 1, "rank": 0, "cause": "killed"})
+    for node in two if both_know else two[:1]:
+        node.nodes.line = SimpleNamespace(fd=0, drain=lambda: None, is_out=False)
+        node.watch.newest = 1
+        assert node.recovery.hear_others(is_stopping=False) == 0
+    for rank in (1, 2) if is_agreed else ():
+        facts: dict[str, Any] = {"run_id": "r", "attempt": 0, "step": 7, "clean": True, "groups": "g"}
+        first.write(f"1/out/{rank}", Report(rank=rank, **facts).to_json())
+    assert two[0].recovery.look() is (Phase.AGREED if is_agreed else Phase.CUT)
+    before.store = None
+    for _ in range(2):
+        assert two[0].recovery.look() is not Phase.FALLBACK, "it may be the first node that is gone"
+    for node in two:
+        assert node.lose_first() == ""
+    for _ in range(3):
+        for node in two:
+            assert node.recovery.look() is Phase.CUT
+    for node in two:
+        assert node.told() == {"generation": 1, "address": "h", "port": 7}
+    offers = [place for node in two for place in node.nodes.offers]
+    assert [(place.node, place.generation) for place in offers] == [(0, 1)]
+
+
+def test_a_board_that_is_lost_alone_ends_the_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, stores = LostStore(), (dist.HashStore(), dist.HashStore())
+    node = Node(tmp_path, stores, 1, before=before)
+    node.nodes.line = SimpleNamespace(fd=0, drain=lambda: None, is_out=False)
+    Board(before, key=None, scope="s/1", writer=3).write("1/plan", {"generation": 1, "rank": 0, "cause": "killed"})
+    node.watch.newest = 1
+    assert node.recovery.hear_others(is_stopping=False) == 0
+    before.store = None
+    assert node.recovery.look() is Phase.CUT
+    monkeypatch.setattr(lost_nodes, "SILENCE_S", -lost_nodes._LATER_S)
+    assert node.recovery.look() is Phase.FALLBACK
+    assert node.recovery.reason == "the workers' store does not answer, and the first node is not lost"
 
 
 def test_who_does_not_come_is_lost_too_and_both_places_are_offered(

@@ -26,7 +26,7 @@ def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path) -> None:
 def test_two_schedulers_cannot_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindx_elastic.cluster.records._LOCK_S", 0.1)
     first = Records(tmp_path)
-    with pytest.raises(UsageError, match="another scheduler runs there"):
+    with pytest.raises(UsageError, match=rf"another scheduler runs there \(process {os.getpid()} on "):
         Records(tmp_path)
     first.close()
     Records(tmp_path).close()

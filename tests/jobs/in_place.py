@@ -3,9 +3,9 @@
 ``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT when it has come to WHERE in the
 step: start, worker (the start of a loader worker), forward, mid, backward, share, update, after, eval, save. WHAT is
 ``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``, or it kills its agent (``agent``), and then itself
-(``node``), or itself first (``node-last``), or the next rank, and goes on when that has a new process (``next``), or at
-once (``next-now``). A loader worker kills its rank, or itself (``loader``). Each fires once in a job, however often the
-step is done; ``FAULT rank step where`` says so.
+(``node``), or the next rank, and goes on when that has a new process (``next``), or at once (``next-now``). A loader
+worker kills its rank, or itself (``loader``). Each fires once in a job, however often the step is done; ``FAULT rank
+step where`` says so.
 
 ``--meanwhile WHO:STAGE:WHAT``: the same in a recovery, see ``in_recovery.py``.
 
@@ -177,15 +177,6 @@ class Faults:
             os.kill(int(os.environ["MINDX_AGENT_PID"]), signal.SIGKILL)
             if what == "node":
                 os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "node-last":
-            rank, agent = os.getpid(), int(os.environ["MINDX_AGENT_PID"])
-            if os.fork() == 0:
-                os.setsid()  # else the agent ends it with its parent
-                os.kill(rank, signal.SIGKILL)
-                time.sleep(0.01)
-                os.kill(agent, signal.SIGKILL)
-                os._exit(0)
-            time.sleep(60)
         elif what == "raise":
             raise ValueError("injected")
         elif what == "spin":

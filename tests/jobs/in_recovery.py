@@ -2,8 +2,8 @@
 
 ``WHO:STAGE:WHAT``. WHO is ``new`` (a process that takes a dead rank's place) or the number of a survivor. STAGE is one
 of `STAGES`. WHAT is a signal to the process itself (``kill``, ``stop``, ``usr1``: a SIGUSR1, and wait until it was
-heard; ``usr1-now``: without waiting), ``term`` or ``terms`` (one or two SIGTERMs to the agent), or ``flag`` (the job's
-flag file). Each happens once in a job and prints ``MEANWHILE who stage``.
+heard; ``usr1-now``: without waiting), ``term`` or ``terms`` (one or two SIGTERMs to the agent), ``agent`` (SIGKILL to
+the agent), or ``flag`` (the job's flag file). Each happens once in a job and prints ``MEANWHILE who stage``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.persist.directory_lock import hold_directory
 directory, rank, world, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-lock = hold_directory(directory, RankInfo(rank=rank, world_size=world), find_owners(directory), grace_s=0.5)
+job = os.environ.get("JOB", "")
+lock = hold_directory(directory, RankInfo(rank=rank, world_size=world), find_owners(directory), grace_s=0.5, job=job)
 assert lock is not None
 child = 0
 if how == "fork":
@@ -174,6 +175,26 @@ def test_a_new_process_of_a_running_job_goes_on_without_rank_0s_byte(
         ranks = RankInfo(rank=0, world_size=2)
         assert hold_directory(tmp_path, ranks, find_owners(tmp_path), grace_s=600.0, joins=True) is None
     assert "rank 0 goes on, though" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_predecessor_of_the_same_job_on_another_machine_is_passed_at_the_end_of_its_grace_period(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """The job has been restarted without that machine, which stands still."""
+    monkeypatch.setenv("JOB", "0123456789abcdef")
+    with holder(tmp_path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        monkeypatch.setattr(lock_module, "_LEASE_S", 600.0 if is_ours else 0.7)
+        job = "0123456789abcdef" if is_ours else "another one"
+        ranks, owners = RankInfo(rank=0, world_size=2), find_owners(tmp_path)
+        if is_ours:
+            assert hold_directory(tmp_path, ranks, owners, grace_s=600.0, job=job) is None
+            assert "rank 0 goes on, though" in caplog.text and "another job" not in caplog.records[-1].getMessage()
+        else:
+            with pytest.raises(DirectoryInUseError, match="did not end in 1 s"):
+                hold_directory(tmp_path, ranks, owners, grace_s=600.0, job=job)
 
 
 def test_who_takes_a_killed_ranks_place_asks_often_while_that_one_dies(

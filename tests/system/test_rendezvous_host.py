@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, events
-from tests.system.test_first_nodes import HOSTS, THREE, held, kill_node, release
+from tests.system.test_first_nodes import HOSTS, THREE, kill_node
 from tests.system.test_in_place_nodes import IN_PLACE, WHY, Nodes
-from tests.system.test_lost_nodes import STEP_S, check, plain, why_not
+from tests.system.test_lost_nodes import RANK_FIRST, STEP_S, check, held, loss_of, plain, release, stand_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 drill = pytest.mark.drill
@@ -28,10 +28,10 @@ def replace(
     """The node that hosts the rendezvous is lost by `fault`, and the same command is started at its endpoint once the
     others wait. `early`: another node stands by. Returns the survivors, too."""
     with ExitStack() as stack:
-        args = ("--epochs", 2, *args, "--fault", fault)
+        args = ("--epochs", 2, *args, *(("--hold-at", 8) if early else ()), "--fault", fault)
         nodes = Nodes(stack, folder / "hurt", num_nodes, ranks, *args, host=host, rejoin_timeout=400)
         if early:
-            nodes.start().wait_for("this one waits for a place", 1, 200)
+            stand_by(nodes)
         nodes.jobs[host].wait(400)
         survivors = [job for number, job in enumerate(nodes.jobs[:num_nodes]) if number != host]
         survivors[0].wait_for(WAITS, 1, 200)
@@ -57,15 +57,14 @@ def test_the_host_of_the_rendezvous_is_replaced_and_its_rank_goes_on_bit_for_bit
 
 @drill
 @pytest.mark.parametrize("where", ["start", "forward", "backward", "mid", "after", "eval", "save"])
-@pytest.mark.parametrize("what", ["agent", "node", "node-last"])
+@pytest.mark.parametrize("what", ["agent", "node", RANK_FIRST])
 def test_the_host_lost_at_any_place_of_a_step(tmp_path: Path, where: str, what: str) -> None:
     step = {"eval": 12, "save": 5}.get(where, 8)
     args = ("--evaluate", "no_grad", "--save-every", 5, *STEP_S)
     undisturbed = plain(tmp_path, 2, 1, *args)
-    nodes, survivors = replace(tmp_path, 2, 1, f"0:{step}:{where}:{what}", *args)
-    assert nodes.end == undisturbed.end, nodes.report()
-    if not why_not(survivors):
-        check(nodes, survivors, undisturbed, {0})
+    fault, *more = loss_of(0, step, where, what)
+    nodes, survivors = replace(tmp_path, 2, 1, fault, *args, *more)
+    check(nodes, survivors, undisturbed, {0})
 
 
 @drill
@@ -105,9 +104,8 @@ def test_a_host_that_is_not_the_first_of_two_nodes(tmp_path: Path) -> None:
 def test_a_node_that_stands_by_waits_for_the_survivors(tmp_path: Path) -> None:
     """With the new host it would be as many nodes as the job needs: they must not begin it anew without the survivor.
     One of the two has the place, and the other one stands by to the end."""
-    args = ("--step-s", 0.3)
-    nodes, survivors = replace(tmp_path, 2, 1, "0:20:mid:node", *args, early=True)
-    check(nodes, survivors, plain(tmp_path, 2, 1, *args), {0})
+    nodes, survivors = replace(tmp_path, 2, 1, "0:12:mid:node", *STEP_S, early=True)
+    check(nodes, survivors, plain(tmp_path, 2, 1, *STEP_S), {0})
 
 
 @drill
@@ -238,10 +236,11 @@ def test_nobody_comes_to_the_endpoint_in_time(tmp_path: Path, host: int) -> None
         other = by_rank[1 - host]
         assert other.wait(400) == 75, nodes.report()
         remedy = rf"start the same command on the machine that has the address 127\.0\.0\.1:{nodes._port}"
-        assert other.matches(rf"no recovery in place: no other host of the rendezvous has come within 5 s .*{remedy}")
+        why = rf"no recovery in place: no other host of the rendezvous has come within 5 s .*{remedy}"
+        assert other.matches(why), nodes.report()
         assert other.matches(r"the job has failed.*start the same command on all nodes"), nodes.report()
         assert any((tmp_path / "job").rglob("*_8_breakpoint.safetensors")), nodes.report()
         again = [nodes.start(hosts=True), nodes.start()]
         for job in again:
             assert job.wait(400) == 0, nodes.report()
-        assert sorted(nodes.end[0]) == [0, 1], nodes.report()
+        assert nodes.end == plain(tmp_path, 2, 1, *STEP_S).end, nodes.report()
