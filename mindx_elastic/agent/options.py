@@ -145,7 +145,8 @@ def parse(arguments: Sequence[str], *, on_run_dir: Callable[[Path], None] = lamb
     try:
         config, command, command_arguments = config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
-        raise UsageError(str(error)) from error
+        of = f"torch refuses --nnodes {args.nnodes} --nproc-per-node {args.nproc_per_node}"  # 2.9 gives no words
+        raise UsageError(str(error) or of) from error
     _check_devices(args, config)
     _check_shrinking(args, config)
     if shutil.which(str(command)) is None:

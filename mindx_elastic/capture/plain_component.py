@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 
 from mindx_elastic.capture.adapters import Adapter, TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_tree
@@ -56,8 +57,10 @@ class PlainComponent:
         """`stateful`: has the two methods, if `target` has not."""
         self.name = name
         self.target = target
+        if isinstance(target, SWALR) and "anneal_func" in target.state_dict():
+            stateful = _OldSwaScheduler(target)
         self._stateful: Stateful = stateful or target
-        self._is_scheduler = _is_stock_scheduler(target)
+        self._is_scheduler = stateful is None and _is_stock_scheduler(target)
         self._giver = target if isinstance(target, GivesCopies) else None
         self.copy()
 
@@ -96,6 +99,17 @@ class PlainComponent:
     def put_back(self, state: Any) -> None:
         """Make the target as `state` says, which `look` or `state` has given."""
         self._stateful.load_state_dict(copy_tree(state))
+
+
+class _OldSwaScheduler:
+    """`SWALR` as newer versions of torch have it: 2.6 to 2.9 at least have a function in its state."""
+
+    def __init__(self, scheduler: SWALR) -> None:
+        self._scheduler = scheduler
+        self.load_state_dict = scheduler.load_state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self._scheduler.state_dict().items() if key != "anneal_func"}
 
 
 def _is_stock_scheduler(target: Any) -> bool:

@@ -180,5 +180,7 @@ def join() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_record_is_what_it_was(join: Callable[[int], None], kind: str, rank: int) -> None:
+    if kind == "fsdp_around_tensor_parallel" and torch.__version__ < "2.7":
+        pytest.skip("torch 2.6 does not split unevenly there")
     join(rank)
     assert json.dumps(MAKES[kind](rank).layout()) == json.loads(GOLDEN.read_text())[kind][str(rank)]

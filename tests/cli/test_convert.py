@@ -43,7 +43,7 @@ def test_to_torch_says_what_was_done_and_how_to_load_it(run: Callable[..., Any],
     ("kind", "everything"),
     [("mindspore", []), *((kind, words) for kind in ("torch", "dcp", "mindx") for words in ([], ["--all"]))],
 )
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_the_lines_that_load_it_work(
     run: Callable[..., Any], ckpt: Path, tmp_path: Path, kind: str, everything: list[str]
 ) -> None:

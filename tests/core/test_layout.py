@@ -183,6 +183,7 @@ def _no_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@asks_torch
 @pytest.mark.usefixtures("_no_process_group")
 @pytest.mark.parametrize(("rows", "dp", "tp"), [(9, 4, 2), (16, 4, 2), (7, 2, 3), (5, 3, 2), (3, 2, 2), (13, 2, 4)])
 def test_what_fsdp2_really_holds_around_tensor_parallel(rows: int, dp: int, tp: int) -> None:
