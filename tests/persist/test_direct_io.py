@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from mindx_elastic.persist import direct_io
-from mindx_elastic.persist.direct_io import ALIGNMENT, BlockWriter, preallocate
+from mindx_elastic.persist.direct_io import ALIGNMENT, BlockWriter, Reserve, preallocate
 
 
 @pytest.fixture
@@ -69,3 +69,19 @@ def test_preallocate_of_more_than_the_disk_has(fd: int) -> None:
 def test_preallocate_where_the_system_call_is_missing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_io, "_libc", object())
     assert not preallocate(fd, 1 << 20)
+
+
+def test_a_closed_reserve_holds_no_memory() -> None:
+    """An ended guard may live on in a variable of the program, and its reserve with it."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count("/dev/zero (deleted)")
+
+    before = mapped()
+    reserve = Reserve(0)
+    blocks = reserve.take()  # waits until its pages are there
+    assert blocks is not None and mapped() > before
+    reserve.give_back()
+    del blocks
+    reserve.close()
+    assert mapped() == before and reserve.nbytes == 0 and reserve.take() is None
