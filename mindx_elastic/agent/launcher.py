@@ -143,7 +143,7 @@ def _run(
     handler = None
     supervisor = None
     code, cause, early = 1, None, "failed"
-    to = getattr(config, "event_log_handler", "null")
+    event_log = getattr(config, "event_log_handler", "null")  # torch 2.6 has no choice
     notices = NoticeWatch(options.notices, on_notice=inbox.stop_waiting).start() if options.notices else None
     try:
         try:
@@ -159,11 +159,11 @@ def _run(
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         supervisor.run()
         code = supervisor.ending.code
-        torch_events.record(supervisor.get_event_succeeded(), to)
+        torch_events.record(supervisor.get_event_succeeded(), event_log)
     except SignalException as stop:
         code, cause, early = exit_code_of_signal(stop.sigval), signal_name(stop.sigval), "stopped"
         if supervisor is not None:
-            torch_events.record(supervisor.get_event_failed(), to)
+            torch_events.record(supervisor.get_event_failed(), event_log)
     except RendezvousError as error:  # the node that hosts it may not be up yet
         code = EXIT_TEMPORARY
         cause = f"the rendezvous cannot be opened: {error.__cause__ or error}"
@@ -171,7 +171,7 @@ def _run(
     except Exception as error:
         if supervisor is not None:
             supervisor.note_error(error)
-            torch_events.record(supervisor.get_event_failed(), to)
+            torch_events.record(supervisor.get_event_failed(), event_log)
         raise
     finally:
         if notices is not None:

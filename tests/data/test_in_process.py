@@ -79,7 +79,7 @@ def test_only_loaders_of_ours_without_workers() -> None:
 
 
 def test_what_torch_refuses_is_refused() -> None:
-    with pytest.raises(AssertionError):  # about the timeout; torch 2.9 gives it no words
+    with pytest.raises(AssertionError, match=r"timeout|^$"):  # up to torch 2.9 it has no words
         iter(ResumableLoader(Drawn(""), 4, timeout=3))
 
 
