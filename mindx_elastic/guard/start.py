@@ -261,8 +261,9 @@ def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes
     if saver.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
     if saver.ranks.rank == 0 and found.plan.unmanaged:
-        notes = "; ".join(found.plan.unmanaged)
-        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", notes)
+        logger.warning(
+            "not bit for bit the uninterrupted run, according to its files: %s", "; ".join(found.plan.unmanaged)
+        )
     doubts = list(dict.fromkeys([*found.plan.unmanaged, *notes]))
     saver.events.emit(
         "resume",

@@ -22,6 +22,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint
 from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.harness import events
 from tests.train.small_job import make_loader, make_model
 
 
@@ -175,6 +176,8 @@ def test_a_resumed_run_says_what_its_file_says_and_keeps_it(tmp_path: Path, capl
     assert second.guard.resumed_from_step == 7
     told = [r for r in caplog.records if "according to its files" in r.getMessage()]
     assert len(told) == 1 and note in told[0].getMessage() and told[0].levelno == logging.WARNING
+    (resumed,) = events(tmp_path, "resume")
+    assert (resumed["exact"], resumed["unmanaged"]) == (False, [note])
     final = next(path for path in files(tmp_path) if "final" in path.name)
     assert read_header(final).info.unmanaged == (note,)
 
