@@ -186,7 +186,7 @@ def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
     assert put_aside or hostile in HARMLESS or f"step {NEW}" in " ".join(found.rejected if found else ())
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "words",
     [

@@ -424,7 +424,8 @@ def test_a_stop_in_the_middle_of_a_recovery_saves_what_there_is(runs: Runs) -> N
     assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
 
 
-@pytest.mark.parametrize("where", ["forward", pytest.param("update", marks=drill)])
+@drill
+@pytest.mark.parametrize("where", ["forward", "update"])
 def test_a_death_in_the_first_step_after_a_start_from_files(runs: Runs, where: str) -> None:
     """The boundary that the survivors go on from is that of the files, and the dead rank had passed none of its own."""
     words = ["--epochs", "2"]

@@ -27,12 +27,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("form", "orders"),
     [
         ("suppresses_a_failed_wait", INSIDE),
-        ("suppresses_a_failed_functional_collective", INSIDE),
+        pytest.param("suppresses_a_failed_functional_collective", INSIDE, marks=drill),
         pytest.param("asks_whether_collectives_are_over", INSIDE, marks=drill),
-        ("closes_a_named_generator_with_a_collective", ORDERS),
         *(
             pytest.param(form, ORDERS, marks=drill)
             for form in (
+                "closes_a_named_generator_with_a_collective",
                 "catches_what_backward_raises",
                 "suppresses_what_backward_raises",
                 "suppresses_a_failed_collective",

@@ -119,8 +119,10 @@ def test_a_stop_that_a_survivor_hears_when_it_leaves_its_guard_is_not_lost(runs:
     "where",
     [
         "2:restore",
-        "new:guard",
-        *(pytest.param(f"new:{stage}", marks=drill) for stage in ("start", "out", "connect", "restore", "ready")),
+        *(
+            pytest.param(f"new:{stage}", marks=drill)
+            for stage in ("start", "out", "connect", "restore", "ready", "guard")
+        ),
         *(pytest.param(f"0:{stage}", marks=drill) for stage in ("closed", "restore", "ready")),
     ],
 )

@@ -22,9 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(
     ("place", "recover"),
     [
-        pytest.param(
-            place, recover, marks=() if (place, recover[1]) in {("mid", "restart"), ("update", "in-place")} else drill
-        )
+        pytest.param(place, recover, marks=() if (place, recover[1]) == ("update", "in-place") else drill)
         for recover in (RESTART, IN_PLACES)
         for place in PLACES
     ],
