@@ -170,7 +170,8 @@ def test_a_job_that_slurm_stops_twice_ends_like_one_that_it_does_not(
 ) -> None:
     """Its time limit is over twice, with --signal=B:TERM@60; each time it is requeued."""
     whole = Training(cluster, tmp_path / "whole", script, "0").hash()
-    stopped = Training(cluster, tmp_path / "stopped", script, "5", "--time", "3")
+    # Slurm sends the signal one to two minutes after the start: 12 of the 30 steps at most, each time.
+    stopped = Training(cluster, tmp_path / "stopped", script, "10", "--time", "3")
     stopped.wait_for("--- requeued", 2)
     stopped.pause.write_text("0")
     assert stopped.hash() == whole, stopped.output.read_text()
