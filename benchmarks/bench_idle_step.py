@@ -20,6 +20,9 @@ the bare ones run without its optimizer hooks, and its first twelve steps do not
 
 Of each the mean, the median and the best tenth of the steps, which shows least of what else runs on the machine.
 * cpu: what the training thread's own CPU time of a block grows by, a step; the least that other programs can disturb
+* floor: in bare steps, at the place of `step_end`, nothing but the version counters of parameters, buffers and the
+  optimizer's tensors and the modes of the modules are read, without a look at them: what any program pays in Python
+  that asks whether they have changed. The best tenth
 
 ``--snapshot-every 1`` (or a number, or auto) has the guard make snapshots in shared memory meanwhile; ``--busy-ms``
 gives the case busy longer steps, and ``--size`` a network of so many MiB of parameters. `longer` is the median of what
@@ -41,6 +44,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,7 @@ import mindx_elastic as mx
 _WARM_UP = 12
 _BUSY_S = 0.001
 _clock = time.perf_counter
+_version_of, _mode_of = attrgetter("_version"), itemgetter("training")
 
 
 def _mlp() -> nn.Module:
@@ -137,6 +142,22 @@ class Job:
         del loss
         return times[_WARM_UP:], (time.thread_time() - cpu) / steps
 
+    def floor(self, steps: int) -> list[float]:
+        """The seconds in each step of the reads that `floor` in the module's docstring means."""
+        times: list[float] = []
+        tensors: list[torch.Tensor] = []
+        modes = [vars(module) for module in self.model.modules()]
+        for x, y in self.batches(_WARM_UP + steps):
+            loss = self.step(x, y)
+            if not tensors:
+                states = itertools.chain(*(each.values() for each in self.optimizer.state.values()))
+                tensors = [*self.model.parameters(), *self.model.buffers(), *states]
+            at = _clock()
+            [*map(_version_of, tensors)], [*map(_mode_of, modes)]
+            times.append(_clock() - at)
+        del loss
+        return times[_WARM_UP:]
+
     def guarded(self, steps: int, guard: mx.Guard) -> tuple[Block, list[float]]:
         """The block, and the seconds of each `step_end`."""
         times: list[float] = []
@@ -162,6 +183,7 @@ def measure(job: Job, folder: Path, *, rounds: int, steps: int, snapshot_every: 
     bare: list[Block] = [job.bare(steps)]
     guarded: list[Block] = []
     inside: list[float] = []
+    floor: list[float] = []
     for _ in range(rounds):
         options: dict[str, Any] = {"resume": "never", "final_save": False, "directory": folder}
         options["snapshot_every"] = snapshot_every
@@ -172,6 +194,7 @@ def measure(job: Job, folder: Path, *, rounds: int, steps: int, snapshot_every: 
         guarded.append(times)
         inside += ends
         bare.append(job.bare(steps))
+        floor += job.floor(steps)
     around = [[*one[0], *other[0]] for one, other in itertools.pairwise(bare)]
     pairs = [(own[0], other) for own, other in zip(guarded, around, strict=True)]
     cpus = [
@@ -186,6 +209,7 @@ def measure(job: Job, folder: Path, *, rounds: int, steps: int, snapshot_every: 
         "step_end: mean": statistics.fmean(inside),
         "median ": statistics.median(inside),
         "best tenth ": _best(inside),
+        "floor": _best(floor),
     }
     return {name: value * 1e6 for name, value in found.items()}
 
