@@ -479,7 +479,7 @@ class _Driller(Baseline):
         of the script's optimizers had already stepped since the boundary."""
         if fault.about.stops or (fault.kind == "exception" and fault.at != "update" and not updated):
             return 0
-        every = _option(self._command.agent or (), "--snapshot-every")
+        every = _snapshot_option(self._command.agent or ())
         if fault.kind in ("kill", "kill-all") and every.isdecimal() and int(every):
             return int(every)
         return None
@@ -557,10 +557,10 @@ def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[Life], known: Seq
     return "; ".join(dict.fromkeys(notes)) or "its resume says so (exact: false)"
 
 
-def _option(words: Sequence[str], name: str) -> str:
-    """The value of an option of the agent; empty: it was not given."""
+def _snapshot_option(words: Sequence[str]) -> str:
+    """The value of the agent's ``--snapshot-every``; empty: it was not given."""
     for index, word in enumerate(words):
         head, equals, value = word.partition("=")
-        if head.replace("_", "-") == name:
+        if head.replace("_", "-") == "--snapshot-every":
             return value if equals else next(iter(words[index + 1 : index + 2]), "")
     return ""

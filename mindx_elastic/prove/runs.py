@@ -70,11 +70,6 @@ class Outcome:
         return [line for line in lines if line.strip()][-_LAST_LINES:]
 
     @property
-    def has_ended_well(self) -> bool:
-        """The proof ended it, or it ended by itself without an error."""
-        return self.code == 0 and not self.hung_s
-
-    @property
     def refusal(self) -> str:
         """Why the guard refused it: state of the training that it does not keep; empty: it did not."""
         found = (error["text"] for error in self.errors if error["type"] == "UnmanagedStateError")
