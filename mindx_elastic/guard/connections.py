@@ -234,7 +234,7 @@ class Connections:
 
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""
-        saved = stopper.saved_step if stopper.path is not None else None
+        saved = None if stopper.save.path is None else stopper.save.step
         if self._ranks.world_size > 1 and stopper.agreed_step is None:
             return  # a rank is gone, or each has acted alone
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
@@ -44,7 +44,16 @@ class Timers(Watcher):
 class Parts:
     """A stopper with everything around it, and no guard: the test plays watcher and training thread."""
 
-    def __init__(self, directory: Path, *, grace_s: float = 30.0, **policy: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        grace_s: float = 30.0,
+        exchange: Exchange | None = None,
+        member: Any = None,
+        **policy: Any,
+    ) -> None:
+        """`policy`: fields of the only one."""
         self.directory = directory
         self.gate, self.steps = UpdateGate(), StepGate(5)
         self.collector = Collector({"model": nn.Linear(2, 2)})
@@ -64,7 +73,7 @@ class Parts:
         self.stopper = Stopper(
             step_gate=self.steps,
             update_gate=self.gate,
-            exchange=LocalExchange(),
+            exchange=exchange or LocalExchange(),
             watcher=self.watcher,
             saver=self.saver,
             settings=Settings(grace_s=grace_s),
@@ -72,6 +81,7 @@ class Parts:
             arm_last_resort=self.last_resort.arm,
             relay=LogRelay(),
             already_durable=lambda: self.durable,
+            member=member,
         )
 
     def reach(self, step: int) -> bool:
