@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,6 @@ class Connections:
         """The guard is about to be entered again in this process, which keeps its memory open."""
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
-        saver.keep_in_memory = self._keep_in_memory
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self._interval = IntervalPart(0 if self.memory is None else self.memory.interval)
         self._nodes = NodesPart(copies, ranks, store_host())
@@ -131,9 +130,7 @@ class Connections:
             self.exchange.publish("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
         elif self._interval.agreed:
             self.memory.take_over(self._interval.agreed)
-        self.mirror = self._saver.mirror = self._nodes.open_mirror(
-            self._directories, self.exchange, self._saver.events, self._saver.trust
-        )
+        self.mirror = self._nodes.open_mirror(self._directories, self.exchange, self._saver.events, self._saver.trust)
         if self.mirror is not None:
             self._stack.callback(self.mirror.close)
 
@@ -226,9 +223,10 @@ class Connections:
         """Training thread: the agent does not take the time inside for a hang."""
         return nullcontext() if self.link is None else self.link.between_steps()
 
-    def _keep_in_memory(self, timeout_s: float) -> bool:
-        """See `Saver.keep_in_memory`. Any thread that holds the update gate and has found it clean."""
-        first, gone = self._ranks.rank - self._ranks.local_rank, self._saver.gone()
+    def keep_in_memory(self, timeout_s: float, gone: Collection[int]) -> bool:
+        """Put the last boundary into shared memory; returns whether it is there. Any thread that holds the update gate
+        and has found it clean. `gone`: the ranks known to be dead."""
+        first = self._ranks.rank - self._ranks.local_rank
         copies = all(rank in gone for rank in range(first, self._ranks.rank))  # what all hold, for all of the machine
         return self.memory is not None and not self.keeps_nothing and self.memory.keep(timeout_s, whole=copies)
 

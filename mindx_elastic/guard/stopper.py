@@ -75,7 +75,7 @@ class Stopper:
         events = self.events = saver.events
         self.saver, self.settings = saver, settings
         self.alarms = Alarms(settings, ranks, exit_codes_of(policies))
-        self.peers_gone = saver.gone = peers_gone
+        self.peers_gone = peers_gone
         exchange.gone = lambda: [rank for rank in self.peers_gone() if not events.has_ended(rank)]
         self.state = StopState()
         self.save = StopSave(
