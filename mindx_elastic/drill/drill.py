@@ -21,7 +21,7 @@ from typing import Any
 
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
 from mindx_elastic.drill.outside import Leftovers, adopt_orphans, flip_bit, note_fired, read_notes
-from mindx_elastic.drill.phases import Phases, find_phases, read_events
+from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.drill.rows import Share, Start, divide, make_rows
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
@@ -307,7 +307,7 @@ class _Driller(Baseline):
     ) -> tuple[list[Result], list[Fault]]:
         lives = [life for run in chain.runs for life in run.lives]
         shares = divide([_fired(fault) for fault in faults], starts, lives)
-        events = read_events([chain.directories, *(run.folder for run in chain.runs)])
+        events = all_events([chain.directories, *(run.folder for run in chain.runs)])
         results: list[Result] = []
         others: list[Fault] = []
         for number, (fault, share) in enumerate(zip(faults, shares, strict=True)):
