@@ -18,13 +18,13 @@ from typing import Any
 
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.config import MemorySettings
-from mindx_elastic.core.signal_handlers import handlers_held
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_proof_folder, remove_dead_proofs, remove_proof
 from mindx_elastic.prove.control import Alarm, Control
 from mindx_elastic.prove.processes import FreshProcess, Process, Request, Zygote
 from mindx_elastic.prove.records import Life, read_lives
 from mindx_elastic.prove.script import NOTES_FILE
+from mindx_elastic.prove.signal_handlers import handlers_held
 
 __all__ = ["Chain", "Command", "Outcome", "Runs"]
 
