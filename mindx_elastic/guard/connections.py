@@ -85,6 +85,8 @@ class Connections:
         self.link = None if agent is None else AgentLink(agent, ranks, page=None if member is None else member.page)
         if member is not None and self.link is not None:
             member.page = self.link.page
+        self.page = StatusPage() if self.link is None else self.link.page
+        """What this rank tells its agent."""
         self._member = member
         if self.link is not None:
             stack.callback(self.link.close)
@@ -138,11 +140,6 @@ class Connections:
         """After the second meeting, in which the ranks have told each other where they receive files."""
         if self.mirror is not None:
             self.mirror.greet()
-
-    @property
-    def page(self) -> StatusPage | None:
-        """The status page that the agent reads; None without an agent."""
-        return None if self.link is None else self.link.page
 
     @property
     def arenas(self) -> Path | None:

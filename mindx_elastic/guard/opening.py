@@ -221,7 +221,7 @@ class Opening:
         page, place = self.around.page, self._place
 
         def tell(seconds: int) -> None:
-            if page is not None and self._ranks.rank == 0:
+            if self._ranks.rank == 0:
                 page.set(save_every_s=seconds)
 
         for number, policy in enumerate(self.periodic):

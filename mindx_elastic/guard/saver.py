@@ -142,7 +142,8 @@ class Saver:
             # says it (`plan.planner.steps_before`).
             self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
             self.base, self.newest_step = resumed.moment, resumed.step
-        self._first_save, self._mirror, self.together, self._meter.page = first_save, mirror, together, page
+        self._first_save, self._mirror, self.together = first_save, mirror, together
+        self._meter.page = page or self._meter.page
         self._gone, self._keep_in_memory = gone, keep_in_memory
 
     def folder(self, directory: Path) -> Path:
@@ -573,10 +574,10 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
 
 class _SaveMeter:
     """What saves have cost this process and brought it, told to the agent on the status page, for `agent.metrics`. Any
-    thread. Without a `page` it does nothing."""
+    thread."""
 
     def __init__(self) -> None:
-        self.page: StatusPage | None = None
+        self.page = StatusPage()
         self._lock = threading.Lock()
         self._nbytes = self._stall_ns = 0
 
@@ -584,8 +585,7 @@ class _SaveMeter:
         """A file that a start can go on from is on the disk."""
         with self._lock:
             self._nbytes += nbytes
-            if self.page is not None:
-                self.page.set(durable_step=step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
+            self.page.set(durable_step=step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -596,5 +596,4 @@ class _SaveMeter:
         finally:
             with self._lock:
                 self._stall_ns += time.monotonic_ns() - began
-                if self.page is not None:
-                    self.page.set(stall_ns=self._stall_ns)
+                self.page.set(stall_ns=self._stall_ns)

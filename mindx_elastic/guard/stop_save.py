@@ -42,7 +42,7 @@ class StopSave:
         saver: Saver,
         policies: Sequence[ExitPolicy],
         *,
-        page: StatusPage | None,
+        page: StatusPage,
         already_durable: Callable[[], Path | None],
         is_agreed: Callable[[int], bool],
         has_death: Callable[[], bool],
@@ -175,8 +175,7 @@ class StopSave:
 
     def _note(self, path: Path, step: int) -> None:
         self.path, self.step = path, step
-        if self._page is not None:
-            self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
+        self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
 
     def _refuse(self, step: int, problem: str, short: str) -> None:
         if self.pending not in ("", problem):

@@ -64,12 +64,12 @@ class Stopper:
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
-        page: StatusPage | None = None,
+        page: StatusPage,
         member: Member | None = None,
     ) -> None:
         """arm_last_resort: see `LastResort.arm`. already_durable: the file that has the last boundary already; None:
-        there is none. peers_gone: the ranks of this machine whose processes are gone. page: where the agent reads, None
-        without one."""
+        there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the
+        agent reads."""
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         ranks = self.ranks = saver.ranks
         events = self.events = saver.events
@@ -233,9 +233,8 @@ class Stopper:
         self._relay.hurry = True
         # First of all: anything that follows may hang.
         self._arm_last_resort(alarm, alarm.deadline.at - max(self.save.reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
-        if self._page is not None:
-            self._page.set_text("reason", alarm.reason)
-            self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
+        self._page.set_text("reason", alarm.reason)
+        self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
 
     def _log_alarm(self, alarm: Alarm) -> None:
@@ -365,8 +364,7 @@ class Stopper:
     def dismiss(self) -> None:
         """Any thread: the training has ended, and the alarm with it."""
         self.state.finished = True
-        if self._page is not None:
-            self._page.set(asked_code=-1)
+        self._page.set(asked_code=-1)
         self.step_gate.open_until(None)
 
     def exit(self) -> GracefulExit:
@@ -377,8 +375,7 @@ class Stopper:
             atexit.register(shorten_interpreter_exit)
         self.salvage.is_coming_out = True
         self.salvage.note_leaving(self.alarm)
-        if self._page is not None:
-            self._page.set(exit_code=self.alarm.exit_code)
+        self._page.set(exit_code=self.alarm.exit_code)
         return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.save.step, path=self.save.path)
 
     def after_save(self) -> None:
