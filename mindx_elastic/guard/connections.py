@@ -108,8 +108,7 @@ class Connections:
         """`at_boundary` has something to do."""
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""
-        self.reenters = False
-        """The guard is about to be entered again in this process, which keeps its memory open."""
+        self._stays = False  # in this process, for the guard's next entry
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
         copies = RedundancySettings.from_env().with_copies(redundancy)
@@ -254,13 +253,19 @@ class Connections:
         if self.link is not None:
             self.link.finish()
 
+    def stay_open(self) -> None:
+        """The guard is about to be left, and entered again in this process: what is costly to open stays."""
+        self._stays = self._saver.reenters = True
+        if self.link is not None:
+            self.link.stays = True
+
     def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Entering has failed: give the agent the cause."""
         if self.link is not None and error is not None:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
 
     def _close_memory(self) -> None:
-        if self.memory is not None and self._member is not None and self.reenters:
+        if self.memory is not None and self._member is not None and self._stays:
             self._member.arena = self.memory.release()
         elif self.memory is not None:
             guest = self.is_guest and self._was_there and not self.has_trained
