@@ -68,8 +68,7 @@ class Stopper:
         member: Member | None = None,
     ) -> None:
         """arm_last_resort: see `LastResort.arm`. already_durable: the file that has the last boundary already; None:
-        there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the
-        agent reads."""
+        there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the agent reads."""
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         ranks = self.ranks = saver.ranks
         events = self.events = saver.events
