@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType
 
 import hypothesis
@@ -56,3 +57,13 @@ def _one_test_is_the_program(request: pytest.FixtureRequest, monkeypatch: pytest
         return [m for m in every() if m is own or not m.__name__.startswith("tests.")]
 
     monkeypatch.setattr(surroundings, "_program_modules", of_this_test)
+
+
+@pytest.fixture
+def one_rank_group() -> Iterator[None]:
+    """A process group of this process alone, without a network."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

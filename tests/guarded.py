@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -20,9 +21,20 @@ from torch.utils.data import Dataset
 
 from mindx_elastic import Guard
 from mindx_elastic.data import ResumableLoader
+from mindx_elastic.errors import GracefulExit
 from tests.harness import wait_until
 
-__all__ = ["STEPS_PER_EPOCH", "Job", "no_traces", "plain_environment", "stop_and_wait", "weights_of_uninterrupted"]
+__all__ = [
+    "STEPS_PER_EPOCH",
+    "Job",
+    "fail_at",
+    "no_traces",
+    "plain_environment",
+    "stop_and_wait",
+    "stop_at",
+    "stopped",
+    "weights_of_uninterrupted",
+]
 
 STEPS_PER_EPOCH = 5
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "MS_ENABLE_GRACEFUL_EXIT")
@@ -94,6 +106,28 @@ class Job:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.network.state_dict().items()}
+
+
+def stop_at(number: int, signum: int = signal.SIGTERM) -> Any:
+    """For `Job.run`: the signal arrives in the middle of step `number`."""
+    return lambda job, step: stop_and_wait(job, signum) if step == number else None
+
+
+def fail_at(number: int) -> Any:
+    """For `Job.run`: step `number` raises in its middle."""
+
+    def fail(job: Job, step: int) -> None:
+        if step == number:
+            raise ValueError("injected")
+
+    return fail
+
+
+def stopped(job: Job, **options: Any) -> GracefulExit:
+    """How the job stops."""
+    with pytest.raises(GracefulExit) as caught:
+        job.run(**options)
+    return caught.value
 
 
 def weights_of_uninterrupted(directory: Path, epochs: int = 3, **options: Any) -> dict[str, torch.Tensor]:

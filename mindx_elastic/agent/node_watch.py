@@ -163,8 +163,8 @@ class NodeWatch:
         line.close()
         return False
 
-    def _line_to(self, address: tuple[str, int], node: int, ranks: Sequence[int], token: str = "") -> Lifeline:
-        token = token or secrets.token_hex(8)
+    def _line_to(self, address: tuple[str, int], node: int, ranks: Sequence[int]) -> Lifeline:
+        token = secrets.token_hex(8)
         return Lifeline(address, self._handler.scope, board_key(), node=node, token=token, ranks=ranks)
 
     def offer(self, place: Vacancy | None) -> None:

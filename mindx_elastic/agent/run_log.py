@@ -8,25 +8,24 @@ unknown.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import AttemptRecord, count_recovery
-from mindx_elastic.core.events import READ_BYTES, older_generation
-from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.events import read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import REJOIN, RecoveryRecord, from_event
 
-__all__ = ["AgentRun", "load_cluster_recoveries", "load_runs"]
+__all__ = ["NOTABLE", "AgentRun", "load_cluster_recoveries", "load_runs"]
+
+NOTABLE = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership")
+"""Events of the agent that a person wants to see."""
 
 _START, _END = "agent_start", "agent_end"
 _ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
 _OURS = (_START, _END, "summary", REJOIN, *_ATTEMPTS)
-_MAX_LINE = 1 << 20
 
 
 @dataclass
@@ -86,34 +85,8 @@ def _is_of_cluster(line: dict[str, Any]) -> bool:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    older = older_generation(path)
-    if not os.path.lexists(older):
-        return [line for _, line in _lines(path)]
-    before = list(_lines(older))
-    seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
-    found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
-    return sorted(found, key=lambda line: real(line.get("time")) or 0.0)  # what was carried on is older than all else
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with open(open_regular(path, follow_link=True), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
-        while data := file.readline(_MAX_LINE):
-            line = _parse(data)
-            if line is not None and line.get("event") in _OURS:
-                yield data, line
-
-
-def _parse(data: bytes) -> dict[str, Any] | None:
-    start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
-    for part in (data, data[start:] if start > 0 else b""):
-        try:
-            line = json.loads(part)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            return line
-    return None
+    events, _ = read_events(path)
+    return [line for line in events if line["event"] in _OURS]
 
 
 def _begin(line: dict[str, Any]) -> AgentRun:
@@ -185,11 +158,10 @@ def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
             setattr(record, name, value)
 
 
-_READERS: dict[str, Callable[[Any], int | float | str | None]] = {
-    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached", "full_size"), whole),
-    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost", "in_place", "in_place_steps_lost"), whole),
-    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s"), real),
-    **dict.fromkeys(("stall_s", "in_place_s"), real),
-    **dict.fromkeys(("cause", "resumed_path", "outcome", "why_fewer"), text),
+_BY_TYPE: dict[object, Callable[[Any], int | float | str | None]] = {
+    "int | None": whole,
+    "float | None": real,
+    "str | None": text,
 }
+_READERS = {each.name: _BY_TYPE[each.type] for each in fields(AttemptRecord) if each.name != "attempt"}
 """How each field of `AttemptRecord` but its number is read."""

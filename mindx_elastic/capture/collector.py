@@ -282,10 +282,6 @@ class Collector:
         for name, kept in components.items():
             self.components[name].go_back(kept)
 
-    def heavy_names(self, state: Mapping[str, Any]) -> list[str]:
-        """Of objects with adapters in `state`: those that may have been too slow to copy at every boundary."""
-        return [component.name for component in self._adapted if component.name in state]
-
     def leave_head(self) -> None:
         """The first boundary of the process is near, or there will be none: what the start has kept for it may go."""
         if self.at_first_boundary is not None:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["watch"]
 
-_NOTABLE = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership")
-"""Events of the agent that are shown as alarms."""
 _TAIL_BYTES = 1 << 17
 _MOST_ALARMS = 3
 _BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -102,16 +100,14 @@ def _state_of(log: Path) -> object:
 
 def _alarms(log: Path, run: AgentRun) -> list[dict[str, Any]]:
     """The newest notable events of this agent, the oldest first."""
-    from mindx_elastic.core.events import lines_backwards
+    from mindx_elastic.agent.run_log import NOTABLE
+    from mindx_elastic.core.events import lines_backwards, parse_event
     from mindx_elastic.core.values import real, text
 
     found: list[dict[str, Any]] = []
     for line in lines_backwards(log, _TAIL_BYTES):
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(event, dict) or event.get("event") not in _NOTABLE:
+        event = parse_event(line)
+        if event is None or event["event"] not in NOTABLE:
             continue
         at = real(event.get("time"))
         if at is None or (run.started is not None and at < run.started):

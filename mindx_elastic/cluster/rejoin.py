@@ -23,6 +23,7 @@ from mindx_elastic.cluster.member import Group, NoSchedulerError
 from mindx_elastic.cluster.member import Member as Link
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
@@ -39,16 +40,6 @@ _LEAST_TIMEOUT_S = 120.0
 """The new process runs its program up to the guard meanwhile, and nothing was started beforehand."""
 
 
-class _NoPage:
-    """In place of an agent's status page."""
-
-    def set(self, **fields: object) -> None:
-        pass
-
-    def set_text(self, name: str, text: str) -> None:
-        pass
-
-
 class ClusterMember(Member):
     """A worker's part in recoveries in place."""
 
@@ -59,7 +50,7 @@ class ClusterMember(Member):
         self.generation = link.group.generation
         self.is_joiner = 0 < len(link.group.new) < link.group.size
         self._timeout_s = max(self._timeout_s, _LEAST_TIMEOUT_S)
-        self.page = _NoPage()
+        self.page = StatusPage()
         self._shares_orders = False  # there are no spares
         self._meets_first = True
         self.events: EventLog | None = None

@@ -339,7 +339,7 @@ def _merged(one: Any, other: Any) -> Any:
 # --- destination ---
 
 
-def converted_info(source: str, *, step: int, epoch: int, step_in_epoch: int = 0, batch_num: int = 0) -> CheckpointInfo:
+def converted_info(source: str, *, step: int, epoch: int) -> CheckpointInfo:
     """Of a run of its own, so that no start takes it for a file of the job it came from; never resumed from: what makes
     a resume exact (generators, the loader's position, every rank's own state) is not in it."""
     started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
@@ -349,8 +349,8 @@ def converted_info(source: str, *, step: int, epoch: int, step_in_epoch: int = 0
         rank=0,
         step=step,
         epoch=epoch,
-        step_in_epoch=step_in_epoch,
-        batch_num=batch_num,
+        step_in_epoch=0,
+        batch_num=0,
         reason=f"converted from {source}",
         kind="manual",
         created=time.time(),

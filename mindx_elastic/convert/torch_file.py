@@ -18,13 +18,12 @@ from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, Foreig
 __all__ = ["is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
 
 _ZIP = b"PK\x03\x04"
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's magic number, pickled: how files before torch 1.6 begin."""
+_PICKLE = b"\x80\x02"  # how files before torch 1.6 begin
 
 
 def is_torch_file(start: bytes) -> bool:
     """Whether a file that begins with `start` may come from ``torch.save``."""
-    return start.startswith((_ZIP, b"\x80\x02"))
+    return start.startswith((_ZIP, _PICKLE))
 
 
 def read_torch_file(path: StrPath) -> Any:

@@ -1,4 +1,5 @@
-"""The event log: one JSON object a line in ``events.jsonl``, and the package's log lines on the console.
+"""The event log, one JSON object a line in ``events.jsonl``: its writer (`EventLog`), its reader (`read_events`). And
+the package's log lines on the console.
 
 Format: time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome;
 further keys where an event has them. Every rank appends to the same file with single `write` calls on an
@@ -24,6 +25,7 @@ from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.values import real
 
 __all__ = [
     "EVENTS_FILE",
@@ -35,6 +37,8 @@ __all__ = [
     "lines_backwards",
     "logger",
     "older_generation",
+    "parse_event",
+    "read_events",
 ]
 
 EVENTS_FILE = "events.jsonl"
@@ -79,6 +83,7 @@ GENERATION_BYTES = 4 << 20
 """A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
 READ_BYTES = 2 * GENERATION_BYTES
 """At most so much of each of the two files is read, whatever its size: one that cannot be moved, or an old one."""
+_MAX_LINE = 1 << 20
 _TAIL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
 _WAITING_BYTES = 1 << 18  # of events that could not be written
@@ -182,7 +187,7 @@ class EventLog:
         for path in (self.path, older_generation(self.path)):
             for line in lines_backwards(path, _TAIL_BYTES, self._owners):
                 if b'"end"' in line:
-                    found = _parse(line)
+                    found = parse_event(line)
                     if found is not None and all(found.get(key) == value for key, value in wanted.items()):
                         return True
         return False
@@ -314,8 +319,8 @@ class EventLog:
                     break
                 if len(line) > _CARRIED_LINE_BYTES or not any(mark in line for mark in marks):
                     continue
-                found = _parse(line)
-                if found is None or found.get("event") not in _CARRIED:
+                found = parse_event(line)
+                if found is None or found["event"] not in _CARRIED:
                     continue
                 key = tuple(str(found.get(name)) for name in ("run_id", "attempt", "event", "pid", "host"))
                 kept.setdefault(key, line + b"\n")
@@ -363,12 +368,49 @@ def lines_backwards(path: Path, limit_bytes: int = READ_BYTES, owners: Owners | 
         os.close(fd)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events of the log `path` and of its older generation, the oldest first; and how many lines are none.
+
+    Of each file its last `READ_BYTES`. What a kill or a full disk has cut off, and lines of other programs, are left
+    out. Values are not trusted: `core.values` reads them. Raises OSError.
+    """
+    older = older_generation(path)
+    if not os.path.lexists(older):
+        found, num_others = _read_generation(path)
+        return [event for _, event in found], num_others
+    before, others_before = _read_generation(older)
+    found, num_others = _read_generation(path)
+    known = {line for line, _ in before}  # lines that were carried on stand in both
+    events = [event for _, event in before] + [event for line, event in found if line not in known]
+    events.sort(key=lambda event: real(event.get("time")) or 0.0)  # what was carried on is older than all else
+    return events, others_before + num_others
+
+
+def _read_generation(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    num_others = 0
+    with open(open_regular(path, follow_link=True), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
+        while line := file.readline(_MAX_LINE):
+            event = parse_event(line)
+            if event is not None:
+                found.append((line, event))
+            elif line != b"\n":
+                num_others += 1
+    return found, num_others
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """The event in a line of a log; None: there is none in it."""
+    start = line.rfind(b'{"time"')  # a line that was cut off has the next one behind it
+    for part in (line, line[start:] if start > 0 else b""):
+        try:
+            found = json.loads(part)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get("event"), str):
+            return found
+    return None
 
 
 def _ends_in_half_a_line(fd: int) -> bool:

@@ -150,15 +150,10 @@ def page_path(agent_dir: Path, rank: int) -> Path:
 class StatusPage:
     """The worker's side. Any thread may set a field; `pass_boundary` belongs to the training thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Create the page, replacing an older one of the same rank. Raises OSError."""
-        path.unlink(missing_ok=True)
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            os.ftruncate(fd, PAGE_BYTES)
-            self._map = mmap.mmap(fd, PAGE_BYTES)
-        finally:
-            os.close(fd)
+    def __init__(self, path: Path | None = None) -> None:
+        """Create the page, replacing an older one of the same rank. Raises OSError. Without a `path` (there is no
+        agent) nobody reads it."""
+        self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else _new_map(path)
         self._words = memoryview(self._map).cast("q")
         for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step", "durable_step", "asked_code"):
             self._words[_INDEX[name]] = -1
@@ -198,6 +193,16 @@ class StatusPage:
     def close(self) -> None:
         self._words.release()
         self._map.close()
+
+
+def _new_map(path: Path) -> mmap.mmap:
+    path.unlink(missing_ok=True)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.ftruncate(fd, PAGE_BYTES)
+        return mmap.mmap(fd, PAGE_BYTES)
+    finally:
+        os.close(fd)
 
 
 def read_page(path: Path) -> Status | None:

@@ -55,10 +55,10 @@ def look_at_container(env: Mapping[str, str], grace_s: float) -> Iterator[Findin
         yield from look_at_first_process()
 
 
-def look_at_first_process(proc: Path = Path("/proc/1")) -> Iterator[Finding]:
+def look_at_first_process() -> Iterator[Finding]:
     """Whether the container's first process hands signals on."""
     try:
-        name = (proc / "comm").read_text(encoding="utf-8", errors="replace").strip()
+        name = Path("/proc/1/comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return
     yield judge_first_process(name)

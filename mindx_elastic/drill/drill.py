@@ -21,7 +21,7 @@ from typing import Any
 
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
 from mindx_elastic.drill.outside import Leftovers, adopt_orphans, flip_bit, note_fired, read_notes
-from mindx_elastic.drill.phases import Phases, find_phases, read_events
+from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.drill.rows import Share, Start, divide, make_rows
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
@@ -307,7 +307,7 @@ class _Driller(Baseline):
     ) -> tuple[list[Result], list[Fault]]:
         lives = [life for run in chain.runs for life in run.lives]
         shares = divide([_fired(fault) for fault in faults], starts, lives)
-        events = read_events([chain.directories, *(run.folder for run in chain.runs)])
+        events = all_events([chain.directories, *(run.folder for run in chain.runs)])
         results: list[Result] = []
         others: list[Fault] = []
         for number, (fault, share) in enumerate(zip(faults, shares, strict=True)):
@@ -479,7 +479,7 @@ class _Driller(Baseline):
         of the script's optimizers had already stepped since the boundary."""
         if fault.about.stops or (fault.kind == "exception" and fault.at != "update" and not updated):
             return 0
-        every = _option(self._command.agent or (), "--snapshot-every")
+        every = _snapshot_option(self._command.agent or ())
         if fault.kind in ("kill", "kill-all") and every.isdecimal() and int(every):
             return int(every)
         return None
@@ -557,10 +557,10 @@ def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[Life], known: Seq
     return "; ".join(dict.fromkeys(notes)) or "its resume says so (exact: false)"
 
 
-def _option(words: Sequence[str], name: str) -> str:
-    """The value of an option of the agent; empty: it was not given."""
+def _snapshot_option(words: Sequence[str]) -> str:
+    """The value of the agent's ``--snapshot-every``; empty: it was not given."""
     for index, word in enumerate(words):
         head, equals, value = word.partition("=")
-        if head.replace("_", "-") == name:
+        if head.replace("_", "-") == "--snapshot-every":
             return value if equals else next(iter(words[index + 1 : index + 2]), "")
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -240,10 +240,10 @@ def _value(text: str, kind: Kind, key: str, value: str) -> object:
     return int(value)
 
 
-def describe_kinds(kinds: Iterable[Kind] = _ALL) -> Sequence[tuple[str, str]]:
+def describe_kinds() -> Sequence[tuple[str, str]]:
     """How each kind is written with its defaults, and what it does."""
     rows = []
-    for kind in kinds:
+    for kind in _ALL:
         parts = ["rank=R", "step=N"]
         parts += [f"at={'|'.join(kind.places)}"] if len(kind.places) > 1 else []
         parts += [f"{key}={'N|all' if key == 'call' else format(_DEFAULTS[key], 'g')}" for key in kind.takes]

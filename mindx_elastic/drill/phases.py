@@ -5,16 +5,16 @@ From the events of the checkpoint directories and of the agent's run directories
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.core.events import EVENTS_FILE
+from mindx_elastic.core.events import EVENTS_FILE, read_events
+from mindx_elastic.core.values import real
 from mindx_elastic.prove.records import Life
 
-__all__ = ["Phases", "find_phases", "read_events"]
+__all__ = ["Phases", "all_events", "find_phases"]
 
 _NOTICED = ("alarm", "worker_end", "signal", "fault", "hang", "rejoin")
 _BEGINS = ("resume", "start", "rejoin")
@@ -32,18 +32,10 @@ class Phases:
     """Every rank had passed a step again."""
 
 
-def read_events(folders: Iterable[Path]) -> list[dict[str, Any]]:
+def all_events(folders: Iterable[Path]) -> list[dict[str, Any]]:
     """All events below these folders, by time."""
-    found: list[dict[str, Any]] = []
-    for folder in folders:
-        for path in sorted(folder.rglob(EVENTS_FILE)):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    event = json.loads(line)
-                except ValueError:  # a line that was cut off
-                    continue
-                if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
-                    found.append(event)
+    logs = [path for folder in folders for path in sorted(folder.rglob(EVENTS_FILE))]
+    found = [event for path in logs for event in read_events(path)[0] if real(event.get("time")) is not None]
     return sorted(found, key=lambda event: float(event["time"]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,8 @@ class Connections:
         self.link = None if agent is None else AgentLink(agent, ranks, page=None if member is None else member.page)
         if member is not None and self.link is not None:
             member.page = self.link.page
+        self.page = StatusPage() if self.link is None else self.link.page
+        """What this rank tells its agent."""
         self._member = member
         if self.link is not None:
             stack.callback(self.link.close)
@@ -106,11 +108,9 @@ class Connections:
         """`at_boundary` has something to do."""
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""
-        self.reenters = False
-        """The guard is about to be entered again in this process, which keeps its memory open."""
+        self._stays = False  # in this process, for the guard's next entry
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
-        saver.keep_in_memory = self._keep_in_memory
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self._interval = IntervalPart(0 if self.memory is None else self.memory.interval)
         self._nodes = NodesPart(copies, ranks, store_host())
@@ -131,9 +131,7 @@ class Connections:
             self.exchange.publish("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
         elif self._interval.agreed:
             self.memory.take_over(self._interval.agreed)
-        self.mirror = self._saver.mirror = self._nodes.open_mirror(
-            self._directories, self.exchange, self._saver.events, self._saver.trust
-        )
+        self.mirror = self._nodes.open_mirror(self._directories, self.exchange, self._saver.events, self._saver.trust)
         if self.mirror is not None:
             self._stack.callback(self.mirror.close)
 
@@ -141,11 +139,6 @@ class Connections:
         """After the second meeting, in which the ranks have told each other where they receive files."""
         if self.mirror is not None:
             self.mirror.greet()
-
-    @property
-    def page(self) -> StatusPage | None:
-        """The status page that the agent reads; None without an agent."""
-        return None if self.link is None else self.link.page
 
     @property
     def arenas(self) -> Path | None:
@@ -226,15 +219,16 @@ class Connections:
         """Training thread: the agent does not take the time inside for a hang."""
         return nullcontext() if self.link is None else self.link.between_steps()
 
-    def _keep_in_memory(self, timeout_s: float) -> bool:
-        """See `Saver.keep_in_memory`. Any thread that holds the update gate and has found it clean."""
-        first, gone = self._ranks.rank - self._ranks.local_rank, self._saver.gone()
+    def keep_in_memory(self, timeout_s: float, gone: Collection[int]) -> bool:
+        """Put the last boundary into shared memory; returns whether it is there. Any thread that holds the update gate
+        and has found it clean. `gone`: the ranks known to be dead."""
+        first = self._ranks.rank - self._ranks.local_rank
         copies = all(rank in gone for rank in range(first, self._ranks.rank))  # what all hold, for all of the machine
         return self.memory is not None and not self.keeps_nothing and self.memory.keep(timeout_s, whole=copies)
 
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""
-        saved = stopper.saved_step if stopper.path is not None else None
+        saved = None if stopper.save.path is None else stopper.save.step
         if self._ranks.world_size > 1 and stopper.agreed_step is None:
             return  # a rank is gone, or each has acted alone
         try:
@@ -259,13 +253,19 @@ class Connections:
         if self.link is not None:
             self.link.finish()
 
+    def stay_open(self) -> None:
+        """The guard is about to be left, and entered again in this process: what is costly to open stays."""
+        self._stays = self._saver.reenters = True
+        if self.link is not None:
+            self.link.stays = True
+
     def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Entering has failed: give the agent the cause."""
         if self.link is not None and error is not None:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
 
     def _close_memory(self) -> None:
-        if self.memory is not None and self._member is not None and self.reenters:
+        if self.memory is not None and self._member is not None and self._stays:
             self._member.arena = self.memory.release()
         elif self.memory is not None:
             guest = self.is_guest and self._was_there and not self.has_trained

@@ -63,8 +63,8 @@ class Ending:
 
     def _keep_last_boundary(self, durable: Path | None) -> bool:
         stopper = self._stopper
-        if durable is None and stopper.saved_step == self._saver.collector.position.step:
-            durable = stopper.path  # a stop that was the normal end after all
+        if durable is None and stopper.save.step == self._saver.collector.position.step:
+            durable = stopper.save.path  # a stop that was the normal end after all
         return _keep_last_boundary(self._saver, stopper.update_gate, self._around.exchange, self._final, durable)
 
     def leave(self) -> GracefulExit:
@@ -75,7 +75,7 @@ class Ending:
         if self._stopper.alarm.kind == "peer" and self._saver.collector.devices.is_used:
             # The interpreter, torch's way out and a communicator without its peer wait for the device, or for each
             # other, until the process is killed. Seen with torch 2.11 and NCCL, with and without work in the queue.
-            self._stopper.leave_behind(self._stopper.alarm, "the device may wait for a rank that is gone")
+            self._stopper.salvage.leave_behind(self._stopper.alarm, "the device may wait for a rank that is gone")
         leaving = self._stopper.exit()
         self._around.leave(self._stopper)
         self._drop_refused()

@@ -46,7 +46,7 @@ class FewerRanks:
 
     def __init__(self) -> None:
         self._least_asked = self._divisor = 0  # of the windows with all ranks, as the program has asked; 0: it has not
-        self._page: StatusPage | None = None
+        self._page = StatusPage()
         self._loaders: Loaders | None = None
         self._handed: dict[int, int] = {}  # batches handed out up to the last step, by optimizer
         self._calls = 0  # of `step_end` in the window
@@ -65,15 +65,14 @@ class FewerRanks:
         if batches != self._divisor:
             self._least_asked = min(self._least_asked or batches, batches)
             self._divisor = math.gcd(self._divisor, batches)
-            if self._page is not None:
-                self._page.set(accumulates=self._divisor)
+            self._page.set(accumulates=self._divisor)
         return window_of(batches, RankInfo.from_env().world_size)
 
     def enter(
         self,
         stack: ExitStack,
         unmanaged: Unmanaged,
-        page: StatusPage | None,
+        page: StatusPage,
         ranks: RankInfo,
         targets: Mapping[str, Any],
         collector: Collector,
@@ -87,7 +86,7 @@ class FewerRanks:
         self._handed.clear()
         self._scales = None
         self.has_left_out, self.is_shrunk = False, settings.is_shrunk(world_size)
-        if page is not None and settings.full_size:
+        if settings.full_size:
             page.set(accumulates=self._divisor)
             page.set_text("fixed_size", why_fixed(settings, world_size, loaders.by_name(), optimizers))
         if not self.is_shrunk:

@@ -640,7 +640,7 @@ class Guard(LayeredGuard):
         if hint := self._loops.why_it_failed(error):
             logger.error("%s", hint)
         if not isinstance(error, (GracefulExit, UnmanagedStateError)):
-            self.stopper.pending = self._boundaries.complete(error, self._end_cut_step)
+            self.stopper.save.pending = self._boundaries.complete(error, self._end_cut_step)
         self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(error, GracefulExit):
             self._ending.leave()

@@ -118,7 +118,7 @@ class LastResort:
 
     @property
     def _lingers(self) -> bool:
-        return self._alarm is not None and self._stopper is not None and self._stopper.coming_out
+        return self._alarm is not None and self._stopper is not None and self._stopper.salvage.is_coming_out
 
     def _linger(self) -> None:
         assert self._alarm is not None
@@ -165,7 +165,7 @@ class LastResort:
                 return None  # no deadline was set from outside
             left = alarm.deadline.at - _LEAVE_S - now
             if left <= 0:
-                stopper.leave_behind(alarm)
+                stopper.salvage.leave_behind(alarm)
             return max(0.0, left)
         if now < self._save_at:
             return self._save_at - now

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,13 +203,25 @@ class Opening:
             unmanaged=self.unmanaged,
         )
 
+    def _begin_saver(self, start: Start) -> None:
+        around, gone = self.around, start.peers.look
+        self.saver.begin(
+            None if start.resumed is None else start.resumed.checkpoint.info,
+            fault_report=start.fault_report,
+            first_save=start.first_save,
+            mirror=around.mirror,
+            together=self._together,
+            page=around.page,
+            gone=gone,
+            keep_in_memory=lambda timeout_s: around.keep_in_memory(timeout_s, gone()),
+        )
+
     def _begin_schedules(self) -> None:
         """Periodic policies may depend on the clock, and on how the job has fared."""
         page, place = self.around.page, self._place
-        self.saver.meter.page = page
 
         def tell(seconds: int) -> None:
-            if page is not None and self._ranks.rank == 0:
+            if self._ranks.rank == 0:
                 page.set(save_every_s=seconds)
 
         for number, policy in enumerate(self.periodic):
@@ -218,15 +231,14 @@ class Opening:
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))
-        return [*self._last_parts, *self._saving_together(), *more]
+        return [*self._last_parts, self._together.part, *more]
 
-    def _saving_together(self) -> list[Part]:
+    @cached_property
+    def _together(self) -> Together:
         """Whether and with which other ranks this one saves at a stop."""
-        saver = self.saver
-        can = saver.replicated and self.around.mirror is None and not self.around.keeps_nothing
+        can = self.saver.replicated and self.around.mirror is None and not self.around.keeps_nothing
         part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can)
-        saver.together = Together(self._exchange, self._ranks, self.collector, self._trust, part)
-        return [part]
+        return Together(self._exchange, self._ranks, self.collector, self._trust, part)
 
     def meet_last(self) -> None:
         """Every rank is ready to train."""
@@ -261,14 +273,16 @@ class Opening:
     def _restore(self) -> Start:
         """Meet the other ranks and load what they have planned together."""
         start = self._start()
-        self.saver.newest_step, self.log_filter.attempt = start.step or 0, start.attempt
+        self.log_filter.attempt = start.attempt
         if (resumed := start.resumed) is None:
+            self._begin_saver(start)
             self.unmanaged.inherit(start.notes)
             return start
         if self.around.is_guest and not self.evaluates:
             self.around.keeps_nothing = True
             self.policies, self.periodic = tuple(replace(policy, save=False) for policy in self.policies), ()
             _say_that_a_guest_saves_nothing(self._options.folder, resumed, self._targets)
+        self._begin_saver(start)
         info = resumed.checkpoint.info
         if resumed.plan.resharded:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's

@@ -38,7 +38,7 @@ class Pauses:
         rounds: PauseRounds,
         watcher: Watcher,
         events: EventLog,
-        page: StatusPage | None,
+        page: StatusPage,
         *,
         rank: int,
         why_not: Callable[[], str | None],
@@ -56,9 +56,9 @@ class Pauses:
         self._since = 0.0
         self._passed_on = 0
         self._again_s, self._retries = _AGAIN_S, False
-        if page is not None:  # it may be that of this process's guard before
-            page.set(pause_heard=0, pause_order=0, paused_step=-1, paused_ns=0, all_paused=0)
-            page.set_text("pause_reason", "")
+        # It may be that of this process's guard before.
+        page.set(pause_heard=0, pause_order=0, paused_step=-1, paused_ns=0, all_paused=0)
+        page.set_text("pause_reason", "")
         rounds.listen(lambda: watcher.post(self._work))
 
     def hear(self, kind: str, reason: str, number: int) -> None:
@@ -81,7 +81,7 @@ class Pauses:
     def _not_judged(self) -> Iterator[None]:
         """Training thread: the agent does not take the time inside for a hang; nor does it afterwards."""
         page = self._page
-        if page is None or page.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
+        if page.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
             yield
             return
         before = page.phase
@@ -129,8 +129,7 @@ class Pauses:
             self._begin(news)
         if news.is_pause:
             self._follow(news)
-        if self._page is not None:
-            self._page.set(pause_heard=self._passed_on)
+        self._page.set(pause_heard=self._passed_on)
         self._again_s = _AGAIN_S
 
     def _begin(self, news: PauseNews) -> None:
@@ -144,9 +143,8 @@ class Pauses:
                 self._say("training goes on: %s", news.reason)
                 self._events.emit("pause_end", step=self._gate.step, reason=news.reason, duration_s=waited_s)
         self._arrived = False
-        if self._page is not None:
-            self._page.set_text("pause_reason", news.reason)
-            self._page.set(pause_order=news.number, all_paused=0)
+        self._page.set_text("pause_reason", news.reason)
+        self._page.set(pause_order=news.number, all_paused=0)
 
     def _follow(self, news: PauseNews) -> None:
         """What this rank has to do for the pause `news`."""
@@ -170,16 +168,14 @@ class Pauses:
             news = self._rounds.news()
         if news.all_here and not self._complete:
             self._complete = True
-            if self._page is not None:
-                self._page.set(all_paused=news.number)
+            self._page.set(all_paused=news.number)
             self._say("paused: every rank waits at step %d; mindx-elastic resume lets them go on", self._gate.step)
 
     def _arrive(self, news: PauseNews) -> None:
         self._rounds.arrive(news.number)
         self._arrived, self._since = True, time.monotonic()
         step = self._gate.step
-        if self._page is not None:
-            self._page.set(paused_step=step, paused_ns=time.monotonic_ns())
+        self._page.set(paused_step=step, paused_ns=time.monotonic_ns())
         self._events.emit("pause", step=step, reason=news.reason)
 
     def _say(self, text: str, *values: object) -> None:

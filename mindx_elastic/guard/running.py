@@ -196,9 +196,7 @@ class Place:
             stopper.stop_for_death()
             return stopper.exit()
         loaders.shutdown()
-        stopper.saver.reenters = around.reenters = True
-        if around.link is not None:
-            around.link.stays = True
+        around.stay_open()
         for parameter in stopper.saver.collector.parameters:
             parameter.grad = None
         return EnterAgain(entry, stopper)

@@ -53,7 +53,10 @@ _BASE = ("base_attempt", "base_step")
 
 
 class Saver:
-    """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread."""
+    """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread.
+
+    It is made before the ranks meet, and needed by the start; `begin` gives it what only the start has found out.
+    """
 
     def __init__(
         self,
@@ -76,8 +79,6 @@ class Saver:
         self._resolved = resolved or {}  # directories as given -> as resolved once, at the start
         self.replicated = replicated
         """Every rank holds the same weights."""
-        self.gone: Callable[[], Collection[int]] = frozenset
-        """Returns the ranks known to be dead."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
         if (seed := own_hash_seed()) is not None:
             self.coordinates[COORDINATE] = seed
@@ -86,7 +87,7 @@ class Saver:
         """The boundary that the attempt went on from; None: it began anew."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
-        self.meter = _SaveMeter()
+        self._meter = _SaveMeter()
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
@@ -96,13 +97,11 @@ class Saver:
         self.reenters = False
         """The guard is left to be entered again in a moment."""
         self.together: Together | None = None
-        """Saves with the other ranks at an agreed stop; None: the ranks have not met for that."""
-        self.mirror: Mirror | None = None
-        """Copies the files to other nodes, once they are durable here."""
-        self.keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
-        """Puts the last boundary into shared memory; returns whether it is there. For whoever holds the update gate."""
-        self.first_save: FirstSave | None = None
-        """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
+        """Saves with the other ranks at an agreed stop; None: each writes all it has."""
+        self._mirror: Mirror | None = None
+        self._first_save: FirstSave | None = None
+        self._gone: Callable[[], Collection[int]] = frozenset
+        self._keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
         self.newest: tuple[int, Path] | None = None
         """The last step that this process has saved where a start looks, and its file."""
         self.flags = AnsweredFlags()
@@ -115,6 +114,37 @@ class Saver:
     def is_refused(self) -> bool:
         """Whether the training was refused (`UnmanagedStateError`): nothing of it may be saved."""
         return self._unmanaged.refusal is not None
+
+    def begin(
+        self,
+        resumed: CheckpointInfo | None,
+        *,
+        fault_report: int = 0,
+        first_save: FirstSave | None = None,
+        mirror: Mirror | None = None,
+        together: Together | None = None,
+        page: StatusPage | None = None,
+        gone: Callable[[], Collection[int]] = frozenset,
+        keep_in_memory: Callable[[float], bool] = lambda timeout_s: False,
+    ) -> None:
+        """Main thread, once, when the ranks have agreed on what to go on from, and before the first save.
+
+        `resumed`: of the file that this run goes on from; None: it began anew. `fault_report`: when the platform's
+        report on faults was made; 0: there is none. `first_save`: the note on disk that this rank has never saved in
+        this run; None: it has, or the note is not needed. `mirror`: copies the files to other nodes, once they are
+        durable here. `page`: where the agent reads. `gone`: returns the ranks known to be dead. `keep_in_memory`: puts
+        the last boundary into shared memory, for whoever holds the update gate; returns whether it is there.
+        """
+        if fault_report:
+            self.coordinates["fault_report"] = fault_report
+        if resumed is not None:
+            # A start that would not be exact at the first steps of this attempt goes back to there: every later file
+            # says it (`plan.planner.steps_before`).
+            self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
+            self.base, self.newest_step = resumed.moment, resumed.step
+        self._first_save, self._mirror, self.together = first_save, mirror, together
+        self._meter.page = page or self._meter.page
+        self._gone, self._keep_in_memory = gone, keep_in_memory
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
@@ -160,8 +190,8 @@ class Saver:
         else:
             root = self._resolved.get(policies[0].directory, policies[0].directory)
             result = self._write_together(together, write, state, info, (paths, root), began + time_left_s)
-        if self.mirror is not None:
-            self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
+        if self._mirror is not None:
+            self._mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
 
     def _write_together(
@@ -232,7 +262,7 @@ class Saver:
         if policy.finish is None:
             return path
         try:
-            return policy.finish(path, self.ranks, self.gone, timeout_s)
+            return policy.finish(path, self.ranks, self._gone, timeout_s)
         except OSError as error:
             logger.warning("%s is durable, but could not be moved to its final folder: %s", path, error)
             return path
@@ -243,7 +273,7 @@ class Saver:
         With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the
         events.
         """
-        with self.meter.holding():
+        with self._meter.holding():
             return self._save_periodic(policy)
 
     def _save_periodic(self, policy: PeriodicPolicy) -> bool:
@@ -337,8 +367,8 @@ class Saver:
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
             return
-        if self.mirror is not None:
-            self.mirror.drop(path, self.events.run_id)
+        if self._mirror is not None:
+            self._mirror.drop(path, self.events.run_id)
 
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
@@ -361,8 +391,8 @@ class Saver:
             self.reserve.close()
         elif self.reserve is not None:
             keep_reserve(self.reserve)
-        if self.mirror is not None:
-            self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
+        if self._mirror is not None:
+            self._mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 
     def describe(self, kind: str) -> CheckpointInfo:
         """The header facts of the last boundary."""
@@ -390,16 +420,10 @@ class Saver:
     def keep_unsaved(self, step: int, timeout_s: float) -> None:
         """A dying save of boundary `step` has failed: keep it in shared memory. The caller holds the update gate."""
         try:
-            if self.keep_in_memory(max(0.0, timeout_s)):
+            if self._keep_in_memory(max(0.0, timeout_s)):
                 logger.warning("step %d is kept in shared memory, where the next start on this machine finds it", step)
         except Exception as error:  # the save has failed already, and the job must leave in time
             logger.error("step %d could not be kept in shared memory either: %s", step, error, exc_info=True)
-
-    def began_from(self, base: CheckpointInfo) -> None:
-        """Note in every later file that the attempt went on from `base`: a start that would not be exact at the first
-        steps of this attempt goes back to it (`plan.planner.steps_before`)."""
-        self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
-        self.base = base.moment
 
     def _forecast_correct(self) -> dict[str, int]:
         """The header field that says whether the boundary came out as forecast; empty without a forecast."""
@@ -442,8 +466,8 @@ class Saver:
         def before_publish(temp: Path) -> None:
             if dying and not self.collector.devices.still_holds:  # a background save has its own copy
                 raise DeviceWentOnError(f"the device has gone on from step {info.step} while it was read")
-            if self.first_save is not None:
-                self.first_save.before_publish(temp)
+            if self._first_save is not None:
+                self._first_save.before_publish(temp)
 
         def write() -> SaveResult:
             for target in (path, *also):
@@ -467,8 +491,8 @@ class Saver:
             if error.errno != errno.ENOENT:
                 raise
             result = write()  # another rank has renamed a tree that looked finished to it
-        if self.first_save is not None:
-            self.first_save.after_publish()
+        if self._first_save is not None:
+            self._first_save.after_publish()
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
         result = replace(result, path=moved[0])
         self.newest_step = max(self.newest_step, info.step)
@@ -486,9 +510,9 @@ class Saver:
         )
         if info.resumable:
             self.newest = (info.step, result.path)
-            self.meter.note(info.step, result.nbytes)
-        if self.mirror is not None and not dying:
-            self.mirror.submit(result.path, info.step)
+            self._meter.note(info.step, result.nbytes)
+        if self._mirror is not None and not dying:
+            self._mirror.submit(result.path, info.step)
         return result
 
     def prune(self, policy: PeriodicPolicy) -> None:
@@ -550,10 +574,10 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
 
 class _SaveMeter:
     """What saves have cost this process and brought it, told to the agent on the status page, for `agent.metrics`. Any
-    thread. Without a `page` it does nothing."""
+    thread."""
 
     def __init__(self) -> None:
-        self.page: StatusPage | None = None
+        self.page = StatusPage()
         self._lock = threading.Lock()
         self._nbytes = self._stall_ns = 0
 
@@ -561,8 +585,7 @@ class _SaveMeter:
         """A file that a start can go on from is on the disk."""
         with self._lock:
             self._nbytes += nbytes
-            if self.page is not None:
-                self.page.set(durable_step=step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
+            self.page.set(durable_step=step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -573,5 +596,4 @@ class _SaveMeter:
         finally:
             with self._lock:
                 self._stall_ns += time.monotonic_ns() - began
-                if self.page is not None:
-                    self.page.set(stall_ns=self._stall_ns)
+                self.page.set(stall_ns=self._stall_ns)

@@ -81,6 +81,10 @@ class Start:
     peers: PeerWatch
     restore_streams: Callable[[], None] | None
     """Puts the random generators back as at the resumed boundary; None on a fresh start."""
+    fault_report: int
+    """When the platform's report on faults was made; 0: there is none."""
+    first_save: FirstSave | None = None
+    """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
     uneven: str = ""
     """The first loader of which the ranks have different numbers of batches, in words."""
 
@@ -134,8 +138,6 @@ def start_job(
     lengths = LoaderLengthsPart(targets)
     meet(exchange, "here", [disks, WholeShapes(collector), faults, group_info, peers, lengths, *around.parts()])
     around.connect()
-    if faults.known.report:
-        saver.coordinates["fault_report"] = faults.known.report
 
     layouts = JobLayouts(
         exchange,
@@ -177,20 +179,16 @@ def start_job(
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
         _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
-        saver.began_from(found.checkpoint.info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
-    start = Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
-    if entry is not None:  # the other files in the directory are as the first start has left them
-        if found is not None and not saver.replicated:
-            _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
-        return start
-    if not around.is_guest:
-        _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
+    keeps = not around.is_guest if entry is None else found is not None and not saver.replicated
+    first_save = _keep_first_save(directories[0], plan.run_id, found, saver, first_saves) if keeps else None
+    if entry is None and not around.is_guest:  # in a recovery in place the files are as the first start has left them
         if ranks.rank == 0:
             assert layouts.target.strategy is not None
             _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
         group_info.write(layouts)
-    return start
+    report = faults.known.report
+    return Start(plan.run_id, plan.attempt, found, watch, restore, report, first_save, lengths.uneven)
 
 
 def start_again(
@@ -239,13 +237,10 @@ def start_again(
             f"this rank's directory is {folders.home}, and the ranks that live on have {entry.home}", path=folders.home
         )
     around.connect()
-    if faults.known.report:
-        saver.coordinates["fault_report"] = faults.known.report
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
-    saver.began_from(info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
-    return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
+    return Start(plan.run_id, plan.attempt, found, watch, restore, faults.known.report, uneven=lengths.uneven)
 
 
 def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes: Sequence[str]) -> None:
@@ -476,7 +471,7 @@ def _read_faults() -> Faults:
 
 def _keep_first_save(
     directory: Path, run_id: str, found: Resumed | None, saver: Saver, first_saves: FirstSavesPart
-) -> None:
+) -> FirstSave | None:
     """Write the note that this rank has never saved in this run, if that is true (see `persist.first_save`).
 
     A run that resumes from files has had a complete step. A run that resumes from memory alone has none on disk, and
@@ -489,20 +484,20 @@ def _keep_first_save(
         if ranks.world_size > 1 and not saver.replicated:  # else one file is a whole step
             try:
                 first_save.begin(ranks.rank, ranks.world_size)
-                saver.first_save = first_save
+                return first_save
             except OSError as error:
                 logger.warning("%s: %s; a power cut in the first save will need a hand", first_save.path, error)
-        return
+        return None
     same_world = found.plan.source.world_size == ranks.world_size > 1
     if found.only_in_memory and same_world and not saver.replicated and run_id in first_saves.runs:
-        saver.first_save = first_save
-        return
+        return first_save
     for note in list(find_notes(directory)):
         if note.run_id == run_id:
             try:
                 FirstSave(note.path.parent, note.run_id).withdraw()
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", note.path, error)
+    return None
 
 
 def _write_plan(directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:

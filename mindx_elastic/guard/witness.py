@@ -311,7 +311,8 @@ class Witness:
         place = self._series, position.step, self._passed, position.batch_num, self._took_s
         if control.is_last(*place, in_all=next(_passed)):
             self._is_ended = True
-            self._stopper.policies = tuple(replace(policy, save=False) for policy in self._stopper.policies)
+            save = self._stopper.save
+            save.policies = tuple(replace(policy, save=False) for policy in save.policies)
             self._stopper.request("the proof ends here", 0)
             return True
         if self._injector is not None and self._injector.at_boundary(position.step):

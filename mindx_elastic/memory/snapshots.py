@@ -39,7 +39,7 @@ from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
 from mindx_elastic.persist.packed import flat_bytes
-from mindx_elastic.persist.tables import RememberedTables
+from mindx_elastic.persist.remembered_tables import RememberedTables
 
 __all__ = [
     "ANY_INTERVAL",

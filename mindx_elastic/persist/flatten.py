@@ -30,7 +30,7 @@ import torch
 
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
-from mindx_elastic.persist.tables import TABLES_DEPTH, TENSORS, RememberedTables, Table
+from mindx_elastic.persist.remembered_tables import TABLES_DEPTH, TENSORS, RememberedTables, Table
 
 __all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
 

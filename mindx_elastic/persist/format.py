@@ -54,8 +54,8 @@ from mindx_elastic.persist.entries import (
     entry_texts,
 )
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
+from mindx_elastic.persist.remembered_tables import tree_text
 from mindx_elastic.persist.shared_json import SharedJson
-from mindx_elastic.persist.tables import tree_text
 
 __all__ = [
     "DATA_ALIGNMENT",

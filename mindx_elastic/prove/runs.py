@@ -18,13 +18,13 @@ from typing import Any
 
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.config import MemorySettings
-from mindx_elastic.core.signal_handlers import handlers_held
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_proof_folder, remove_dead_proofs, remove_proof
 from mindx_elastic.prove.control import Alarm, Control
 from mindx_elastic.prove.processes import FreshProcess, Process, Request, Zygote
 from mindx_elastic.prove.records import Life, read_lives
 from mindx_elastic.prove.script import NOTES_FILE
+from mindx_elastic.prove.signal_handlers import handlers_held
 
 __all__ = ["Chain", "Command", "Outcome", "Runs"]
 
@@ -68,11 +68,6 @@ class Outcome:
         """The end of what it printed."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return [line for line in lines if line.strip()][-_LAST_LINES:]
-
-    @property
-    def has_ended_well(self) -> bool:
-        """The proof ended it, or it ended by itself without an error."""
-        return self.code == 0 and not self.hung_s
 
     @property
     def refusal(self) -> str:

@@ -7,7 +7,7 @@ as unknown.
 from __future__ import annotations
 
 import itertools
-import json
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,17 +16,15 @@ from typing import Any
 
 from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
 from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
-from mindx_elastic.agent.run_log import AgentRun, load_runs
-from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation
+from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs
+from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
 
 __all__ = ["Bar", "Mark", "Saves", "Share", "Story", "shares_of", "tell"]
 
-_ALARMS = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership", "pause")
-
-
+_ALARMS = (*NOTABLE, "pause")
 _MOST, _MOST_S = 1 << 62, 1e11
 """What is beyond them in a log is taken as unknown."""
 _MOST_RANKS = 1024
@@ -111,7 +109,7 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     sources = [log]
     for folder in [checkpoints] if checkpoints is not None else _checkpoint_folders(run):
         path = folder / EVENTS_FILE
-        if path.exists() and not path.samefile(log):
+        if path.is_file() and os.access(path, os.R_OK) and not path.samefile(log):
             more, more_torn = _read(path)
             lines, torn, sources = lines + more, torn + more_torn, [*sources, path]
     began = run.started
@@ -143,20 +141,10 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events of a log and of its older generation, and how many lines are none."""
-    found: dict[bytes, dict[str, Any]] = {}
-    torn = 0
-    for each in (older_generation(path), path):
-        for data in reversed(list(lines_backwards(each))):
-            try:
-                line = json.loads(data)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict) and isinstance(line.get("event"), str) and _time(line.get("time")) is not None:
-                found.setdefault(data, line)  # lines that were carried on stand in both
-            else:
-                torn += 1
-    return list(found.values()), torn
+    """The events that have a time, and how many lines are none."""
+    events, num_others = read_events(path)
+    timed = [event for event in events if _time(event.get("time")) is not None]
+    return timed, num_others + len(events) - len(timed)
 
 
 def _bounded(run: AgentRun) -> AgentRun:

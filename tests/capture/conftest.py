@@ -1,8 +1,8 @@
-"""One rank's process group without a network, for DDP."""
+"""Quiet generators, and process groups of ranks that are not there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,7 +17,13 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_rank_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def join() -> Iterator[Callable[[int], None]]:
+    """``join(rank)``: be this rank of four; the others are not there, and collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def be(rank: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+
+    yield be
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -161,19 +160,6 @@ def knowing_the_job(rank: int) -> Collector:
 WITHOUT_GROUP = (knowing_the_job, ddp, two_ddp_groups, each_its_own, experts_by_hand, factored_by_hand)
 WITH_GROUP = (zero, fsdp, hsdp, tensor_parallel, fsdp_around_tensor_parallel, meshes_in_another_order)
 MAKES: dict[str, Make] = {make.__name__: make for make in (*WITHOUT_GROUP, *WITH_GROUP)}
-
-
-@pytest.fixture
-def join() -> Iterator[Callable[[int], None]]:
-    """``join(rank)``: be this rank of four; the others are not there, and collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def be(rank: int) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-
-    yield be
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,19 +26,6 @@ from mindx_elastic.guard.replicas import ddp_modules
 WORLD = 4
 EVERYWHERE = {"mesh": [4], "placements": ["R"], "ranks": [[0, 4]]}
 Join = Callable[[int], None]
-
-
-@pytest.fixture
-def join() -> Iterator[Join]:
-    """``join(rank)``: be this rank of four; the others are not there, and collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def be(rank: int) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-
-    yield be
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def recorder(targets: Mapping[str, object], rank: int = 0, world_size: int = WORLD, **fields: Any) -> LayoutRecorder:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,14 @@ def tree(tmp_path: Path) -> Path:
     write(root / "rank_0" / "resnet-2_10.safetensors", step=20, rank=0, world_size=2)
     (root / "events.jsonl").write_text("{}\n")
     return root
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """Of a process that has ended; nobody gets its number so soon."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 @pytest.fixture(params=DAMAGES, ids=lambda damage: damage.__name__)

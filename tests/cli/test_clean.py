@@ -24,14 +24,6 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def dead_pid() -> int:
-    """Of a process that has ended; nobody gets its number so soon."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def make_agent(base: Path, pid: int) -> Path:
     folder = user_folder(base) / f"agent-{pid}-x1y2"
     folder.mkdir(parents=True, mode=0o700)

@@ -27,14 +27,6 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def dead_pid() -> int:
-    """Of a process that has ended; nobody gets its number so soon."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-@pytest.fixture
 def sleeper() -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield process.pid

@@ -16,7 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.core.events import EventLog, RankFilter, attach_console, lines_backwards, logger, older_generation
+from mindx_elastic.core.events import (
+    EventLog,
+    RankFilter,
+    attach_console,
+    lines_backwards,
+    logger,
+    older_generation,
+    read_events,
+)
 from mindx_elastic.core.owners import Owners
 from tests.harness import events
 
@@ -232,6 +240,22 @@ def test_without_locks_rank_0_rotates(path: Path, monkeypatch: pytest.MonkeyPatc
         for _ in range(5):
             log.emit("save", reason="x" * 100)
         assert refused and older_generation(path).exists() is rotated
+
+
+def test_all_events_of_both_files_are_read_in_order_and_once(path: Path) -> None:
+    def line(time: float, event: str) -> str:
+        return json.dumps({"time": time, "event": event}) + "\n"
+
+    carried = line(1.0, "start")
+    older_generation(path).write_text(carried + line(2.0, "save") + "no event\n" + "[]\n")
+    path.write_text(carried + "\n" + '{"time": 3.5, "ev' + line(4.0, "end") + line(3.0, "alarm") + '{"time": 5.0, "e')
+    found, num_others = read_events(path)
+    assert [(event["time"], event["event"]) for event in found] == [
+        *((1.0, "start"), (2.0, "save"), (3.0, "alarm"), (4.0, "end")),
+    ]
+    assert num_others == 3, "two lines of another program, one that is cut off"
+    with pytest.raises(FileNotFoundError):
+        read_events(path.with_name("other.jsonl"))
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 200_000])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.drill.phases import Phases, find_phases, read_events
+from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.prove.records import Life, Step
 
 FIRED, OFFSET = 100.0, 5000.0
@@ -50,4 +50,4 @@ def test_events_are_found_below_the_folders_and_in_order(tmp_path: Path) -> None
         (tmp_path / name).mkdir(parents=True)
         text = "".join(json.dumps(each) + "\n" for each in events)
         (tmp_path / name / "events.jsonl").write_text(text + '{"time": 3, "ev')
-    assert [each["event"] for each in read_events([tmp_path])] == ["alarm", "save", "durable"]
+    assert [each["event"] for each in all_events([tmp_path])] == ["alarm", "save", "durable"]

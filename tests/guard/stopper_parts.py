@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
@@ -16,6 +16,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.process_end import LogRelay
@@ -44,7 +45,16 @@ class Timers(Watcher):
 class Parts:
     """A stopper with everything around it, and no guard: the test plays watcher and training thread."""
 
-    def __init__(self, directory: Path, *, grace_s: float = 30.0, **policy: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        grace_s: float = 30.0,
+        exchange: Exchange | None = None,
+        member: Any = None,
+        **policy: Any,
+    ) -> None:
+        """`policy`: fields of the only one."""
         self.directory = directory
         self.gate, self.steps = UpdateGate(), StepGate(5)
         self.collector = Collector({"model": nn.Linear(2, 2)})
@@ -64,7 +74,7 @@ class Parts:
         self.stopper = Stopper(
             step_gate=self.steps,
             update_gate=self.gate,
-            exchange=LocalExchange(),
+            exchange=exchange or LocalExchange(),
             watcher=self.watcher,
             saver=self.saver,
             settings=Settings(grace_s=grace_s),
@@ -72,6 +82,8 @@ class Parts:
             arm_last_resort=self.last_resort.arm,
             relay=LogRelay(),
             already_durable=lambda: self.durable,
+            page=StatusPage(),
+            member=member,
         )
 
     def reach(self, step: int) -> bool:

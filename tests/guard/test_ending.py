@@ -309,7 +309,7 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     stopper = SimpleNamespace(
         alarm=alarm,
         after_save=lambda: saved.append("callbacks"),
-        leave_behind=leave_behind,
+        salvage=SimpleNamespace(leave_behind=leave_behind),
         exit=lambda: GracefulExit(75, reason="rank 1 is gone", step=3, path=None),
     )
     listeners = SimpleNamespace(handlers=SimpleNamespace(linger=lambda at: None))

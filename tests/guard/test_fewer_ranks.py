@@ -15,6 +15,7 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.config import RankInfo, ShrinkSettings
+from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.data import ResumableLoader, from_function
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UnmanagedStateError
@@ -40,7 +41,9 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Any:
             content = {"first_track": None, "is_first_at_end": lambda: False, "by_name": list, **more}
             loaders: Any = SimpleNamespace(**content)
             targets = {f"lr_scheduler_{number}": each for number, each in enumerate(schedulers)}
-            fewer.enter(stack, Unmanaged("error"), None, RankInfo(world_size=there), targets, collector, loaders)
+            fewer.enter(
+                stack, Unmanaged("error"), StatusPage(), RankInfo(world_size=there), targets, collector, loaders
+            )
             fewer.begin_updates(stack)
             return fewer
 

@@ -24,7 +24,17 @@ from mindx_elastic.errors import (
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
-from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted
+from tests.guarded import (
+    STEPS_PER_EPOCH,
+    Job,
+    fail_at,
+    no_traces,
+    plain_environment,
+    stop_and_wait,
+    stop_at,
+    stopped,
+    weights_of_uninterrupted,
+)
 from tests.harness import events
 
 
@@ -33,24 +43,6 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plain_environment(monkeypatch)
     with no_traces():
         yield
-
-
-def stop_at(number: int, signum: int = signal.SIGTERM) -> Any:
-    return lambda job, step: stop_and_wait(job, signum) if step == number else None
-
-
-def fail_at(number: int) -> Any:
-    def fail(job: Job, step: int) -> None:
-        if step == number:
-            raise ValueError("injected")
-
-    return fail
-
-
-def stopped(job: Job, **options: Any) -> GracefulExit:
-    with pytest.raises(GracefulExit) as caught:
-        job.run(**options)
-    return caught.value
 
 
 # --- stop and resume ---

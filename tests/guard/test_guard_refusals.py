@@ -14,14 +14,13 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import (
-    GracefulExit,
     MismatchError,
     NoUsableCheckpointError,
     UnsafeDirectoryError,
     UnsupportedStateError,
     UsageError,
 )
-from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped
 from tests.harness import events
 
 
@@ -30,24 +29,6 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plain_environment(monkeypatch)
     with no_traces():
         yield
-
-
-def stop_at(number: int, signum: int = signal.SIGTERM) -> Any:
-    return lambda job, step: stop_and_wait(job, signum) if step == number else None
-
-
-def fail_at(number: int) -> Any:
-    def fail(job: Job, step: int) -> None:
-        if step == number:
-            raise ValueError("injected")
-
-    return fail
-
-
-def stopped(job: Job, **options: Any) -> GracefulExit:
-    with pytest.raises(GracefulExit) as caught:
-        job.run(**options)
-    return caught.value
 
 
 # --- refused before training starts ---

@@ -42,7 +42,7 @@ class Listening:
 
     def __init__(self, parts: Parts, stack: ExitStack, link: Link | None) -> None:
         self.parts = parts
-        self.listeners = Listeners(Settings(), parts.stopper.policies, RankInfo())
+        self.listeners = Listeners(Settings(), parts.stopper.save.policies, RankInfo())
         peers = PeerWatch(dict(enumerate([own_identity()])), rank=0)
         self.listeners.start(stack, parts.stopper, LocalExchange(), peers, cast("AgentLink | None", link))
         if link is not None:

@@ -16,8 +16,8 @@ from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
+from mindx_elastic.guard.salvage import LAST_MOMENT_S
 from mindx_elastic.guard.stop_state import StopPhase
-from mindx_elastic.guard.stopper import LAST_MOMENT_S
 from tests.guard.stopper_parts import Parts
 from tests.harness import events, wait_until
 
@@ -112,7 +112,7 @@ def test_a_torn_state_is_refused(parts: Parts, state: str) -> None:
         parts.gate.end_update()
     parts.stopper.on_exception(ValueError("broken"))
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
-    assert parts.stopper.failure
+    assert parts.stopper.save.failure
     (save,) = events(parts.directory, "save")
     assert save["outcome"] == "refused: state is not at a boundary"
 
@@ -132,14 +132,14 @@ class Recording(LocalExchange):
 def test_a_training_thread_that_has_arrived_before_the_decision_saves_by_itself(make_parts: Make) -> None:
     """A salvage from beside it would agree once more, wait for ranks that are still in the step, and keep the watcher
     from hearing anything meanwhile."""
-    parts = make_parts()
 
     class Slow(Recording):
         def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
             assert name != "stop" or parts.reach(6), "the training thread is held at the boundary"
             return super().decide(name, offer, timeout_s)
 
-    exchange = parts.stopper.exchange = Slow()
+    exchange = Slow()
+    parts = make_parts(exchange=exchange)
     parts.stopper.hear_signal(signal.SIGTERM)
     assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
     with pytest.raises(GracefulExit):
@@ -149,8 +149,8 @@ def test_a_training_thread_that_has_arrived_before_the_decision_saves_by_itself(
 
 def test_a_salvage_in_the_middle_of_an_update_offers_the_boundary_it_leads_to(make_parts: Make) -> None:
     """Not CANNOT, which would make every rank act alone for the sake of a step that takes milliseconds more."""
-    parts = make_parts(grace_s=2.0)
-    exchange = parts.stopper.exchange = Recording()
+    exchange = Recording()
+    parts = make_parts(grace_s=2.0, exchange=exchange)
     parts.gate.begin_update()
     parts.stopper.hear(
         parts.stopper.alarms.of_peer(
@@ -203,7 +203,7 @@ def test_a_save_that_fails_still_leaves(parts: Parts, monkeypatch: pytest.Monkey
         parts.stopper.at_limit(is_cut=True)
     assert (caught.value.code, caught.value.step, caught.value.path) == (143, None, None)
     assert parts.stopper.phase is StopPhase.FAILED
-    assert parts.stopper.failure is not None and "injected" in parts.stopper.failure
+    assert parts.stopper.save.failure is not None and "injected" in parts.stopper.save.failure
 
 
 def test_the_training_thread_waits_for_a_save_in_progress(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_step_that_is_durable_already_is_not_written_again(parts: Parts) -> No
     parts.durable = parts.directory / "old.safetensors"
     parts.steps.leave_step()
     parts.stopper.hear_signal(signal.SIGTERM)
-    assert (parts.stopper.path, parts.stopper.saved_step, parts.files()) == (parts.durable, 5, [])
+    assert (parts.stopper.save.path, parts.stopper.save.step, parts.files()) == (parts.durable, 5, [])
 
 
 def test_what_comes_after_the_save_gets_the_deadline_and_may_fail(
@@ -277,7 +277,7 @@ def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
 def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes with which the process would have been ended."""
     codes: list[int] = []
-    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", lambda code, relay: codes.append(code))
+    monkeypatch.setattr("mindx_elastic.guard.salvage.end_process", lambda code, relay: codes.append(code))
     return codes
 
 
@@ -311,10 +311,10 @@ def test_a_training_thread_that_hangs_is_left_behind(parts: Parts, exit_codes: l
 
 @pytest.mark.parametrize("is_connecting", [True, False])
 def test_a_rank_that_waits_for_a_recovery_is_left_behind_sooner(
-    parts: Parts, exit_codes: list[int], is_connecting: bool
+    make_parts: Make, exit_codes: list[int], is_connecting: bool
 ) -> None:
     """A new process that the stop has ended never comes; nothing wakes torch's connecting before its time-out."""
-    parts.stopper._member = SimpleNamespace(wants_out=True, is_connecting=is_connecting)  # type: ignore[assignment]
+    parts = make_parts(member=SimpleNamespace(wants_out=True, is_connecting=is_connecting))
     salvage(parts)
     (late, lose_patience), (early, look) = parts.watcher.ordered[-2:]
     assert early < late and not exit_codes
@@ -368,8 +368,9 @@ class StuckExchange(LocalExchange):
         assert self.go.wait(60)
 
 
-def test_a_claim_is_taken_from_a_thread_that_is_stuck_before_it_writes(parts: Parts) -> None:
-    stuck = parts.stopper.exchange = StuckExchange()
+def test_a_claim_is_taken_from_a_thread_that_is_stuck_before_it_writes(make_parts: Make) -> None:
+    stuck = StuckExchange()
+    parts = make_parts(exchange=stuck)
     parts.steps.leave_step()  # so that the watcher saves at once
     watcher = threading.Thread(target=lambda: parts.stopper.hear_signal(signal.SIGTERM))
     watcher.start()
@@ -415,4 +416,4 @@ def test_the_last_resort_refuses_what_is_no_boundary(parts: Parts) -> None:
     assert alarm is not None
     parts.stopper.save_as_last_resort(alarm)
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
-    assert parts.stopper.failure == "an optimizer.step() was in progress or failed half-way"
+    assert parts.stopper.save.failure == "an optimizer.step() was in progress or failed half-way"

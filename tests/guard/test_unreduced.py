@@ -7,7 +7,6 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,12 +14,7 @@ from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-
-@pytest.fixture(autouse=True)
-def one_rank_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 class Job:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
@@ -79,14 +77,7 @@ def test_a_job_of_one_process_is_left_alone(variables: dict[str, str]) -> None:
     assert refusal(variables) == ""
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("variables", [SLURM_STEP, {"RANK_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"}])
 def test_an_initialised_torch_distributed_settles_it(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch

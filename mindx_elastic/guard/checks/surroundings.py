@@ -12,7 +12,6 @@ import gc
 import os
 import random
 import sys
-import sysconfig
 import types
 import weakref
 from collections import ChainMap, deque
@@ -521,7 +520,6 @@ def place_of(frame: FrameType) -> str:
 
 # --- whose code it is ---
 
-_STANDARD = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 _verdicts: dict[str, bool] = {}
 _listed = (0, "")  # how many modules there were when `_own_names` was made, and the name of the last one

@@ -26,8 +26,8 @@ from typing import Any
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.own_counters import Entry
-from mindx_elastic.guard.loops.tail_reads import Place, TailReads, place_of, places_of, tail_reads
+from mindx_elastic.guard.loops.own_counters import Entry, entry_of
+from mindx_elastic.guard.loops.tail_reads import Place, TailReads, places_of, tail_reads
 from mindx_elastic.guard.loops.tail_values import put_back_values, values_of
 
 __all__ = ["EpochTail", "without_end", "without_values"]
@@ -67,7 +67,7 @@ class EpochTail:
     def begin_epoch(self, frame: FrameType | None) -> None:
         """A loop over epochs, in `frame`, begins one."""
         self.is_pending = self._is_known = self._may_go_on = False
-        self._reads, self._place = None, place_of(frame)
+        self._reads, self._place = None, entry_of(frame)
 
     def at_boundary(self, frame: FrameType, entry: Entry | None, kept: Collection[int], *, is_layered: bool) -> None:
         """A boundary within an epoch has been copied."""

@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _where, spans, value_of
@@ -63,7 +64,7 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         named = next((node for node in wanted if id(value_of(node, place)) in kept), None)
         if named is None:
             continue
-        size = _length(value_of(named, place))
+        size = num_batches(value_of(named, place))
 
         def divides(node: ast.AST, place: FrameType = place, size: int = size) -> bool:
             if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
@@ -100,14 +101,6 @@ def _is_off(loop: ast.AST, place: FrameType, test: ast.expr) -> bool:
         isinstance(node, (ast.Name, ast.Attribute)) and _name(node) == own and not isinstance(node.ctx, ast.Load)
         for node in ast.walk(loop)
     )
-
-
-def _length(loader: object) -> int:
-    """0 where it has none."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return 0
 
 
 def _enumerated(loop: ast.For | ast.While) -> tuple[str, ast.expr, ast.expr | None] | None:

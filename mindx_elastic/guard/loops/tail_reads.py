@@ -32,7 +32,7 @@ from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import is_library, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, tree_of_file, value_of
 
-__all__ = ["Place", "TailReads", "attribute_read", "function_of", "place_of", "places_of", "tail_reads"]
+__all__ = ["Place", "TailReads", "attribute_read", "function_of", "places_of", "tail_reads"]
 
 
 class TailReads(NamedTuple):
@@ -59,12 +59,6 @@ _OF_TENSORS = {"data", "grad", "requires_grad", "training"}  # an evaluation exc
 _GATHERS = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "setdefault"})
 _LIBRARY_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Dataset, DataLoader)
 _DEPTH = 3  # of calls that are followed
-
-
-def place_of(frame: FrameType | None) -> Place | None:
-    """Of the nearest frame of the program."""
-    found = next(program_frames(frame), None)
-    return None if found is None else (found.f_code, found.f_lineno)
 
 
 def places_of(frame: FrameType | None, entry: Entry | None) -> Iterator[Place]:

@@ -20,7 +20,7 @@ from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.flatten import Tree, flatten
 from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft
-from mindx_elastic.persist.tables import RememberedTables, tree_text
+from mindx_elastic.persist.remembered_tables import RememberedTables, tree_text
 from mindx_elastic.persist.unflatten import unflatten
 from tests.persist.states import assert_same
 

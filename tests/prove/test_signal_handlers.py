@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mindx_elastic.core.signal_handlers import handlers_held
+from mindx_elastic.prove.signal_handlers import handlers_held
 
 
 @pytest.fixture(autouse=True)

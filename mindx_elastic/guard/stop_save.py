@@ -1,0 +1,194 @@
+"""The save of a stop: what the thread that has the claim (see `stop_state`) writes of the last boundary.
+
+Three threads may have the claim: the training thread at the agreed boundary or behind an exception (`stopper`), the
+watcher in a salvage (`salvage`), the last resort (`last_resort`). Each of them holds the boundary (`StopSave.hold`) and
+writes it (`StopSave.write`), which settles the stop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from mindx_elastic.alarm.alarm import REFUSAL, Alarm
+from mindx_elastic.alarm.deadline import reserve_s
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.status_page import StatusPage
+from mindx_elastic.errors import SaveError, UnsupportedStateError
+from mindx_elastic.guard.held_boundary import DeviceWentOnError, choose_held_boundary
+from mindx_elastic.guard.policy import ExitPolicy, keep_consistent, policies_for
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.stop_state import StopPhase, StopState
+from mindx_elastic.persist.writer import SaveResult
+
+__all__ = ["GATE_S", "StopSave"]
+
+GATE_S = 0.05
+"""For the update gate where nothing should be in progress."""
+_DEVICE_S = 2.0
+
+
+class StopSave:
+    """One per stopper. `hold` and `write`: the thread that has the claim."""
+
+    def __init__(
+        self,
+        state: StopState,
+        update_gate: UpdateGate,
+        saver: Saver,
+        policies: Sequence[ExitPolicy],
+        *,
+        page: StatusPage,
+        already_durable: Callable[[], Path | None],
+        is_agreed: Callable[[int], bool],
+        has_death: Callable[[], bool],
+    ) -> None:
+        """already_durable: the file that has the last boundary already; None: there is none. is_agreed: whether all
+        ranks have agreed to save a step. has_death: whether a rank of this machine has died."""
+        self.policies = tuple(policies)
+        self.path: Path | None = None
+        """The file that the stop has written, or found to be durable already."""
+        self.step: int | None = None
+        """That is in it."""
+        self.failure: str | None = None
+        """Why nothing could be saved."""
+        self.pending = ""
+        """After an exception in the middle of a step: why its state cannot count as the coming boundary."""
+        self._state, self._update_gate, self._saver = state, update_gate, saver
+        self._events = saver.events
+        self._page, self._already_durable = page, already_durable
+        self._is_agreed, self._has_death = is_agreed, has_death
+
+    def reserve_s(self, alarm: Alarm) -> float:
+        """Seconds that the save will need before the deadline."""
+        saver = self._saver
+        return reserve_s(saver.expected_bytes, alarm.deadline.grace_s, bytes_per_s=saver.bytes_per_s)
+
+    @contextmanager
+    def hold(self, alarm: Alarm, timeout_s: float = GATE_S, *, waits: bool = True) -> Iterator[str | None]:
+        """The update gate, as `UpdateGate.hold`, with a boundary that the devices hold. `waits`: also until they have
+        come to the program's newest one."""
+        began, latest = time.monotonic(), alarm.deadline.at - self.reserve_s(alarm)
+
+        def still_waits() -> bool:
+            now = time.monotonic()
+            # What needs a dead rank never ends; what does not, ends in a moment.
+            is_dead = alarm.kind == "peer" or self._has_death()
+            patience = max(_DEVICE_S, 2 * self._saver.collector.devices.step_s)
+            return waits and now < (min(latest, began + patience) if is_dead else latest)
+
+        with self._update_gate.hold(timeout_s) as problem:
+            yield choose_held_boundary(self._saver.collector, problem, self._update_gate, still_waits)
+
+    def write(self, alarm: Alarm, problem: str | None, *, alone: bool = False) -> None:
+        """If the claim is still ours: write the files of every policy that answers this alarm, and settle.
+
+        problem: why the state is not at a boundary; None: it is. alone: as the last resort, which waits for no other
+        thread.
+        """
+        saver, together = self._saver, self._saver.together
+        if not alone and not problem:
+            saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
+        if not self._state.begin_writing():
+            return
+        step = saver.collector.position.step
+        # Only where every rank is known to be alive, at this step, with the time to wait for each other.
+        acts_together = not alone and alarm.kind not in ("exception", "peer")
+        agreed = acts_together and not problem and self._is_agreed(step)
+        if acts_together and not agreed and together is not None:
+            together.decline()
+        if alarm.kind == REFUSAL or saver.is_refused:
+            self._save_nothing(alarm, step)
+            return
+        if problem:
+            self._refuse(step, problem, "state is not at a boundary")
+            return
+        # Before the first step there is nothing to lose, and a file of it would bind the next start to this very model.
+        wanted = [p for p in policies_for(self.policies, alarm) if p.save and (step > 0 or p.kind == "eval")]
+        durable = self._already_durable()
+        if agreed and (durable is not None or not wanted) and together is not None:
+            together.decline()
+        if durable is not None:
+            self._note(durable, step)
+            logger.info("step %d is already durable in %s", step, durable)
+            self._state.move(StopPhase.SAVED)
+        elif not wanted:
+            if step == 0:
+                logger.info("no step has been done yet: nothing to save")
+            self._state.move(StopPhase.SAVED)
+        elif consistent := keep_consistent(wanted, alarm.kind, replicated=saver.replicated):
+            self._write_files(alarm, consistent, step, agreed=agreed)
+        else:
+            why = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
+            self._refuse(step, why, "no consistent replica")
+
+    def _save_nothing(self, alarm: Alarm, step: int) -> None:
+        """State of some rank is not kept: a file of this step would be resumed without it."""
+        if alarm.kind != REFUSAL:
+            logger.error("step %d is not saved: the training was refused before", step)
+        self.failure = "the training was refused"
+        self._events.emit("save", step=step, reason=alarm.reason, outcome="refused: state that is not kept")
+        self._state.move(StopPhase.FAILED)
+
+    def _write_files(self, alarm: Alarm, policies: Sequence[ExitPolicy], step: int, *, agreed: bool) -> None:
+        try:
+            result = self._save(alarm, policies, agreed=agreed)
+            step = result.info.step
+        except Exception as error:
+            # Whatever it is (also a bug, or a `state_dict` of the user's that raises): the claim must be given back,
+            # or the other thread would wait for ever, and the job must leave in time.
+            self.failure = f"{type(error).__name__}: {error}"
+            expected = isinstance(error, (SaveError, UnsupportedStateError))
+            logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
+            self._events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
+            self._saver.keep_unsaved(step, alarm.deadline.remaining_s() / 4)
+            self._state.move(StopPhase.FAILED)
+            return
+        self._note(result.path, step)
+        since = time.monotonic() - self._state.heard_at
+        what = "the weights of the evaluation" if policies[0].kind == "eval" else f"step {step}"
+        logger.info("%s saved in %s (%.2f s after the alarm)", what, result.path, since)
+        self._events.emit(
+            "durable", step=step, reason=alarm.reason, duration_s=since, nbytes=result.nbytes, path=str(result.path)
+        )
+        self._state.move(StopPhase.SAVED)
+
+    def _save(self, alarm: Alarm, policies: Sequence[ExitPolicy], *, agreed: bool) -> SaveResult:
+        """Once more where the device has gone on while an older boundary was read: it holds a newer one then."""
+        for tries_left in (2, 1, 0):
+            try:
+                return self._saver.save_dying(
+                    policies, alarm.reason, time_left_s=alarm.deadline.remaining_s(), agreed=agreed
+                )
+            except SaveError as error:
+                if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
+                    raise
+                end, agreed = time.monotonic() + _DEVICE_S, False
+                waits = partial(_is_before, end)
+                if problem := choose_held_boundary(self._saver.collector, None, self._update_gate, waits):
+                    raise UnsupportedStateError("the state", problem) from error
+        raise AssertionError("the last try has returned or raised")
+
+    def _note(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+        self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
+
+    def _refuse(self, step: int, problem: str, short: str) -> None:
+        if self.pending not in ("", problem):
+            problem = f"{problem} ({self.pending})"
+        self.failure = problem
+        remedy = "the newest complete checkpoint on disk stands in"
+        newest = self._saver.newest_step
+        if newest < step:
+            remedy += f"; this process knows of step {newest}, so up to {step - newest} steps are done again"
+        logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
+        self._events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
+        self._state.move(StopPhase.FAILED)
+
+
+def _is_before(end: float) -> bool:
+    return time.monotonic() < end
