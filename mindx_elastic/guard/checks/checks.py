@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -71,6 +72,7 @@ from mindx_elastic.guard.checks.surroundings import (
     attributes_of,
     find_bound,
     inner_schedulers,
+    kind_of,
     look,
     places_of,
     program_files,
@@ -327,7 +329,8 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._collector.optimizers()):
+        others = [t for t in self._targets.values() if kind_of(type(t)) == "instance"]
+        for optimizer in self._strangers.at_boundary(self._collector.optimizers(), others):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
@@ -482,8 +485,13 @@ class Checks:
             self._loaders, self._epoch(), kept.has, lambda: program_files(frame)
         ):
             self._unmanaged.risk(*told)
-        for told in self._own_tensors.look(holders, kept, lambda: program_files(frame), line):
+        files = partial(program_files, frame)
+        for told in self._own_tensors.look(holders, kept, files, line):
             self._unmanaged.risk(*told)
+        if self._boundaries:
+            objects = {**seen.holders, **seen.counted}
+            for told in self._own_tensors.look_for_first_values(objects.values(), kept, files, line):
+                self._unmanaged.risk(*told)
         targets = [target for target in self._targets.values() if not any(target is one for one in self._loaders)]
         for told in self._own_numbers.look(
             seen.counted.values(),

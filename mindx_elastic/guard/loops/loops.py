@@ -133,6 +133,7 @@ class Loops:
         self._drawn: tuple[list[str], dict[str, Any]] | None = None
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
+        self._steps_of_epoch = 0  # of the loop over steps that runs within an epoch; 0: there is none
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
         self._after_tail = after_tail
@@ -336,6 +337,7 @@ class Loops:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._in_epoch, self._is_late, self._cuts_in_epoch = True, False, 0
+        self._steps_of_epoch = 0
         resuming, self._is_resuming = self._is_resuming, False
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
         if resuming:
@@ -475,7 +477,14 @@ class Loops:
             if told is not None:
                 self._unmanaged.risk(*told)
         if self._in_epoch:
-            self.tail.at_boundary(sys._getframe(1), self._entry, self._kept, is_layered=self.is_layered)
+            counts = self._steps_of_epoch > 0 and (not self.loaders or self._goes_on())
+            self.tail.at_boundary(
+                sys._getframe(1),
+                self._entry,
+                self._kept,
+                is_layered=self.is_layered,
+                ends=self.step_in_epoch >= self._steps_of_epoch if counts else None,
+            )
         if self.step in self._tail_steps:
             self.watch_tail()
 
@@ -576,10 +585,11 @@ class Loops:
                 f"guard.steps({self._ended_steps[ended[0]] + num_steps})"
             )
         self._counted_inside = self._counted_inside or inside
-        idle = 0
+        self._steps_of_epoch = num_steps if inside else 0
+        idle, has_step = 0, False
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
             self.reach_resumed_step()
-            self._boundaries = 0
+            self._boundaries, has_step = 0, True
             yield before + start
             self._look_at_tail()  # the head of the next step is done again after a resume
             if self._boundaries > 1:
@@ -596,6 +606,8 @@ class Loops:
                 )
         if inside or (self._is_resuming and before == num_steps):  # else the resumed place is in a later loop
             self.reach_resumed_step()
+        if inside and not has_step:
+            self.tail.put_back(sys._getframe(1))
         self._ended_steps = {ended[0]: num_steps}
         if not inside:
             self._between_loops = True

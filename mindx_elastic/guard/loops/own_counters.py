@@ -142,11 +142,12 @@ def find_counter_in_epoch(
             counts = _counts(loop.iter) or (wraps and _is_literal(loop.iter))
             bounds = _bounds(loop.iter)
         else:
-            counts, bounds = wraps and _own_count(loop) is not None, "number, start=0"
+            counts = _own_count(loop) is not None and (wraps or _is_as_long(loop, place, kept))
+            bounds = "number, start=0"
         ends = [loop.test] if isinstance(loop, ast.While) else [loop.iter]
         if not counts or any(id(value) in kept for end in ends for value in _asked(end, place)):
             continue
-        if (not wraps and _expects_an_end(loop)) or (may_follow and not _takes_all(loop, place)):
+        if (not wraps and _expects_an_end(loop)) or (may_follow and not _takes_all(loop, place, kept)):
             continue
         name = ast.unparse(loop.target) if isinstance(loop, ast.For) else "step"
         return OwnCounter(
@@ -160,8 +161,31 @@ def find_counter_in_epoch(
     return None
 
 
-def _takes_all(loop: _Loop, frame: FrameType) -> bool:
+def _is_as_long(loop: ast.While, frame: FrameType, kept: Collection[int]) -> bool:
+    """``while i < len(loader):`` with a count that the function begins at a number, and a loader that the guard keeps:
+    in a resumed epoch the loader has fewer batches left than the count."""
+    lengths = [
+        node.args[0]
+        for node in ast.walk(loop.test)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args
+    ]
+    if not any(id(value_of(node, frame)) in kept for node in lengths):
+        return False
+    tree, name = tree_of(frame), _own_count(loop)
+    begins = [
+        node.value
+        for node in (() if tree is None else ast.walk(tree))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id == name
+    ]
+    return bool(begins) and all(isinstance(value, ast.Constant) for value in begins)
+
+
+def _takes_all(loop: _Loop, frame: FrameType, kept: Collection[int]) -> bool:
     """Whether it goes through fixed numbers, or as many as something is long, and skips none."""
+    if isinstance(loop, ast.While):
+        return _is_as_long(loop, frame, kept)
     if not isinstance(loop, ast.For) or any(isinstance(node, ast.Continue) for node in ast.walk(loop)):
         return False
     ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
