@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from mindx_elastic.guard.checks.epoch_sums import STEPS, find_epoch_sums
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.rebound import content_of
-from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
+from mindx_elastic.guard.checks.source_reads import logs, parents_of, steering_reads
 from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, entry_of, spans, tree_of, value_of
 from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
@@ -175,13 +175,22 @@ def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -
     names = {target.id: None for node in nodes for target in _own_updates(node)}
     names |= dict.fromkeys([*sorted(best), *_that_follow_the_training(nodes, frame, kept.objects)])
     for name in names:
-        if not any(is_carried(loop, variable(name)) for loop in loops) or _is_begun_from(name, frame, outer, origins):
+        is_it = _other_than_logged(name, nodes)
+        if not any(is_carried(loop, is_it) for loop in loops) or _is_begun_from(name, frame, outer, origins):
             continue
         line = _sink(outer, name, frame, kept.objects)
         if line is None and name in best and (line := _saves(outer, name)) is not None:
             yield _Variable(name, place_of(frame), line, (), is_best=True)
         elif line is not None:
             yield _Variable(name, place_of(frame), line, _moduli(nodes, name, frame))
+
+
+def _other_than_logged(name: str, nodes: list[ast.AST]) -> Callable[[ast.AST], bool]:
+    """Accepts the variable, but where it is only printed or logged."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and logs(node)]
+    logged = {id(part) for call in calls for part in ast.walk(call)}
+    is_it = variable(name)
+    return lambda node: id(node) not in logged and is_it(node)
 
 
 def _find_in_functions(places: Iterable[FrameType]) -> Iterator[_Variable]:
