@@ -774,21 +774,6 @@ NOTED = {
             "of the program's own"
         ),
     ),
-    "an optimizer in functions that makes new tensors": (
-        """
-        moments = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-        PARTS = dict(model=net)
-        def step():
-            net.zero_grad(); net(x).square().mean().backward()
-            with torch.no_grad():
-                for name, p in net.named_parameters():
-                    moments[name] = 0.9 * moments[name] + 0.1 * p.grad; p -= 0.1 * moments[name]
-        """,
-        (
-            'the weights change without any of torch\'s optimizers, and "moments" (dict, train.py) changes with them '
-            "and is not kept: that looks like the state of an optimizer of the program's own"
-        ),
-    ),
     "a schedule of the program's own": (
         """
         class Warmup:

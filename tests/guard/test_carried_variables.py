@@ -369,7 +369,7 @@ def prints_what_not_every_step_sets(job: Job) -> None:
                 update(job, loss)
             job.guard.step_end()
             if epoch > 2:
-                print(float(loss))
+                print(loss.item())
 
 
 def saves_the_best(job: Job) -> None:

@@ -79,6 +79,7 @@ CARRIED = {
 LEFT_ALONE = {
     "gradients of functions, looked at twice at the boundary of a stop": """
         from mindx_elastic import GracefulExit
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
         weights = dict(net.named_parameters())
         def loss_of(params, x): return torch.func.functional_call(net, params, (x,)).square().mean()
         try:

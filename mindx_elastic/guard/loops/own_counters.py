@@ -172,14 +172,25 @@ def _is_as_long(loop: ast.While, frame: FrameType, kept: Collection[int]) -> boo
     if not any(id(value_of(node, frame)) in kept for node in lengths):
         return False
     tree, name = tree_of(frame), _own_count(loop)
-    begins = [
-        node.value
-        for node in (() if tree is None else ast.walk(tree))
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and target.id == name
-    ]
+    if tree is None or name is None:
+        return False
+    begins = list(_values_set(tree, frame, name))
     return bool(begins) and all(isinstance(value, ast.Constant) for value in begins)
+
+
+def _values_set(tree: ast.Module, frame: FrameType, name: str) -> Iterator[ast.expr]:
+    """What the running function sets the variable to; not what it adds to it."""
+    own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == frame.f_code.co_name]
+    own = [function for function in own if spans(function, frame.f_lineno)]
+    for node in ast.walk(own[-1] if own else tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            assert isinstance(node, ast.Assign)
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for one, value in pairs:
+                if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one)):
+                    yield value
 
 
 def _takes_all(loop: _Loop, frame: FrameType, kept: Collection[int]) -> bool:
