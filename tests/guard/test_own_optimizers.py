@@ -1,4 +1,4 @@
-"""What an optimizer of the program's own keeps is told where it makes new tensors in each step, too; gradients are not."""
+"""What an optimizer of the program's own keeps is told where it makes new tensors in each step; gradients are not."""
 
 from __future__ import annotations
 

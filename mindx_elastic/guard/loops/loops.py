@@ -344,6 +344,7 @@ class Loops:
             self._keep_resumed_state()
             if self.tail.is_over(self._collector.loop, epoch - 1):
                 self.tail.move_on(self._collector.loop)
+                self._loaders.begin_behind_an_epoch()
             assert self._restore is not None
             self._restore()
         self._restores = resuming and again
