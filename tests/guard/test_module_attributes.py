@@ -82,14 +82,15 @@ class Cell(Part):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.state = nn.LSTMCell(8, 8), None
+        self.cell = nn.LSTMCell(8, 8)
+        self.state: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.state is None:
             self.state = torch.zeros(len(x), 8), torch.zeros(len(x), 8)
         h, c = self.cell(super().forward(x), self.state)
         self.state = h.detach(), c.detach()
-        return h
+        return torch.as_tensor(h)
 
 
 class Undetached(Hidden):

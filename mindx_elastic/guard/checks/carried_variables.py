@@ -344,24 +344,24 @@ def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int])
     """Whether a statement sets it from one of `origins`."""
     inside = {id(node) for node in ast.walk(outer)}
     for node in _function(frame):
-        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if not any(each.id == name for target in targets for each in _targets(target)):
-            continue
-        if id(node) in inside and name in _reads(node.value):
-            continue
-        begins_anew = {  # observation = world.reset(), where `world` is kept
-            id(part)
-            for call in ast.walk(node.value)
-            if isinstance(call, ast.Call) and "reset" in _name(call.func)
-            for part in ast.walk(call.func)
-        }
-        for part in ast.walk(node.value):
-            if not isinstance(part, (ast.Name, ast.Attribute)) or id(part) in begins_anew:
+        for target, value in _pairs(node):
+            if not any(each.id == name for each in _targets(target)):
                 continue
-            if id(value_of(part, frame)) in origins:
-                return True
+            if id(node) in inside and name in _reads(value):
+                continue
+            begins_anew = {  # observation = world.reset(), where `world` is kept
+                id(part)
+                for call in ast.walk(value)
+                if isinstance(call, ast.Call) and "reset" in _name(call.func)
+                for part in ast.walk(call.func)
+            }
+            for part in ast.walk(value):
+                if not isinstance(part, (ast.Name, ast.Attribute)) or id(part) in begins_anew:
+                    continue
+                if id(value_of(part, frame)) in origins:
+                    return True
     return False
 
 

@@ -183,14 +183,23 @@ def _values_set(tree: ast.Module, frame: FrameType, name: str) -> Iterator[ast.e
     own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == frame.f_code.co_name]
     own = [function for function in own if spans(function, frame.f_lineno)]
     for node in ast.walk(own[-1] if own else tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            assert isinstance(node, ast.Assign)
-            pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(target.elts, node.value.elts, strict=False))
-            for one, value in pairs:
-                if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one)):
-                    yield value
+        for target, value in _assigned(node):
+            if _has_name(target, name) and not _has_name(value, name):
+                yield value
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment sets, each with its value: ``i, j = i + 1, 0`` are two."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        assert isinstance(node, ast.Assign)
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
+def _has_name(node: ast.AST, name: str) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
 def _takes_all(loop: _Loop, frame: FrameType, kept: Collection[int]) -> bool:
@@ -376,6 +385,11 @@ def _own_count(loop: ast.While) -> str | None:
         node.target.id
         for node in ast.walk(loop)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    } | {
+        target.id
+        for node in ast.walk(loop)
+        for target, value in _assigned(node)
+        if isinstance(target, ast.Name) and isinstance(value, ast.BinOp) and _has_name(value, target.id)
     }
     read = [node.id for end in _ends(loop) for node in ast.walk(end) if isinstance(node, ast.Name)]
     return next((name for name in read if name in counted), None)
