@@ -133,7 +133,6 @@ class Loops:
         self._drawn: tuple[list[str], dict[str, Any]] | None = None
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
-        self._steps_of_epoch = 0  # of the loop over steps that runs within an epoch; 0: there is none
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
         self._after_tail = after_tail
@@ -143,7 +142,7 @@ class Loops:
         self._done = 0  # the last epoch whose body has ended in this process
         self._between_loops = self._in_epoch = False
         self._is_late = False
-        self._cuts_in_epoch = 0
+        self._cuts_in_epoch = self._steps_of_epoch = 0  # the latter of a loop over steps within the epoch; 0: none
         self._begin: dict[str, Any] | None = None
         if self._restore is not None:
             self._arm(restore=True)
@@ -336,8 +335,7 @@ class Loops:
                     loader.load_state_dict(state)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._in_epoch, self._is_late, self._cuts_in_epoch = True, False, 0
-        self._steps_of_epoch = 0
+        self._in_epoch, self._is_late, self._cuts_in_epoch, self._steps_of_epoch = True, False, 0, 0
         resuming, self._is_resuming = self._is_resuming, False
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
         if resuming:
@@ -479,13 +477,9 @@ class Loops:
                 self._unmanaged.risk(*told)
         if self._in_epoch:
             counts = self._steps_of_epoch > 0 and (not self.loaders or self._goes_on())
-            self.tail.at_boundary(
-                sys._getframe(1),
-                self._entry,
-                self._kept,
-                is_layered=self.is_layered,
-                ends=self.step_in_epoch >= self._steps_of_epoch if counts else None,
-            )
+            ends = self.step_in_epoch >= self._steps_of_epoch if counts else None
+            frame, layered = sys._getframe(1), self.is_layered
+            self.tail.at_boundary(frame, self._entry, self._kept, is_layered=layered, ends=ends)
         if self.step in self._tail_steps:
             self.watch_tail()
 
