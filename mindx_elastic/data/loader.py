@@ -154,6 +154,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         cursor = self._engine.cursor
+        cursor.prepare()
         cursor.begin()
         try:
             self._settings = self._current_settings()

@@ -78,6 +78,14 @@ class Cursor:
     """Batches of the newest epoch, where only its end would tell."""
     track: Track | None = None
     """Follows what is handed out, while a guard is entered."""
+    at_begin: Callable[[], None] | None = None
+    """Called once, before the next iteration begins: it may move the position."""
+
+    def prepare(self) -> None:
+        """An iteration is about to begin."""
+        if self.at_begin is not None:
+            hook, self.at_begin = self.at_begin, None
+            hook()
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

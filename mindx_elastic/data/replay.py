@@ -111,6 +111,7 @@ class ReplayLoader:
 
     def __iter__(self) -> Iterator[Any]:
         cursor = self._engine.cursor
+        cursor.prepare()
         cursor.begin()
         announce: Callable[[], None] | None = None
         try:

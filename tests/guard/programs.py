@@ -106,6 +106,24 @@ EXACT = {
                 ema.update_parameters(net)
         notes = guard._unmanaged.notes
         """,
+    "a wrapper whose state has that of its optimizer": """
+        class Slow:
+            def __init__(self, base):
+                self.base, self.count = base, 0
+                self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+            def zero_grad(self): self.base.zero_grad()
+            @torch.no_grad()
+            def step(self):
+                self.base.step(); self.count += 1
+                if self.count % 3 == 0:
+                    for p, s in zip(net.parameters(), self.slow): s.lerp_(p, 0.5); p.copy_(s)
+            def state_dict(self): return {"count": self.count, "slow": self.slow, "base": self.base.state_dict()}
+            def load_state_dict(self, state):
+                self.count, self.slow = state["count"], state["slow"]; self.base.load_state_dict(state["base"])
+        slow = Slow(opt)
+        PARTS = dict(model=net, optimizer=slow)
+        def step(): update(net(x).square().mean(), slow)
+        """,
     "a frozen teacher": """
         teacher = make().eval().requires_grad_(False)
         PARTS = dict(model=net, optimizer=opt)

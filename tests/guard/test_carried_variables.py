@@ -234,6 +234,18 @@ def a_count_for_timms_schedulers(job: Job) -> str:
     return "num_updates"
 
 
+def a_first_loss(job: Job) -> str:
+    first = None
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            if first is None:
+                first = loss.item()
+            update(job, loss / first)
+            job.guard.step_end()
+    return "first"
+
+
 CARRIED: list[Callable[[Job], str]] = [
     a_scale_that_decays,
     a_count_that_sets_the_rate,
@@ -258,6 +270,15 @@ def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogC
         name = program(job)
     told = [r.getMessage() for r in caplog.records if "goes on from step to step" in r.getMessage()]
     assert len(told) == 1 and told[0].startswith(f"the variable {name} ({program.__name__}() in "), told
+    assert "stateful={" in told[0]
+
+
+def test_what_the_first_step_has_given_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    with job.guard:
+        name = a_first_loss(job)
+    told = [r.getMessage() for r in caplog.records if "keeps what the first step has given" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith(f"the variable {name} (a_first_loss() in "), told
     assert "stateful={" in told[0]
 
 
@@ -338,6 +359,17 @@ def logs(job: Job) -> None:
                 running = 0.0
         accuracy = correct / total
         print("accuracy", accuracy)
+
+
+def prints_what_not_every_step_sets(job: Job) -> None:
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            if epoch > 1:
+                loss = job.network(x).square().mean()
+                update(job, loss)
+            job.guard.step_end()
+            if epoch > 2:
+                print(loss.item())
 
 
 def saves_the_best(job: Job) -> None:
@@ -467,6 +499,7 @@ def swaps(job: Job) -> None:
     "program",
     [
         logs,
+        prints_what_not_every_step_sets,
         saves_the_best,
         counts_from_the_guard,
         counts_globally_for_a_log,

@@ -77,6 +77,31 @@ class Hidden(Part):
         return y
 
 
+class Cell(Part):
+    """A state of two tensors, which begins with the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 8)
+        self.state: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state is None:
+            self.state = torch.zeros(len(x), 8), torch.zeros(len(x), 8)
+        h, c = self.cell(super().forward(x), self.state)
+        self.state = h.detach(), c.detach()
+        return torch.as_tensor(h)
+
+
+class Undetached(Hidden):
+    """It is detached when it is read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Part.forward(self, x) + self.hidden.detach()
+        self.hidden = y.mean(0)
+        return y
+
+
 class Caches(Part):
     """What a forward leaves for others, a flag of a lazy table, a count for the log."""
 
@@ -88,6 +113,7 @@ class Caches(Part):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.attention = torch.softmax(x, 1).detach()
+        self.both = x, self.attention
         self.output = x
         self.seen += len(x)
         self.width = x.shape[1]
@@ -148,6 +174,8 @@ def warnings_of(
         (Temperature, '"model.1.temperature" is', "get_extra_state()"),
         (FirstBatch, '"model.1.ready" is', "get_extra_state()"),
         (Hidden, '"model.1.hidden" is', 'self.register_buffer("hidden", ...)'),
+        (Cell, '"model.1.state" is', 'self.register_buffer("state", ...)'),
+        (Undetached, '"model.1.hidden" is', 'self.register_buffer("hidden", ...)'),
     ],
 )
 def test_what_is_carried_on_is_told_once(

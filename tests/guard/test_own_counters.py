@@ -315,6 +315,26 @@ def weights_changed_before_the_loop(p: Program) -> None:
             one(p, p.full_batch())
 
 
+def as_many_as_the_loader_has(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            batches, number = iter(p.loader), 0
+            while number < len(p.loader):
+                for _ in range(2):
+                    batch = next(batches)
+                    number += 1
+                one(p, batch)
+
+
+def as_many_as_are_left(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            batches, number = iter(p.loader), p.guard.position.step_in_epoch
+            while number < len(p.loader):
+                one(p, next(batches))
+                number += 1
+
+
 MORE = [
     (inner_list_without_loader, r"for batch in \[p\.full_batch\(\).* begins anew when its epoch"),
     (inner_count_without_loader, r"while number < 3\) begins anew when its epoch"),
@@ -420,3 +440,9 @@ def test_a_result_noted_after_the_boundary_is_a_risk(tmp_path: Path, caplog: pyt
                     counter.number += 1
     (line,) = [r.getMessage() for r in caplog.records if "moves after" in r.getMessage()]
     assert line.startswith("counter moves after guard.step_end()") and "at the head of the loop" in line
+
+
+def test_a_count_of_batches_that_ends_at_the_length_of_the_loader(tmp_path: Path) -> None:
+    with pytest.raises(UnmanagedStateError, match=r"while number < len\(p\.loader\)\) begins anew when its epoch"):
+        as_many_as_the_loader_has(Program(tmp_path / "anew"))
+    as_many_as_are_left(Program(tmp_path / "left"))

@@ -92,6 +92,35 @@ def step(): update(net(x + torch.tensor(world.move(np.random.rand(3))).float()).
     ),
 }
 
+CARRIED |= {
+    "a memory bank that the loss reads elsewhere": (
+        """
+class Bank:
+    def __init__(self): self.rows = torch.zeros(5, 3)
+    def update(self, i, y): self.rows[i] = 0.5 * self.rows[i] + 0.5 * y
+bank = Bank()
+def step():
+    y = net(x); distance = y @ bank.rows.T
+    update(distance.square().mean(), opt); bank.update(torch.arange(5), y.detach())
+""",
+        '"bank.rows" (Bank, ',
+        'Guard(stateful={"bank": bank}, ...)',
+    ),
+    "the first losses, by which later ones are divided": (
+        """
+class Balance:
+    def __init__(self): self.first = None
+    def __call__(self, losses):
+        if self.first is None: self.first = losses.detach()
+        return (losses / self.first).sum()
+balance = Balance()
+def step(): update(balance(net(x).square().mean(0)), opt)
+""",
+        '"balance.first" (Balance, ',
+        'Guard(stateful={"balance": balance}, ...)',
+    ),
+}
+
 POOL = """
 class Pool:
     def __init__(self): self.images, self.size = [torch.zeros(5, 3)] * 2, 3
@@ -164,6 +193,20 @@ class Attention:
 cache, buffer, attention = Cache(), Buffer(), Attention()
 def step():
     update(attention(net(buffer(x) + cache(number))).square().mean(), opt)
+""",
+    "a matrix that is read elsewhere for a log, and a mask that is made once": """
+class Matrix:
+    def __init__(self): self.mat = torch.zeros(3, 3)
+    def update(self, y): self.mat += torch.outer(y, y)
+class Masked:
+    def __init__(self): self.mask = None
+    def __call__(self, y):
+        if self.mask is None: self.mask = torch.ones(y.shape[1])
+        return (y * self.mask).square().mean()
+matrix, masked = Matrix(), Masked()
+def step():
+    y = net(x); update(masked(y), opt); matrix.update(y.detach().mean(0)); share = matrix.mat.diag() / matrix.mat.sum()
+    print("shares", share.tolist())
 """,
     "objects that are named": """
 class Loss:

@@ -77,6 +77,23 @@ CARRIED = {
 }
 
 LEFT_ALONE = {
+    "gradients of functions, looked at twice at the boundary of a stop": """
+        from mindx_elastic import GracefulExit
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        weights = dict(net.named_parameters())
+        def loss_of(params, x): return torch.func.functional_call(net, params, (x,)).square().mean()
+        try:
+            with Guard(directory=DIRECTORY, model=net) as guard:
+                for number in guard.steps(30):
+                    grads = torch.func.grad(loss_of)(weights, torch.randn(5, 3))
+                    with torch.no_grad():
+                        for name, p in weights.items(): p.sub_(0.01 * grads[name])
+                    if number in (4, 5): guard.request_stop("test")
+                    guard.step_end()
+        except GracefulExit:
+            pass
+        notes = guard._unmanaged.notes
+        """,
     "made and used in each step": """
         PARTS = dict(model=net, optimizer=opt)
         def step():

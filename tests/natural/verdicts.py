@@ -401,6 +401,66 @@ LOOPS: Sequence[Loop] = (
     Loop("evaluation_in_mid_epoch", Refused("is read between step_end() and the next batch")),
     Loop("optimizer_of_phase_two", Refused("steps and is not named")),
     Loop("new_head", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop(
+        "memory_bank",
+        EXACT,
+        [Cut('stateful={"bank": bank}, ', Warned('"bank.rows" (Bank, memory_bank.py) is carried from one step'))],
+    ),
+    Loop(
+        "temporal_ensembling",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"ensemble": ensemble},\n',
+                Warned("the variable ensemble (temporal_ensembling.py) is changed in place"),
+            )
+        ],
+    ),
+    Loop(
+        "dynamic_weight_average",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"history": history},\n',
+                Warned("the variable history (dynamic_weight_average.py) is changed in place"),
+            )
+        ],
+    ),
+    Loop(
+        "first_losses",
+        EXACT,
+        [
+            Cut(
+                '    stateful={"balance": balance},\n',
+                Warned('"balance.first" (Balance, first_losses.py) is carried from one step'),
+            )
+        ],
+    ),
+    Loop("wgan_while", Refused("(while i < len(loader)) begins anew when its epoch is resumed in the middle")),
+    Loop("lstm_of_a_module", Warned('"model.state" is a plain attribute of a named module, in no state_dict')),
+    Loop(
+        "epochs_of_steps",
+        EXACT,
+        [
+            Cut(
+                "guard.steps(4)",
+                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
+                new="range(4)",
+            )
+        ],
+    ),
+    Loop(
+        "mean_teacher",
+        EXACT,
+        [
+            Cut(
+                "model=[student, teacher]",
+                Refused("changes in the training and is not named"),
+                new="model=student",
+            )
+        ],
+    ),
+    Loop("lookahead_wrapper", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("ddp", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
     Loop(
         "ddp_distributed_sampler",

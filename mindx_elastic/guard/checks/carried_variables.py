@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +34,12 @@ import torch
 from torch import nn
 
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
+from mindx_elastic.guard.checks.changed_in_place import ChangedInPlace
 from mindx_elastic.guard.checks.epoch_sums import STEPS, find_epoch_sums
 from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.rebound import content_of
-from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
+from mindx_elastic.guard.checks.source_reads import logs, parents_of, steering_reads
 from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, entry_of, spans, tree_of, value_of
 from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
@@ -61,6 +63,8 @@ class _Variable:
     """Where only ``count % n`` is used: those n."""
     is_best: bool = False
     """It does not steer the training, but decides what is kept as the best."""
+    is_first: bool = False
+    """It keeps what the first step has given."""
     before: object = None
 
 
@@ -74,6 +78,7 @@ class CarriedVariables:
         self._entry: Entry | None = None
         self._variables: list[_Variable] | None = None
         self._told: set[str] = set()
+        self._in_place = ChangedInPlace(unmanaged)
 
     def at_entry(self, frame: FrameType | None) -> None:
         """Where the program enters the guard's block."""
@@ -81,12 +86,14 @@ class CarriedVariables:
 
     def forget(self) -> None:
         """What has changed until the next look does not count."""
+        self._in_place.forget()
         for one in self._variables or ():
             one.before = None
 
     def look(self, frame: FrameType | None, kept: Kept) -> None:
         """At a boundary, which is passed in `frame`."""
         places = dict(_loops_by_frame(frame, self._entry))
+        self._in_place.look(places, kept)
         if self._variables is None:
             for what, remedy in find_epoch_sums(frame, self._entry, kept):
                 self._unmanaged.risk(what, remedy)
@@ -99,6 +106,15 @@ class CarriedVariables:
             if place is None or one.name in self._told:
                 continue
             value = value_of(ast.Name(one.name, ast.Load()), place)
+            if one.is_first:
+                if (
+                    _is_result(value)
+                    and not (torch.is_tensor(value) and kept.has(value))
+                    and id(value) not in kept.objects
+                ):
+                    self._told.add(one.name)
+                    self._unmanaged.risk(*_words(one, value))
+                continue
             if not _is_simple(value):
                 value = _in_closure(one.name, place)
             if not _is_simple(value) or (torch.is_tensor(value) and kept.has(value)) or _is_named(value, kept):
@@ -128,6 +144,12 @@ def _is_simple(value: Any) -> bool:
     return isinstance(value, _SIMPLE) and not isinstance(value, (bool, nn.Parameter))
 
 
+def _is_result(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) < 100 and all(map(_is_result, value))
+    return isinstance(value, _SIMPLE) and not isinstance(value, (bool, nn.Parameter))
+
+
 def _is_named(value: Any, kept: Kept) -> bool:
     return isinstance(value, (np.ndarray, list)) and id(value) in kept.objects
 
@@ -143,17 +165,32 @@ def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tu
 def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
     outer = loops[-1]
     nodes = list(ast.walk(outer))
+    tree = tree_of(frame)
+    for name in sorted({name for node in nodes for name in _first_in(node)}):
+        if any(is_carried(loop, variable(name)) for loop in loops) and tree is not None:
+            line = _sink(outer, name, frame, kept.objects) or line_of_gradients(tree, variable(name))
+            if line is not None:
+                yield _Variable(name, place_of(frame), line, (), is_first=True)
     best = {name for node in nodes for name in _best_in(node)}
     names = {target.id: None for node in nodes for target in _own_updates(node)}
     names |= dict.fromkeys([*sorted(best), *_that_follow_the_training(nodes, frame, kept.objects)])
     for name in names:
-        if not any(is_carried(loop, variable(name)) for loop in loops) or _is_begun_from(name, frame, outer, origins):
+        is_it = _other_than_logged(name, nodes)
+        if not any(is_carried(loop, is_it) for loop in loops) or _is_begun_from(name, frame, outer, origins):
             continue
         line = _sink(outer, name, frame, kept.objects)
         if line is None and name in best and (line := _saves(outer, name)) is not None:
             yield _Variable(name, place_of(frame), line, (), is_best=True)
         elif line is not None:
             yield _Variable(name, place_of(frame), line, _moduli(nodes, name, frame))
+
+
+def _other_than_logged(name: str, nodes: list[ast.AST]) -> Callable[[ast.AST], bool]:
+    """Accepts the variable, but where it is only printed or logged."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and logs(node)]
+    logged = {id(part) for call in calls for part in ast.walk(call)}
+    is_it = variable(name)
+    return lambda node: id(node) not in logged and is_it(node)
 
 
 def _find_in_functions(places: Iterable[FrameType]) -> Iterator[_Variable]:
@@ -249,6 +286,18 @@ def _best_in(node: ast.AST) -> Iterator[str]:
         yield from sets & _reads(node.test)
 
 
+def _first_in(node: ast.AST) -> Iterator[str]:
+    """The variable of ``if first is None: first = loss.detach()``."""
+    if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
+        return
+    if not isinstance(node.test.left, ast.Name) or not isinstance(node.test.ops[0], ast.Is):
+        return
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and takes_a_result(statement.value):
+            names = {each.id for target in statement.targets for each in _targets(target)}
+            yield from names & {node.test.left.id}
+
+
 def _saves(outer: _Loop | ast.FunctionDef, name: str) -> int | None:
     """The line in which it decides what is saved or copied."""
     nodes = [node for statement in outer.body for node in ast.walk(statement)]
@@ -295,24 +344,24 @@ def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int])
     """Whether a statement sets it from one of `origins`."""
     inside = {id(node) for node in ast.walk(outer)}
     for node in _function(frame):
-        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if not any(each.id == name for target in targets for each in _targets(target)):
-            continue
-        if id(node) in inside and name in _reads(node.value):
-            continue
-        begins_anew = {  # observation = world.reset(), where `world` is kept
-            id(part)
-            for call in ast.walk(node.value)
-            if isinstance(call, ast.Call) and "reset" in _name(call.func)
-            for part in ast.walk(call.func)
-        }
-        for part in ast.walk(node.value):
-            if not isinstance(part, (ast.Name, ast.Attribute)) or id(part) in begins_anew:
+        for target, value in _pairs(node):
+            if not any(each.id == name for each in _targets(target)):
                 continue
-            if id(value_of(part, frame)) in origins:
-                return True
+            if id(node) in inside and name in _reads(value):
+                continue
+            begins_anew = {  # observation = world.reset(), where `world` is kept
+                id(part)
+                for call in ast.walk(value)
+                if isinstance(call, ast.Call) and "reset" in _name(call.func)
+                for part in ast.walk(call.func)
+            }
+            for part in ast.walk(value):
+                if not isinstance(part, (ast.Name, ast.Attribute)) or id(part) in begins_anew:
+                    continue
+                if id(value_of(part, frame)) in origins:
+                    return True
     return False
 
 
@@ -418,6 +467,11 @@ def _moduli(nodes: list[ast.AST], name: str, frame: FrameType) -> tuple[int, ...
 
 def _words(one: _Variable, value: Any) -> tuple[str, str]:
     name, file = one.name, Path(one.place.rpartition(" in ")[2]).name
+    if one.is_first:
+        what = f"the variable {name} ({one.place}) keeps what the first step has given, steers the training in line "
+        what += f"{one.line} of {file}, and is not kept: a resumed run takes what its own first step gives"
+        state = f'state = {{"{name}": None}} before the guard, Guard(stateful={{"state": state}}, ...)'
+        return what, f'Keep it in a dict: {state}, and state["{name}"] in its place'
     what = f"the variable {name} ({one.place}) goes on from step to step, steers the training in line {one.line} of "
     what += f"{file}, and is not kept"
     if one.is_best:

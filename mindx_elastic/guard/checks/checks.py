@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -71,6 +72,7 @@ from mindx_elastic.guard.checks.surroundings import (
     attributes_of,
     find_bound,
     inner_schedulers,
+    kind_of,
     look,
     places_of,
     program_files,
@@ -257,7 +259,7 @@ class Checks:
         self._compare(kept)
         self._generators.look(seen, kept, self._epoch())
         self._look_at_attributes(kept, frame)
-        self._watch_found(seen, kept)
+        self._watch_found(seen, kept, frame)
         self._look_at_copies(seen, kept, frame)
         self._rebound.look(frame)
         self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame)
@@ -327,7 +329,8 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._collector.optimizers()):
+        others = [t for t in self._targets.values() if kind_of(type(t)) == "instance"]
+        for optimizer in self._strangers.at_boundary(self._collector.optimizers(), others):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
@@ -432,7 +435,7 @@ class Checks:
 
     # --- what moves ---
 
-    def _watch_found(self, seen: Seen, kept: Kept) -> None:
+    def _watch_found(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
         """Begin to watch what has been found and is not kept."""
         watch, epoch = self._watch, self._epoch()
         claimed: set[int] = set()
@@ -462,7 +465,8 @@ class Checks:
             self._unmanaged.risk(what, self._remedies.of_own(remedy))
         if self._gate.unguarded:
             trained = [p for p in self._collector.parameters if p.requires_grad]
-            if told := self._own_optimizers.look(plain, trained, kept.has, self._remedies.stateful_line):
+            line, files = self._remedies.stateful_line, partial(program_files, frame)
+            if told := self._own_optimizers.look(plain, trained, kept.has, line, files):
                 self._unmanaged.risk(*told)
 
     def _weights(self) -> list[dict[str, torch.Tensor]]:
@@ -470,26 +474,29 @@ class Checks:
 
     def _look_at_copies(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
         some = (*seen.containers.items(), *seen.modules.items())
-        told_of = self._plain.changing
+        told_of = self._plain.changing | self._own_optimizers.told_of
         known = kept.objects | told_of
         found = [one for key, one in some if key not in known]
-        for told in self._copies.look(found, self._weights(), kept.has, lambda: program_files(frame)):
+        files = partial(program_files, frame)
+        for told in self._copies.look(found, self._weights(), kept.has, files, self._boundaries):
             self._unmanaged.risk(*told)
         holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
         holders += samplers_of(self._loaders)
         line = self._remedies.stateful_line
-        for told in self._weights_of_samplers.look(
-            self._loaders, self._epoch(), kept.has, lambda: program_files(frame)
-        ):
+        for told in self._weights_of_samplers.look(self._loaders, self._epoch(), kept.has, files):
             self._unmanaged.risk(*told)
-        for told in self._own_tensors.look(holders, kept, lambda: program_files(frame), line):
+        for told in self._own_tensors.look(holders, kept, files, line):
             self._unmanaged.risk(*told)
+        if self._boundaries:
+            objects = {**seen.holders, **seen.counted}
+            for told in self._own_tensors.look_for_first_values(objects.values(), kept, files, line):
+                self._unmanaged.risk(*told)
         targets = [target for target in self._targets.values() if not any(target is one for one in self._loaders)]
         for told in self._own_numbers.look(
             seen.counted.values(),
             lambda value: _has(value, (*targets, *self._also_kept)),
             lambda value: _has(value, self._loaders),
-            lambda: program_files(frame),
+            files,
             line,
         ):
             self._unmanaged.risk(*told)

@@ -8,6 +8,7 @@ of the running functions shows:
 ===================================================  ===================================================================
 ``self.step += 1``, ``m.p = min(0.5, m.p + 0.1)``     and it is read elsewhere, other than for a log
 ``if not self.ready: weight.copy_(...)``             a flag that is set there, in front of values set in place
+``y, h = self.cell(x, self.h)``, then ``self.h = h``  it is read first and set afterwards, unless it was missing
 ``self.queue[i:j] = keys``                            a tensor that is the same one, with other values; in an
                                                      optimizer of the program's also one in a dict or list
 ===================================================  ===================================================================
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.own_tensors import carries
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 
 __all__ = ["ModuleAttributes"]
@@ -35,6 +37,7 @@ __all__ = ["ModuleAttributes"]
 _NUMBERS = (int, float, bool, str)
 _INTERNALS = frozenset(vars(nn.Module()))
 _MOST = 20_000
+_MOST_PARTS = 16
 _LIBRARIES = ("torch", "builtins")
 _HOSTS = (*_LIBRARIES, "accelerate", "lightning", "mindx_elastic", "pytorch_lightning", "transformers")
 """Of which objects that are not modules may be subclasses: what those do by themselves their integration keeps."""
@@ -69,16 +72,19 @@ class ModuleAttributes:
         now: dict[_Key, Any] = {}
         found: dict[_Key, object] = {}
         certain: set[_Key] = set()
+        left: set[_Key] = set()
         optimizers, own, hosts = optimizers or {}, own or {}, hosts or {}
         for path, module in (*_parts(modules), *optimizers.items(), *own.items(), *hosts.items()):
             plain = (*_plain(module, is_kept), *(_held_by(module, is_kept) if path in optimizers else ()))
-            for name, value in plain:
-                key = path, name
+            for name, held in plain:
+                key, value = (path, name), held[0] if type(held) in (tuple, list) else held
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
                 old = self._before.get(key, look)
                 if key in self._done or type(old) is not type(look):
                     continue
                 if isinstance(look, tuple):
+                    if value.grad_fn is not None:  # what a forward has left, unless the next one reads it
+                        left.add(key)
                     if old[0]() is value and old[1] != look[1]:
                         found[key] = module
                         certain.add(key)
@@ -93,7 +99,11 @@ class ModuleAttributes:
             return []
         self._done.update(found)
         sources = _Classes(files())
-        told = {k: m for k, m in found.items() if k in certain or sources.carries(m, k[1])}
+        told = {
+            k: m
+            for k, m in found.items()
+            if (k in certain and k not in left) or sources.carries(m, k[1], replaced=k in left)
+        }
         steps = {key: told.pop(key) for key in [*told] if key[0] in optimizers}
         words = [_words_of_optimizers(steps)] if steps else []
         return [*words, _words(told, now, own, hosts)] if told else words
@@ -110,9 +120,9 @@ def _plain(module: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[
     for name, value in vars(module).items():
         if name in _INTERNALS or name.startswith("_") or "cache" in name:
             continue
-        # A tensor with a graph is what a forward has left.
-        is_state = type(value) is torch.Tensor and not value.is_inference() and value.grad_fn is None
-        if type(value) in _NUMBERS or (is_state and not is_kept(value)):
+        some = value if type(value) in (tuple, list) and 0 < len(value) <= _MOST_PARTS else [value]
+        are_state = all(type(one) is torch.Tensor and not one.is_inference() for one in some)
+        if type(value) in _NUMBERS or (are_state and not any(map(is_kept, some))):
             yield name, value
 
 
@@ -179,11 +189,16 @@ class _Classes:
     def __init__(self, files: Iterable[str]) -> None:
         self._sources = Sources(files)
 
-    def carries(self, module: object, name: str) -> bool:
-        """Whether an attribute goes on from its own last value, and is read other than for a log."""
+    def carries(self, module: object, name: str, *, replaced: bool = False) -> bool:
+        """Whether an attribute goes on from its own last value, and is read other than for a log; or a method reads it
+        and sets another one afterwards, as of a hidden state. `replaced`: only in that way."""
         is_it = partial(_is_attribute, name)
         from_outside = partial(_is_attribute_of_another, name)  # `self` may be of another class there
         own = [(tree, up, is_it) for tree, up in self._classes(module)]
+        if any(carries(tree, up, name, replaced=True) for tree, up, _ in own):
+            return True
+        if replaced:
+            return False
         if any(_is_flag(tree, is_it) for tree, _, _ in own):
             return True
         places = [*own, *((tree, up, from_outside) for tree, up in self._sources.trees())]

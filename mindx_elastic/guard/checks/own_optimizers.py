@@ -2,12 +2,14 @@
 
 Only where weights of the guard's are known to change without any of torch's optimizers. What has the shapes of trained
 weights there, stays the same tensors from one look to the next and gets other values is most likely such state: a risk.
+So are other tensors in the same container, where the source reads what it sets (``s["m"] = 0.9 * s["m"] + g``).
 """
 
 from __future__ import annotations
 
+import ast
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of, kind_of
 
 __all__ = ["OwnOptimizers"]
@@ -39,6 +42,8 @@ class OwnOptimizers:
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], _Slots] = {}
         self._told = False
+        self.told_of: set[int] = set()
+        """By `id`: what was named."""
 
     def forget(self) -> None:
         """What has changed until the next look does not count."""
@@ -50,10 +55,12 @@ class OwnOptimizers:
         trained: Iterable[torch.Tensor],
         is_kept: Callable[[torch.Tensor], bool],
         line_of: Callable[[Sequence[str]], str],
+        files: Callable[[], Collection[str]],
     ) -> tuple[str, str] | None:
         """What is known against those of `found` that no named object keeps, and what to write.
 
-        `trained`: the weights that change. `line_of`: gives the line that names the objects of these names.
+        `trained`: the weights that change. `line_of`: gives the line that names the objects of these names. `files`:
+        gives the program's.
         """
         if self._told:
             return None
@@ -72,7 +79,7 @@ class OwnOptimizers:
             key = id(one.value), one.name
             now = _Slots(weakref.ref(tensors[0]), repr(TensorsLook.at(tensors).sample))
             old = before.get(key)
-            if old is not None and old.first() is tensors[0]:
+            if old is not None and (old.first() is tensors[0] or _goes_on(one, files)):
                 now.moves = old.moves + (old.sample != now.sample)
             self._before[key] = now
             if now.moves >= _MOVES:
@@ -80,6 +87,7 @@ class OwnOptimizers:
         if not moved:
             return None
         self._told = True
+        self.told_of = {id(one.value) for one in moved}
         names = listed([str(one) for one in moved], 2)
         are = "changes with them and is" if len(moved) == 1 else "change with them and are"
         what = f"the weights change without any of torch's optimizers, and {names} {are} not kept: that looks like the "
@@ -87,6 +95,36 @@ class OwnOptimizers:
             f"{what}state of an optimizer of the program's own",
             f"Write {line_of(list(dict.fromkeys(map(_owner_of, moved))))}, with whatever else that optimizer counts",
         )
+
+
+def _goes_on(found: Found, files: Callable[[], Collection[str]]) -> bool:
+    """Whether a function sets an item of the container, or one under a key of its, after it has read it."""
+    names = {found.name.partition("[")[0].rpartition(".")[2].strip("<>")}
+    if isinstance(found.value, dict):
+        names |= {repr(key) for key in dict.keys(found.value) if isinstance(key, str)}
+    for tree, _ in Sources(files()).trees():
+        for scope in ast.walk(tree):
+            if isinstance(scope, (ast.Module, ast.FunctionDef)) and names & _items_that_go_on(scope):
+                return True
+    return False
+
+
+def _items_that_go_on(scope: ast.AST) -> set[str]:
+    """Of ``self.m[p]`` the name ``m``, of ``state["m"]`` the key."""
+    items = [node for node in ast.walk(scope) if isinstance(node, ast.Subscript)]
+    read: dict[str, int] = {}
+    for item in items:
+        if isinstance(item.ctx, ast.Load):
+            text = ast.unparse(item)
+            read[text] = min(item.lineno, read.get(text, item.lineno))
+    found = set()
+    for item in items:
+        if isinstance(item.ctx, ast.Store) and item.lineno >= read.get(ast.unparse(item), item.lineno + 1):
+            base = item.value
+            found |= {base.id} if isinstance(base, ast.Name) else set()
+            found |= {base.attr} if isinstance(base, ast.Attribute) else set()
+            found |= {repr(item.slice.value)} if isinstance(item.slice, ast.Constant) else set()
+    return found
 
 
 def _owner_of(found: Found) -> str:

@@ -11,6 +11,13 @@ also be used in the method that sets it, as the source of its class shows:
 ``y, h = net(x, self.h)``, then ``self.h = h``       it is read first and set afterwards, unless it was missing
 ===================================================  ===================================================================
 
+or the gradients must depend on it, as the source of the program shows (see `loss_reads`):
+
+===================================================  ===================================================================
+``self.bank[i] = 0.5 * self.bank[i] + f``            and ``f @ memory.bank.T`` is in a loss, wherever that is written
+``if self.first is None: self.first = x.detach()``   and a loss is divided by it: a resumed run would take a later one
+===================================================  ===================================================================
+
 Single numbers are left alone: most of them are statistics, and nothing tells which are not.
 """
 
@@ -30,11 +37,12 @@ from torch.utils.data import Dataset, Sampler
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
 
-__all__ = ["OwnTensors"]
+__all__ = ["OwnTensors", "carries"]
 
 _MOST = 256
 _MOST_BYTES = 1 << 20
@@ -66,6 +74,7 @@ class OwnTensors:
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], _Value] = {}
         self._done: set[tuple[type, str]] = set()
+        self._looked_for_first: set[tuple[type, str]] = set()
 
     def forget(self) -> None:
         """What has changed until the next look does not count."""
@@ -107,10 +116,36 @@ class OwnTensors:
             carried = [
                 name
                 for name in moved
-                if any(_carries(*tree, name, shuffled=isinstance(own[name], list)) for tree in trees)
+                if any(carries(*tree, name, shuffled=isinstance(own[name], list)) for tree in trees)
+                or (not isinstance(own[name], list) and _is_in_a_loss(trees, sources, name))
             ]
             if carried:
                 yield _words(one, carried, line_of)
+
+    def look_for_first_values(
+        self,
+        found: Iterable[Found],
+        kept: Kept,
+        files: Callable[[], Collection[str]],
+        line_of: Callable[[list[str]], str],
+    ) -> Iterator[tuple[str, str]]:
+        """The same for what an object has taken from its first step, and divides a loss by."""
+        sources: Sources | None = None
+        for one in found:
+            for name, value in attributes_of(one.value).items():
+                key = type(one.value), name
+                if key in self._looked_for_first or len(self._looked_for_first) >= _MOST:
+                    continue
+                if not isinstance(value, (torch.Tensor, np.ndarray, float)) or id(one.value) in kept.objects:
+                    continue
+                if isinstance(value, torch.Tensor) and (value.requires_grad or kept.has(value)):
+                    continue
+                self._looked_for_first.add(key)
+                sources = sources or Sources(files())
+                for tree, parents in _classes(type(one.value), sources):
+                    if _takes_the_first(tree, parents, name) and _line_in_a_loss(tree, sources, name):
+                        self._done.add(key)
+                        yield _words(one, [name], line_of)
 
 
 def _is_state(value: Any, kept: Kept) -> bool:
@@ -179,9 +214,62 @@ def _classes(kind: type, sources: Sources) -> Iterator[Tree]:
                     yield node, found[1]
 
 
-def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str, *, shuffled: bool) -> bool:
-    """Whether a method of a class uses the last value of ``self.<name>`` and sets another. `shuffled`: only in that
-    way."""
+def _of_self(name: str) -> Callable[[ast.AST], bool]:
+    def is_it(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Attribute) or node.attr != name:
+            return False
+        return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+    return is_it
+
+
+def _methods(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name not in _NOT_OF_A_STEP and "reset" not in node.name:
+            yield node
+
+
+def _is_in_a_loss(trees: Iterable[Tree], sources: Sources, name: str) -> bool:
+    """Whether a method sets a new value from the last one, and a loss depends on it."""
+    for tree, _ in trees:
+        is_it = _of_self(name)
+        nodes = [node for method in _methods(tree) for node in ast.walk(method) if isinstance(node, ast.stmt)]
+        if any(_writes(node, is_it) and _goes_on(node, is_it) for node in nodes) and _line_in_a_loss(
+            tree, sources, name
+        ):
+            return True
+    return False
+
+
+def _line_in_a_loss(kind: ast.AST, sources: Sources, name: str) -> int | None:
+    """`kind`: the class; in others ``self.<name>`` is another thing."""
+    inside = set(map(id, ast.walk(kind)))
+    is_self = _of_self(name)
+
+    def is_it(node: ast.AST) -> bool:
+        if id(node) in inside:
+            return is_self(node)
+        return isinstance(node, ast.Attribute) and node.attr == name and not is_self(node)
+
+    lines = (line_of_gradients(tree, is_it, _NOT_OF_A_STEP) for tree, _ in sources.trees())
+    return next((line for line in lines if line is not None), None)
+
+
+def _takes_the_first(tree: ast.AST, parents: Mapping[int, ast.AST], name: str) -> bool:
+    """``if self.x is None: self.x = loss.detach()``, and nothing takes it away again."""
+    is_it = _of_self(name)
+    nodes = [node for method in _methods(tree) for node in ast.walk(method) if isinstance(node, ast.Assign)]
+    sets = [node for node in nodes if any(map(is_it, node.targets))]
+    return bool(sets) and all(
+        takes_a_result(node.value) and _fills_what_is_missing(node, parents, is_it) for node in sets
+    )
+
+
+def carries(
+    tree: ast.AST, parents: Mapping[int, ast.AST], name: str, *, shuffled: bool = False, replaced: bool = False
+) -> bool:
+    """Whether a method of a class uses the last value of ``self.<name>`` and sets another. `shuffled`, `replaced`: only
+    in that way."""
 
     def is_it(node: ast.AST) -> bool:
         return (
@@ -211,7 +299,7 @@ def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str, *, shuffl
         first = min(map(_place, (*reads, *writes)))
         if any(_overwrites(node, is_it) and node in method.body and _place(node) <= first for node in writes):
             continue
-        if any(_goes_on(node, is_it) for node in writes) and reads:
+        if any(_goes_on(node, is_it) for node in writes) and reads and not replaced:
             return True
         plain = [node for node in writes if not _overwrites(node, is_it, in_place=True)]
         if any(

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from itertools import islice
 from pathlib import PurePath
 
-__all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
+__all__ = ["Sources", "Tree", "logs", "parents_of", "steering_reads"]
 
 Tree = tuple[ast.AST, dict[int, ast.AST]]
 """A file's syntax tree, and the parents of its nodes."""
@@ -123,7 +123,7 @@ def _is_for_a_log(
             return True
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mod) and _is_text(parent.left):
             return True
-        if isinstance(parent, ast.Call) and child is not parent.func and _logs(parent):
+        if isinstance(parent, ast.Call) and child is not parent.func and logs(parent):
             return True
         if isinstance(parent, (ast.If, ast.IfExp)) and child is parent.test:
             return isinstance(parent, ast.If) and all(_only_logs(s, is_off) for s in (*parent.body, *parent.orelse))
@@ -135,7 +135,8 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _logs(call: ast.Call) -> bool:
+def logs(call: ast.Call) -> bool:
+    """Whether it prints or logs."""
     func = call.func
     if isinstance(func, ast.Name):
         return func.id in _LOGS
@@ -150,7 +151,7 @@ def _only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool]) -> bool:
     """Whether a statement prints, logs, evaluates or works out what is printed: it may not touch the training."""
     if isinstance(statement, ast.Expr):
         value = statement.value
-        return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and _logs(value))
+        return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and logs(value))
     if isinstance(statement, ast.If):
         body = () if is_off(statement.test) else statement.body
         return all(_only_logs(inner, is_off) for inner in (*body, *statement.orelse))

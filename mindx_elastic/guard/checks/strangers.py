@@ -8,7 +8,7 @@ inside whose state is theirs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = ["Strangers", "storage_of"]
 
 _MOST = 256
 _PATIENCE = 8
+_MOST_DEPTH = 4
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -73,15 +74,17 @@ class Strangers:
         """By `id`: those that are part of a named one."""
         return {key for key, reference in self._covered.items() if reference() is not None}
 
-    def at_boundary(self, named: Iterable[Optimizer]) -> list[Optimizer]:
-        """A step has ended: the optimizers that have carried state into it and are part of none of `named`."""
+    def at_boundary(self, named: Iterable[Optimizer], others: Iterable[Any] = ()) -> list[Optimizer]:
+        """A step has ended: the optimizers that have carried state into it and are part of none of `named`, nor in the
+        ``state_dict()`` of one of `others`."""
         waiting, self.waiting = self.waiting, {}
         owners, found = list(named), []
+        more = [other for other in others if not isinstance(other, Optimizer) and hasattr(other, "state_dict")]
         for key, reference in waiting.items():
             optimizer = reference()
             if optimizer is None:
                 self._carried.pop(key, None)
-            elif _is_part_of(optimizer, owners):
+            elif _is_part_of(optimizer, owners) or any(_gives(other, optimizer) for other in more):
                 self._covered[key] = weakref.ref(optimizer, lambda _, key=key: self._forget(key))  # type: ignore[misc]
                 self.expected.add(key)
             elif self._carries(key, optimizer):
@@ -152,6 +155,30 @@ def _is_part_of(optimizer: Optimizer, named: Iterable[Optimizer]) -> bool:
         return shares and all(_is_empty(state) for state in optimizer.state.values())
     kept = {storage_of(tensor) for owner in owners for tensor in _tensors_of(_state_of(owner))}
     return all(storage_of(tensor) in kept for tensor in own)
+
+
+def _gives(owner: Any, optimizer: Optimizer) -> bool:
+    """Whether what a checkpoint gets of `owner`, a wrapper or trainer of the program's own, has the ``state_dict()`` of
+    `optimizer` in it."""
+    own = {storage_of(tensor) for tensor in _tensors_of(dict(optimizer.state))}
+    for state in _optimizer_states(owner.state_dict()):
+        kept = {storage_of(tensor) for tensor in _tensors_of(state["state"])}
+        if own <= kept and list(map(_shown, state["param_groups"])) == list(map(_shown, optimizer.param_groups)):
+            return True
+    return False
+
+
+def _shown(group: Mapping[str, Any]) -> str:
+    """The options of a parameter group, and how many parameters it has."""
+    return repr([(key, len(value) if key == "params" else value) for key, value in sorted(group.items())])
+
+
+def _optimizer_states(value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping) and isinstance(value.get("param_groups"), list) and "state" in value:
+        yield value
+    elif depth < _MOST_DEPTH and isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizer_states(item, depth + 1)
 
 
 def _state_of(owner: Optimizer) -> Any:

@@ -38,6 +38,7 @@ _CHOSEN = re.compile(r"best|better|improve")
 class _Copy:
     tensor: weakref.ref[torch.Tensor]
     version: int
+    boundary: int
     has_stayed: bool = False
     num_changes: int = 0
 
@@ -60,10 +61,12 @@ class WeightCopies:
         weights: Sequence[Mapping[str, torch.Tensor]],
         is_kept: Callable[[torch.Tensor], bool],
         files: Callable[[], Collection[str]],
+        boundary: int,
     ) -> Iterator[tuple[str, str]]:
         """What is known against those of `found` that no named object keeps, and what to write.
 
-        `weights`: the parameters of each named module, by name. `files`: gives the program's.
+        `weights`: the parameters of each named module, by name. `files`: gives the program's. `boundary`: the number of
+        the last one; there may be two looks at it.
         """
         before, self._before = self._before, {}
         self._looks += 1
@@ -77,13 +80,13 @@ class WeightCopies:
                 continue
             # What changes inside of a module is looked at with the modules.
             version = 0 if isinstance(one.value, nn.Module) else tensor._version
-            now = self._before[key] = _Copy(weakref.ref(tensor), version)
+            now = self._before[key] = _Copy(weakref.ref(tensor), version, boundary)
             old = before.get(key)
             if old is None:
                 now.num_changes = int(self._looks > 1)  # the first look cannot tell since when it is there
             else:
                 is_same = old.tensor() is tensor and old.version == version
-                now.has_stayed = old.has_stayed or is_same
+                now.has_stayed = old.has_stayed or (is_same and old.boundary != boundary)
                 now.num_changes = old.num_changes + (not is_same)
             if old is None and now.num_changes == 0:
                 continue

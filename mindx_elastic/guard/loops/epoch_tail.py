@@ -9,7 +9,8 @@ values that the tail reads (`tail_values`).
 ==========================================  ============================================================================
 the last batch of an epoch is known         the stop
 ==========================================  ============================================================================
-with it (the loader knows its length)       waits for the end of the tail
+with it (the loader knows its length, or    waits for the end of the tail
+the epoch is a loop over `guard.steps`)
 when the next one is asked for              waits for that; if there is a batch, the job stops at the boundary before it
 ==========================================  ============================================================================
 
@@ -69,11 +70,20 @@ class EpochTail:
         self.is_pending = self._is_known = self._may_go_on = False
         self._reads, self._place = None, entry_of(frame)
 
-    def at_boundary(self, frame: FrameType, entry: Entry | None, kept: Collection[int], *, is_layered: bool) -> None:
-        """A boundary within an epoch has been copied."""
+    def at_boundary(
+        self,
+        frame: FrameType,
+        entry: Entry | None,
+        kept: Collection[int],
+        *,
+        is_layered: bool,
+        ends: bool | None = None,
+    ) -> None:
+        """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
+        ``guard.steps(n)`` makes the epoch; None: the first loader does."""
         self.is_pending = self._may_go_on = False
         self._entry, self._values = entry, {}
-        at_end, is_foreseen = self._loaders.at_end_of_epoch()
+        at_end, is_foreseen = self._loaders.at_end_of_epoch() if ends is None else (ends, True)
         if at_end or not is_foreseen:
             if not self._is_known:
                 self._is_known = True
@@ -140,7 +150,8 @@ class EpochTail:
     def put_back(self, frame: FrameType) -> None:
         """The values of the resumed boundary are needed now."""
         values, self._values = self._values, {}
-        put_back_values(frame, values)
+        if values:
+            put_back_values(frame, values)
 
     # --- what a checkpoint says ---
 

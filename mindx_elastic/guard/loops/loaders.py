@@ -6,6 +6,7 @@ of the batches that steps have used (`data.look_ahead`), not of those that the l
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.checks.surroundings import Found
+from mindx_elastic.guard.checks.surroundings import Found, program_frames
 from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -471,6 +472,21 @@ class Loaders:
         for followed in self._followed:
             if followed.name in names:
                 followed.move_on()
+
+    def begin_behind_an_epoch(self) -> None:
+        """A resumed run goes on with the epoch behind the one of its boundary. A loader that was in the middle of its
+        data goes on there where the program keeps its iterator over epochs, and begins anew where the head of the epoch
+        makes one: in a function that is no generator, before any batch."""
+        for followed in self._followed:
+            cursor = followed.engine.cursor
+            if followed.loader is not self.first and cursor.pending and cursor.batch and not cursor.is_at_end:
+                cursor.at_begin = partial(self._begin_anew, followed)
+
+    def _begin_anew(self, followed: FollowedLoader) -> None:
+        place = next(program_frames(sys._getframe(1)), None)
+        has_batch = any(each.track is not None and each.track.handed for each in self._followed)
+        if not has_batch and place is not None and not place.f_code.co_flags & inspect.CO_GENERATOR:
+            followed.move_on()
 
     def begin_epoch(self) -> None:
         """The loop over epochs begins one. Other loaders than the first go at their own pace."""

@@ -142,7 +142,7 @@ class Loops:
         self._done = 0  # the last epoch whose body has ended in this process
         self._between_loops = self._in_epoch = False
         self._is_late = False
-        self._cuts_in_epoch = 0
+        self._cuts_in_epoch = self._steps_of_epoch = 0  # the latter of a loop over steps within the epoch; 0: none
         self._begin: dict[str, Any] | None = None
         if self._restore is not None:
             self._arm(restore=True)
@@ -335,13 +335,14 @@ class Loops:
                     loader.load_state_dict(state)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._in_epoch, self._is_late, self._cuts_in_epoch = True, False, 0
+        self._in_epoch, self._is_late, self._cuts_in_epoch, self._steps_of_epoch = True, False, 0, 0
         resuming, self._is_resuming = self._is_resuming, False
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
         if resuming:
             self._keep_resumed_state()
             if self.tail.is_over(self._collector.loop, epoch - 1):
                 self.tail.move_on(self._collector.loop)
+                self._loaders.begin_behind_an_epoch()
             assert self._restore is not None
             self._restore()
         self._restores = resuming and again
@@ -475,7 +476,10 @@ class Loops:
             if told is not None:
                 self._unmanaged.risk(*told)
         if self._in_epoch:
-            self.tail.at_boundary(sys._getframe(1), self._entry, self._kept, is_layered=self.is_layered)
+            counts = self._steps_of_epoch > 0 and (not self.loaders or self._goes_on())
+            ends = self.step_in_epoch >= self._steps_of_epoch if counts else None
+            frame, layered = sys._getframe(1), self.is_layered
+            self.tail.at_boundary(frame, self._entry, self._kept, is_layered=layered, ends=ends)
         if self.step in self._tail_steps:
             self.watch_tail()
 
@@ -576,10 +580,11 @@ class Loops:
                 f"guard.steps({self._ended_steps[ended[0]] + num_steps})"
             )
         self._counted_inside = self._counted_inside or inside
-        idle = 0
+        self._steps_of_epoch = num_steps if inside else 0
+        idle, has_step = 0, False
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
             self.reach_resumed_step()
-            self._boundaries = 0
+            self._boundaries, has_step = 0, True
             yield before + start
             self._look_at_tail()  # the head of the next step is done again after a resume
             if self._boundaries > 1:
@@ -596,6 +601,8 @@ class Loops:
                 )
         if inside or (self._is_resuming and before == num_steps):  # else the resumed place is in a later loop
             self.reach_resumed_step()
+        if inside and not has_step:
+            self.tail.put_back(sys._getframe(1))
         self._ended_steps = {ended[0]: num_steps}
         if not inside:
             self._between_loops = True

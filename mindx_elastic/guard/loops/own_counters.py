@@ -142,11 +142,12 @@ def find_counter_in_epoch(
             counts = _counts(loop.iter) or (wraps and _is_literal(loop.iter))
             bounds = _bounds(loop.iter)
         else:
-            counts, bounds = wraps and _own_count(loop) is not None, "number, start=0"
+            counts = _own_count(loop) is not None and (wraps or _is_as_long(loop, place, kept))
+            bounds = "number, start=0"
         ends = [loop.test] if isinstance(loop, ast.While) else [loop.iter]
         if not counts or any(id(value) in kept for end in ends for value in _asked(end, place)):
             continue
-        if (not wraps and _expects_an_end(loop)) or (may_follow and not _takes_all(loop, place)):
+        if (not wraps and _expects_an_end(loop)) or (may_follow and not _takes_all(loop, place, kept)):
             continue
         name = ast.unparse(loop.target) if isinstance(loop, ast.For) else "step"
         return OwnCounter(
@@ -160,8 +161,51 @@ def find_counter_in_epoch(
     return None
 
 
-def _takes_all(loop: _Loop, frame: FrameType) -> bool:
+def _is_as_long(loop: ast.While, frame: FrameType, kept: Collection[int]) -> bool:
+    """``while i < len(loader):`` with a count that the function begins at a number, and a loader that the guard keeps:
+    in a resumed epoch the loader has fewer batches left than the count."""
+    lengths = [
+        node.args[0]
+        for node in ast.walk(loop.test)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args
+    ]
+    if not any(id(value_of(node, frame)) in kept for node in lengths):
+        return False
+    tree, name = tree_of(frame), _own_count(loop)
+    if tree is None or name is None:
+        return False
+    begins = list(_values_set(tree, frame, name))
+    return bool(begins) and all(isinstance(value, ast.Constant) for value in begins)
+
+
+def _values_set(tree: ast.Module, frame: FrameType, name: str) -> Iterator[ast.expr]:
+    """What the running function sets the variable to; not what it adds to it."""
+    own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == frame.f_code.co_name]
+    own = [function for function in own if spans(function, frame.f_lineno)]
+    for node in ast.walk(own[-1] if own else tree):
+        for target, value in _assigned(node):
+            if _has_name(target, name) and not _has_name(value, name):
+                yield value
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment sets, each with its value: ``i, j = i + 1, 0`` are two."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        assert isinstance(node, ast.Assign)
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
+def _has_name(node: ast.AST, name: str) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
+
+
+def _takes_all(loop: _Loop, frame: FrameType, kept: Collection[int]) -> bool:
     """Whether it goes through fixed numbers, or as many as something is long, and skips none."""
+    if isinstance(loop, ast.While):
+        return _is_as_long(loop, frame, kept)
     if not isinstance(loop, ast.For) or any(isinstance(node, ast.Continue) for node in ast.walk(loop)):
         return False
     ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
@@ -341,6 +385,11 @@ def _own_count(loop: ast.While) -> str | None:
         node.target.id
         for node in ast.walk(loop)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    } | {
+        target.id
+        for node in ast.walk(loop)
+        for target, value in _assigned(node)
+        if isinstance(target, ast.Name) and isinstance(value, ast.BinOp) and _has_name(value, target.id)
     }
     read = [node.id for end in _ends(loop) for node in ast.walk(end) if isinstance(node, ast.Name)]
     return next((name for name in read if name in counted), None)

@@ -1,0 +1,100 @@
+"""What is changed in place in plain variables, and is in the gradients, is told; statistics and buffers are not."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.guard.programs import run
+from tests.guarded import no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+CARRIED = {
+    "bank": """
+        bank = torch.zeros(5, 3)
+        def step():
+            y = net(x); update((y @ bank.T).square().mean(), opt)
+            bank[:5] = 0.5 * bank[:5] + 0.5 * y.detach()
+        """,
+    "centres": """
+        centres = torch.zeros(5, 3)
+        def away(y, i): return (y - centres[i]).square().mean()
+        def step():
+            i = torch.arange(5); y = net(x); update(away(y, i), opt)
+            centres[i] += 0.5 * (y.detach() - centres[i])
+        """,
+    "means": """
+        means = {"a": torch.zeros(3)}
+        def step():
+            y = net(x); loss = (y - means["a"]).square().mean(); update(loss, opt)
+            means["a"].mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        """,
+    "history": """
+        history = [1.0]
+        def step():
+            weight = history[-1] / sum(history)
+            loss = weight * net(x).square().mean(); update(loss, opt)
+        def after_epoch(): history.append(net(torch.ones(5, 3)).square().mean().item())
+        """,
+}
+
+LEFT_ALONE = {
+    "named": """
+        bank = torch.zeros(5, 3)
+        PARTS = dict(model=net, optimizer=opt, stateful={"bank": bank})
+        def step():
+            y = net(x); update((y @ bank.T).square().mean(), opt)
+            bank[:5] = 0.5 * bank[:5] + 0.5 * y.detach()
+        """,
+    "for a log": """
+        matrix, losses = torch.zeros(3, 3), [0.0]
+        def step():
+            y = net(x); loss = y.square().mean(); update(loss, opt)
+            y = y.detach().mean(0); matrix.add_(torch.outer(y, y)); losses.append(loss.item())
+            print(len(losses), sum(losses), matrix.diag() / matrix.sum())
+        """,
+    "filled anew in each step": """
+        rows, parts = torch.zeros(5, 3), []
+        def step():
+            rows.zero_(); rows[:3] = x[:3]; parts.clear()
+            for number in range(2): parts.append(number + 1.0)
+            update(net(rows * sum(parts)).square().mean(), opt)
+        """,
+    "made in the loop": """
+        with Guard(directory=DIRECTORY, model=net, optimizer=opt) as guard:
+            for number in guard.steps(12):
+                x, seen, factors = torch.randn(5, 3), torch.zeros(5, 3), []
+                seen[:3] += x[:3]; factors.append(2.0)
+                update(net(seen * factors[0]).square().mean(), opt); guard.step_end()
+        notes = guard._unmanaged.notes
+        """,
+}
+
+
+def train(source: str, tmp_path: Path) -> tuple[str, ...]:
+    parts = "" if "PARTS" in source or "Guard(" in source else "PARTS = dict(model=net, optimizer=opt)\n"
+    return run("in_place", parts + textwrap.dedent(source), tmp_path / "ckpt", file=tmp_path / "train.py")
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_the_gradients_depend_on_is_told_with_the_line_to_write(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (note,) = train(CARRIED[name], tmp_path)
+    assert note.startswith(f"the variable {name} (train.py) is changed in place from step to step"), note
+    assert any(f'Write Guard(stateful={{"{name}": {name}}}, ...)' in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_is_kept_or_of_one_step_is_left_alone(name: str, tmp_path: Path) -> None:
+    assert train(LEFT_ALONE[name], tmp_path) == ()
