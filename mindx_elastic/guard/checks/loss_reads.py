@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 __all__ = ["line_of_gradients", "takes_a_result"]
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Name = tuple[int, str]
+"""A variable: the `id` of its function's node (of the file's), and its name."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CALLED_BY_THE_OBJECT = ("__call__", "forward")
 _OF_NO_VALUE = ("shape", "size", "device", "dtype", "ndim", "dim", "numel")
@@ -25,9 +30,7 @@ def line_of_gradients(
 
     `but`: functions in which it does not count.
     """
-    flow = _Flow(tree, is_source, frozenset(but))
-    flow.follow()
-    return min(flow.sinks(), default=None)
+    return min(_flow(tree).lines(is_source, frozenset(but)), default=None)
 
 
 def takes_a_result(value: ast.expr) -> bool:
@@ -40,35 +43,63 @@ def takes_a_result(value: ast.expr) -> bool:
     return False
 
 
-class _Flow:
-    """What follows from a source: variables by function and name, and functions by name."""
+class _Edge(NamedTuple):
+    """A place in the source that passes a value on."""
 
-    def __init__(self, tree: ast.AST, is_source: Callable[[ast.AST], bool], but: frozenset[str]) -> None:
-        self._is_source = is_source
-        self._names: set[tuple[int, str]] = set()
-        self._functions: set[str] = set()
-        self._scopes: list[tuple[ast.AST, list[ast.AST]]] = [
-            (scope, list(_own_nodes(scope)))
-            for scope in (tree, *(node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)))
-            if not (isinstance(scope, _FUNCTIONS) and scope.name in but)
-        ]
+    scope: str
+    """The name of the function; empty: of the file."""
+    targets: frozenset[_Name | str]
+    """The variables that it sets, and the functions of which it is a result."""
+    line: int
+    """Where gradients are made of it; 0: they are not."""
+
+
+class _Flow:
+    """What follows from what in a file: variables by function and name, and functions by name."""
+
+    def __init__(self, tree: ast.AST) -> None:
         self._parameters: dict[str, list[tuple[int, list[str]]]] = {}
+        self._names_by_function: dict[int, set[str]] = {}
         self._classes: dict[str, list[str]] = {}
+        functions = []
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                methods = [each.name for each in node.body if isinstance(each, _FUNCTIONS)]
-                self._classes[node.name] = [name for name in methods if name in _CALLED_BY_THE_OBJECT]
-                for method in node.body:
-                    if isinstance(method, _FUNCTIONS):
-                        self._note(method, f"{node.name}.{method.name}", first=1)
-                        self._note(method, method.name, first=1)
-            elif isinstance(node, _FUNCTIONS) and not any(node.name == known for known in self._parameters):
-                self._note(node, node.name, first=0)
+                methods = [each for each in node.body if isinstance(each, _FUNCTIONS)]
+                self._classes[node.name] = [each.name for each in methods if each.name in _CALLED_BY_THE_OBJECT]
+                for method in methods:
+                    self._note(method, f"{node.name}.{method.name}", first=1)
+                    self._note(method, method.name, first=1)
+            elif isinstance(node, _FUNCTIONS):
+                functions.append(node)
+                if node.name not in self._parameters:
+                    self._note(node, node.name, first=0)
         self._kinds = dict(self._instances(tree))
+        self._edges: list[_Edge] = []
+        self._of_node: dict[ast.AST, list[int]] = {}
+        """The edges whose value has a node in it that reads something; by number."""
+        self._of_target: dict[_Name | str, list[int]] = {}
+        """Those whose value has the variable in it, or a call of the function."""
+        for scope in (tree, *functions):
+            for node in _own_nodes(scope):
+                self._add(scope, node)
 
-    def _note(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, *, first: int) -> None:
+    def lines(self, is_source: Callable[[ast.AST], bool], but: frozenset[str]) -> set[int]:
+        """Where gradients are made of what follows from the nodes that `is_source` accepts."""
+        reached = {each for node, edges in self._of_node.items() if is_source(node) for each in edges}
+        reached = {each for each in reached if self._edges[each].scope not in but}
+        todo = list(reached)
+        while todo:
+            for target in self._edges[todo.pop()].targets:
+                for each in self._of_target.get(target, ()):
+                    if each not in reached and self._edges[each].scope not in but:
+                        reached.add(each)
+                        todo.append(each)
+        return {self._edges[each].line for each in reached} - {0}
+
+    def _note(self, function: _Function, name: str, *, first: int) -> None:
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][first:]
         self._parameters.setdefault(name, []).append((id(function), names))
+        self._names_by_function.setdefault(id(function), set()).add(name)
 
     def _instances(self, tree: ast.AST) -> Iterator[tuple[str, str]]:
         """``criterion = Contrastive()``: which variables and attributes are of which class of the file."""
@@ -78,31 +109,49 @@ class _Flow:
                 if kind in self._classes:
                     yield from ((_last_name(target), kind) for target in node.targets)
 
-    def follow(self) -> None:
-        before = -1
-        while before != (before := len(self._names) + len(self._functions)):
-            for scope, nodes in self._scopes:
-                for node in nodes:
-                    self._follow(scope, node)
-
-    def _follow(self, scope: ast.AST, node: ast.AST) -> None:
+    def _add(self, scope: ast.AST, node: ast.AST) -> None:
+        """The edges of one statement or expression."""
+        own = id(scope)
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
-            if node.value is not None and self._depends(node.value, scope):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self._names |= {(id(scope), name) for target in targets for name in _variables(target)}
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            self._pass_on(scope, node.value, {(own, name) for target in targets for name in _variables(target)})
         elif isinstance(node, (ast.For, ast.comprehension)):
-            if self._depends(node.iter, scope):
-                self._names |= {(id(scope), name) for name in _variables(node.target)}
+            self._pass_on(scope, node.iter, {(own, name) for name in _variables(node.target)})
         elif isinstance(node, ast.Return):
-            if node.value is not None and isinstance(scope, _FUNCTIONS) and self._depends(node.value, scope):
-                self._functions |= {name for name, all_ in self._parameters.items() if id(scope) in dict(all_)}
+            self._pass_on(scope, node.value, self._names_by_function.get(own, set()))
         elif isinstance(node, ast.Call):
-            adds_to = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "append" else None
-            if adds_to is not None and any(self._depends(given, scope) for given in node.args):
-                self._names |= {(id(scope), name) for name in _variables(adds_to)}
-            for function, names in self._called(node):
-                given = [*zip(names, node.args, strict=False), *((k.arg, k.value) for k in node.keywords)]
-                self._names |= {(function, name) for name, value in given if name and self._depends(value, scope)}
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+                for given in node.args:
+                    self._pass_on(scope, given, {(own, name) for name in _variables(node.func.value)})
+            called = self._called(node)
+            for place, given in enumerate(node.args):
+                self._pass_on(scope, given, {(one, names[place]) for one, names in called if place < len(names)})
+            for keyword in node.keywords:
+                if keyword.arg is not None:
+                    self._pass_on(scope, keyword.value, {(one, keyword.arg) for one, _ in called})
+        for value in _differentiated(node):
+            self._pass_on(scope, value, (), line=getattr(node, "lineno", 0))
+
+    def _pass_on(self, scope: ast.AST, value: ast.AST | None, targets: Iterable[_Name | str], *, line: int = 0) -> None:
+        if value is None or not (targets or line):
+            return
+        number = len(self._edges)
+        self._edges.append(_Edge(scope.name if isinstance(scope, _FUNCTIONS) else "", frozenset(targets), line))
+        todo: list[ast.AST] = [value]
+        while todo:
+            node = todo.pop()
+            if isinstance(node, ast.Attribute) and node.attr in _OF_NO_VALUE:
+                continue
+            if isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Name) and node.func.id in _OF_NO_VALUE_TO:
+                    continue
+                for name in self._names_of(node):
+                    self._of_target.setdefault(name, []).append(number)
+            elif isinstance(node, ast.Name):
+                self._of_target.setdefault((id(scope), node.id), []).append(number)
+            if isinstance(getattr(node, "ctx", None), ast.Load):
+                self._of_node.setdefault(node, []).append(number)
+            todo += ast.iter_child_nodes(node)
 
     def _called(self, call: ast.Call) -> list[tuple[int, list[str]]]:
         return [each for name in self._names_of(call) for each in self._parameters.get(name, ())]
@@ -115,25 +164,10 @@ class _Flow:
         if kind is not None:
             yield from (f"{kind}.{method}" for method in self._classes[kind])
 
-    def _depends(self, node: ast.AST, scope: ast.AST) -> bool:
-        if isinstance(node, ast.Attribute) and node.attr in _OF_NO_VALUE:
-            return False
-        if self._is_source(node) and isinstance(getattr(node, "ctx", None), ast.Load):
-            return True
-        if isinstance(node, ast.Name):
-            return (id(scope), node.id) in self._names
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name) and node.func.id in _OF_NO_VALUE_TO:
-                return False
-            if any(name in self._functions for name in self._names_of(node)):
-                return True
-        return any(self._depends(child, scope) for child in ast.iter_child_nodes(node))
 
-    def sinks(self) -> Iterator[int]:
-        for scope, nodes in self._scopes:
-            for node in nodes:
-                if any(self._depends(value, scope) for value in _differentiated(node)):
-                    yield getattr(node, "lineno", 0)
+@lru_cache(maxsize=64)  # files; each value is asked for by itself
+def _flow(tree: ast.AST) -> _Flow:
+    return _Flow(tree)
 
 
 def _differentiated(node: ast.AST) -> Iterator[ast.AST]:
