@@ -198,6 +198,7 @@ class WholeNodesRecovery(NodesRecovery):
         phase = super().look()
         if was_active and phase is Phase.RUN:
             self._home = None
+            self._nodes.note_whole()
             self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
@@ -289,6 +290,9 @@ class WholeNodesRecovery(NodesRecovery):
     def _hear_of_node(self, plan: Mapping[str, Any]) -> None:
         assert self._now is not None
         self._now.node = printable(str(plan.get("name", "")), _LONGEST)
+        nodes = plan["nodes"] if isinstance(plan.get("nodes"), list) else []
+        cause = printable(str(plan["cause"]), _LONGEST)
+        self._nodes.note_lost({node: cause for node in nodes if type(node) is int})
 
     def _tell(self, *, trains: bool = False) -> None:
         if self._now is not None and self._now.node and not self._now.taken_by and not self._now.told:
@@ -353,7 +357,8 @@ class WholeNodesRecovery(NodesRecovery):
             assert self._nodes.host is not None
             self._nodes.host.put_out(gone)
             self._look_at_place_of(gone)
-        what = f"node {gone.node} ({gone.name}) is lost: its agent {'is silent' if gone.is_silent else 'is gone'}"
+        what = gone.words
+        self._nodes.note_lost({gone.node: what})
         logger.error("%s, and with it rank%s %s", what, "s" * (len(gone.ranks) > 1), _numbers(gone.ranks))
         try:
             return self._succeed(gone, what) if is_first else self._lose(gone, what)

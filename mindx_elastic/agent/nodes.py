@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
-from mindx_elastic.agent.endings import describe
+from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.recovery import ERRORS, Generation, Recovery
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.rejoin.board import Board, board_key
@@ -156,6 +157,9 @@ class NodesRecovery(Recovery):
         super().close()
         if self.is_active and not self.is_out:  # a stop: the others need not wait for this node
             self._call_off("a node has been stopped during the recovery")
+        elif not self.is_out and {meaning(end) for end in self._workers.exits} == {Meaning.FINISHED}:
+            ranks = rank_list(list(self._workers.processes))
+            self._refuse(self._machine.generation + 1, f"{ranks} of another node have finished the training")
         self._watch.stop()
         if isinstance(self._board_of, Boards):
             self._board_of.close()
@@ -171,11 +175,14 @@ class NodesRecovery(Recovery):
         generation = self._machine.generation + 1
         self._seen = max(self._seen, generation)
         begins = super().begin(end, cause, stuck_s=stuck_s)
-        if not begins and not self.is_out:
-            with suppress(*ERRORS):  # another agent may have planned one at this very moment, and would wait
-                refusal = {"refusal": f"rank {end.rank} cannot be replaced"}
-                self._board_of(generation).write(f"{generation}/over", refusal)
+        if not begins and not self.is_out:  # another agent may have planned one at this very moment, and would wait
+            self._refuse(generation, f"rank {end.rank} cannot be replaced")
         return begins
+
+    def _refuse(self, generation: int, reason: str) -> None:
+        """The recovery with this number comes to nothing, whoever begins it."""
+        with suppress(*ERRORS):
+            self._board_of(generation).write(f"{generation}/over", {"refusal": reason})
 
     def hear_others(self, *, is_stopping: bool) -> int | None:
         self._watch.drain()

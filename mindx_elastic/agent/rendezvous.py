@@ -8,8 +8,6 @@
     opens a rendezvous' connection to its store again after it broke.
 `Membership`
     asks again and again, in a thread, which nodes want to join and which are lost.
-`Farewell`
-    tells the agents of the other nodes which ranks were ended after the training.
 
 torch's client of a TCP store never connects again: one reset of the connection, and every later call fails, the
 heartbeats included, so that the other nodes take this one for lost and its agent cannot meet them at the next restart.
@@ -28,10 +26,9 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -46,12 +43,10 @@ from mindx_elastic.agent.lifeline import LifelineHost
 from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.rejoin.board import board_key
 
 __all__ = [
     "CONNECTION_ERRORS",
-    "Farewell",
     "FreshStoreRendezvous",
     "HostedStoreRendezvous",
     "Membership",
@@ -358,6 +353,8 @@ class Membership:
         """Nodes that wait to be let in; everybody must meet anew."""
         self.lost = ""
         """Why a node is taken for lost, in words; empty while all are there."""
+        self.missing: frozenset[int] = frozenset()
+        """The nodes that are not in the rendezvous any more: lost, or about to meet the others anew."""
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
         self._wanted = threading.Event()
@@ -414,7 +411,11 @@ class Membership:
             return 0, f"the rendezvous does not answer ({type(error).__name__})"
         # Reading the state takes out nodes without a heartbeat. Not in torch's public interface.
         state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
-        present = len(getattr(state, "participants", ())) or self._num_nodes
+        participants = getattr(state, "participants", {})
+        self.missing = (
+            frozenset(range(self._num_nodes)).difference(participants.values()) if participants else frozenset()
+        )
+        present = len(participants) or self._num_nodes
         if present < self._num_nodes and not waiting:
             return 0, f"only {present} of {self._num_nodes} nodes give a sign of life"
         return waiting, ""
@@ -424,52 +425,3 @@ class Membership:
         with suppress(Exception):
             return self._handler.num_nodes_waiting()
         return self.num_waiting
-
-
-_T = TypeVar("_T")
-_KEY = "mindx/ended_after_training"
-_FAREWELL_S = 3.0
-_MAX_CHARS = 1 << 16
-
-
-class Farewell:
-    """What the agents of one attempt tell each other after the training: which ranks one of them has had to end.
-
-    The ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their
-    own, although their training is finished. Goes over the store of the attempt's rendezvous; an agent that is told
-    nothing in a few seconds takes a failure for a failure. One per attempt with several nodes. Main thread; each call
-    blocks for a few seconds at most.
-    """
-
-    def __init__(self, store: Any, *, world_size: int) -> None:
-        """store: torch's, the same for all nodes of this attempt and for no other attempt."""
-        self._store, self._world_size = store, world_size
-
-    def tell(self, ranks: Sequence[int]) -> None:
-        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
-        self._bounded(lambda: self._store.set(_KEY, json.dumps(list(ranks))), None)
-
-    def heard(self) -> list[int]:
-        """The ranks that some node has ended; empty: none, or the store does not answer."""
-        text = self._bounded(lambda: self._store.get(_KEY) if self._store.check([_KEY]) else b"", b"")
-        try:
-            ranks = json.loads(text[:_MAX_CHARS]) if text else []
-        except (ValueError, RecursionError):
-            return []
-        known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
-        return ranks if known else []
-
-    def use(self, store: Any) -> None:
-        """The same from now on, in the place of the old one, whose host is lost."""
-        self._store = store
-
-    def _bounded(self, work: Callable[[], _T], otherwise: _T) -> _T:
-        """The store's machine may be gone, and a call to it has no time-out of its own."""
-        thread = ReadyThread("mindx-farewell")
-        try:
-            return thread.call(work, _FAREWELL_S)
-        except Exception as error:
-            logger.debug("the store of the rendezvous does not answer: %s: %s", type(error).__name__, error)
-            return otherwise
-        finally:
-            thread.close(0.0)

@@ -28,10 +28,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.farewell import FINISHED, LOST, Farewell, NodeEnd, wait_for_all
 from mindx_elastic.agent.forked_start import Beginning, ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
-from mindx_elastic.agent.holder import flush
+from mindx_elastic.agent.holder import flush, newest_on_disk
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.job_progress import ProgressTeller
 from mindx_elastic.agent.ledger import Ledger, render
@@ -47,7 +48,6 @@ from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import NewProcess, Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
-    Farewell,
     HostedStoreRendezvous,
     Membership,
     reconnect,
@@ -62,9 +62,10 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.printable import listed, printable, printable_block
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.parking import Keeps
 
@@ -74,7 +75,7 @@ _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
-_LACKING_S = 30.0  # for the end of the other nodes' agents, where one node is gone
+_END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
 _MOST_ATTEMPTS = 10**9 - 1
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
@@ -142,6 +143,9 @@ class Supervisor(LocalElasticAgent):
                 on_move=self._move_store,
             )
         self._farewell: Farewell | None = None
+        self._directories: set[Path] = set()
+        """Checkpoint directories of this node's ranks."""
+        self._arenas_read: set[str] = set()
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
         self._has_said_why = False
@@ -165,19 +169,14 @@ class Supervisor(LocalElasticAgent):
                     break
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
-                if not self._goes_on(attempt):
+                goes_on = self._goes_on(attempt)
+                self._say_end(goes_on)
+                if not goes_on:
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
                 self._resize()
-            num_nodes = self._worker_group.group_world_size
             if attempt is None:  # a notice came before the first
                 return self._result(None)
-            if self.ending.outcome == "finished" and num_nodes != 1 and not (attempt.lacks_node and num_nodes == 2):
-                if attempt.lacks_node:  # it does not come to this; the others' agents may take a moment
-                    own: Any = self
-                    own._exit_barrier_timeout = min(getattr(self, "_exit_barrier_timeout", _LACKING_S), _LACKING_S)
-                with self._inbox.interrupting():
-                    self._exit_barrier()  # type: ignore[no-untyped-call]
         except SignalException as stop:
             if self.ending.outcome != "finished":
                 code = exit_code_of_signal(stop.sigval)
@@ -224,7 +223,8 @@ class Supervisor(LocalElasticAgent):
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
         farewell = None
         if num_nodes > 1:
-            farewell = Farewell(group.store, world_size=group.workers[0].world_size)
+            world_size = group.workers[0].world_size
+            farewell = Farewell(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
         self._farewell = farewell
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
@@ -262,6 +262,8 @@ class Supervisor(LocalElasticAgent):
         self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
+            if self.ending.outcome == "finished" and farewell is not None:
+                self.ending = self._end_with_others(attempt, farewell, membership)
             self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
@@ -286,6 +288,67 @@ class Supervisor(LocalElasticAgent):
             self._keep_processes(attempt)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
+
+    def _end_with_others(self, attempt: Attempt, farewell: Farewell, membership: Membership | None) -> Ending:
+        """This node's ranks have finished: how the attempt has ended for all nodes."""
+        ends: dict[int, NodeEnd] = {}
+        timeout_s = float(getattr(self, "_exit_barrier_timeout", _END_S))
+        with suppress(SignalException), self._inbox.interrupting():
+            ends = wait_for_all(farewell, lambda: self._missing(farewell, membership), self._new_store, timeout_s)
+        again = {node: end for node, end in ends.items() if end.again}
+        if again:
+            node, end = min(again.items())
+            outcome = "failed" if end.outcome == "failed" else "membership"
+            return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=f"node {node}: {end.cause}", elsewhere=True)
+        lacking = {node: end for node, end in ends.items() if end.outcome != FINISHED}
+        ending = self.ending if not lacking else self._end_without(lacking, attempt, farewell)
+        if ending.outcome == "finished":
+            with suppress(SignalException), self._inbox.interrupting():
+                farewell.leave([node for node, end in ends.items() if end.outcome == FINISHED])
+        return ending
+
+    def _missing(self, farewell: Farewell, membership: Membership | None) -> dict[int, str]:
+        """The nodes that give no sign of life at the end of the training, and the words for it."""
+        found = {} if self._nodes is None else {**self._nodes.lost, **{g.node: g.words for g in self._nodes.gone()}}
+        silent = frozenset[int]() if membership is None else membership.missing
+        heard = set() if self._nodes is None else self._nodes.heard
+        silent -= {farewell.node, *heard}
+        return {node: f"node {node} gives no sign of life" for node in silent} | found
+
+    def _new_store(self) -> Any | None:
+        """The attempt's store over another connection; None: it is lost, or cannot be opened again here."""
+        with suppress(Exception):  # any of torch's
+            if reconnect(self._rdzv_handler):
+                return round_store(getattr(self._rdzv_handler, "inner", self._rdzv_handler))
+        return None
+
+    def _end_without(self, lacking: Mapping[int, NodeEnd], attempt: Attempt, farewell: Farewell) -> Ending:
+        """Nodes are lost, or have left, before their ranks had ended. The job has finished if the end of the training
+        is on disk all the same, which this node's memory may help to."""
+        causes = [e.cause if e.outcome == LOST else f"node {n} has {e.outcome} ({e.cause})" for n, e in lacking.items()]
+        statuses = attempt.workers.last_statuses().values()
+        step = max((status.step for status in statuses), default=-1)
+        for arena in sorted({Path(status.arena) for status in statuses if status.arena}):
+            for line in flush(arena).lines:
+                logger.info("from memory to disk: %s", line)
+        where = ", ".join(sorted(map(str, self._directories)))
+        newest = newest_on_disk(self._directories, self._worker_group.workers[0].world_size)
+        is_whole = farewell.settle(step < 0 or (newest is not None and newest >= step))
+        which = "nodes" if len(lacking) > 1 else "node"
+        after = (
+            f"what {which} {listed([str(n) for n in sorted(lacking)], 8)} did behind it (an export, say) may be missing"
+        )
+        if is_whole:
+            what = f"step {step}, the end of the training, is complete in {where}, but " if step >= 0 else ""
+            return replace(self.ending, cause=f"{'; '.join(causes)}; {what}{after}")
+        what = f"step {step}, the end of the training, is not complete in {where}"
+        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=f"{'; '.join(causes)}; {what}", elsewhere=True)
+
+    def _say_end(self, goes_on: bool) -> None:
+        """To the other nodes, which may have finished and wait for this one."""
+        if self._farewell is not None:
+            self._farewell.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
+            self._farewell.close()
 
     def _keep_processes(self, attempt: Attempt) -> None:
         """Those that wait are none of torch's any more, which would end them."""
@@ -625,11 +688,20 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        self._note_directories(statuses)
         self._note_progress(statuses)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
         return "" if self._shrinking is None else self._shrinking.look(statuses)
+
+    def _note_directories(self, statuses: Mapping[int, Status]) -> None:
+        """Once for each arena; a rank that has finished takes it away."""
+        if self._num_nodes > 1:
+            for arena in {status.arena for status in statuses.values() if status.arena} - self._arenas_read:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    self._directories.add(Path(str(read_owner(Path(arena))["directory"])))
+                    self._arenas_read.add(arena)
 
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""

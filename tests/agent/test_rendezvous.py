@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from mindx_elastic.agent import rendezvous
 from mindx_elastic.agent import rendezvous as module
-from mindx_elastic.agent.rendezvous import Farewell, FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
 from tests.harness import wait_until
 from tests.resets import can_reset, reset_connections
 from tests.system.test_agent import free_port
@@ -195,38 +195,3 @@ def test_ask_gets_a_fresh_answer(handler: Handler) -> None:
     assert membership.ask() == 3
     membership.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "mindx-membership"]
-
-
-# --- what agents tell each other after the training ---
-
-
-def test_what_one_tells_all_hear() -> None:
-    store = HashStore()
-    one, two = Farewell(store, world_size=4), Farewell(store, world_size=4)
-    assert one.heard() == two.heard() == []
-    one.tell([3, 1])
-    assert one.heard() == two.heard() == [3, 1]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[4]", "[-1]", "[true]", '["1"]', "{}", "7", "[" * 10_000, "\0"])
-def test_nonsense_is_nothing(text: str) -> None:
-    store = HashStore()
-    store.set("mindx/ended_after_training", text)
-    assert Farewell(store, world_size=4).heard() == []
-
-
-def test_a_store_that_fails_or_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_FAREWELL_S", 0.1)
-    over = threading.Event()
-
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection reset by peer")
-
-        def set(self, key: str, value: str) -> None:
-            over.wait(30)
-
-    gone = Farewell(Gone(), world_size=2)
-    gone.tell([1])
-    assert gone.heard() == []
-    over.set()
