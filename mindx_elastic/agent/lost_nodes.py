@@ -52,6 +52,7 @@ from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
+from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.core.status_page import NODES_REPLACED
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.belonging import Deed
@@ -65,6 +66,7 @@ __all__ = ["Surroundings", "WholeNodesRecovery"]
 
 _LOOK_S = 0.05
 _LATER_S = 2.0
+_ASK_AGAIN_S = 0.5
 _LONGEST = 300
 
 
@@ -124,6 +126,8 @@ class WholeNodesRecovery(NodesRecovery):
         """What the endpoint has said, since the store of the rendezvous was lost last."""
         self._board_gone: float | None = None
         """`time.monotonic` since which the board of the recovery under way cannot be asked."""
+        self._question: tuple[Notes, Job[Any]] | None = None
+        """To that board, over another connection."""
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -205,8 +209,8 @@ class WholeNodesRecovery(NodesRecovery):
 
     def _hear_error(self, error: Exception) -> None:
         # The board may be lost with the first node, which is noticed a moment later: the recovery may begin again.
-        is_gone = isinstance(error, (TimeoutError, *CONNECTION_ERRORS))
-        if is_gone and self._nodes.line is not None and self._succession is None and not self._machine.has_state:
+        is_gone = isinstance(error, (OSError, *CONNECTION_ERRORS))
+        if is_gone and self._nodes.line is not None and self._succession is None:
             self._board_gone = self._board_gone or time.monotonic()
         else:
             super()._hear_error(error)
@@ -215,10 +219,31 @@ class WholeNodesRecovery(NodesRecovery):
         """Whether the board cannot be asked any more, and it is not known yet whether the first node is lost."""
         if self._board_gone is None or self._succession is not None:
             return False
+        self._ask_again()
+        if self._board_gone is None:
+            return False
         if time.monotonic() - self._board_gone > SILENCE_S + _LATER_S:
             self._machine.note_refusal("the workers' store does not answer, and the first node is not lost")
             return False
         return True
+
+    def _ask_again(self) -> None:
+        """The board has not answered once: over another connection it may. Does not wait for that."""
+        if self._question is None and time.monotonic() >= self._look_due:
+            if isinstance(self._board_of, Boards):
+                self._board_of.reopen()
+            board, key = self._board_of(self._machine.generation), f"{self._machine.generation}/plan"
+            thread = ReadyThread("mindx-board-again")
+            self._question = board, thread.submit(lambda: board.read([key]))
+            thread.close(0.0)
+        elif self._question is not None and self._question[1].done.is_set():
+            self._look_due = time.monotonic() + _ASK_AGAIN_S
+            board, asked = self._question
+            self._question = None
+            with suppress(*ERRORS):
+                asked.wait(0.0)
+                self._board, self._board_gone = board, None
+                logger.info("the workers' store answers again: the recovery goes on")
 
     def prepare(self) -> None:
         super().prepare()
@@ -402,7 +427,7 @@ class WholeNodesRecovery(NodesRecovery):
         else:
             self._tell()
             machine.begin([])
-        self._board_gone = None
+        self._board_gone = self._question = None
         self._board, self._seen, self._endpoint_deed, moment = None, generation, None, time.monotonic()
         noticed = time.time()
         patience = SILENCE_S + self._timeout_s

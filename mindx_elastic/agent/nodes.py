@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +36,16 @@ from mindx_elastic.rejoin.protocol import InMemory
 __all__ = ["Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "connect"]
 
 _ANSWER_S = 5.0
+_AGAIN_S = 1.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.02, 0.001
 _LONGEST = 300
 _T = TypeVar("_T")
 
 
 def connect(address: str, port: int, scope: str) -> PrefixStore:
-    """A connection to the workers' store, for the board of the attempt `scope`. Raises what torch raises."""
+    """A connection to the workers' store, for the board of the attempt `scope`. Raises what torch raises, OSError."""
+    # Torch's client would try for minutes, and print a page about each try.
+    socket.create_connection((address, port), _ANSWER_S).close()
     own = TCPStore(address, port, is_master=False, wait_for_workers=False)
     return PrefixStore(f"mindx/rejoin/{scope}", own)
 
@@ -77,8 +81,8 @@ class Boards:
     """The boards of an attempt's generations, over one connection."""
 
     def __init__(self, connection: Callable[[], Any], scope: str, writer: int) -> None:
+        self._connection, self._scope, self._writer = connection, scope, writer
         self._thread, self._store = ReadyThread("mindx-board"), functools.cache(connection)
-        self._scope, self._writer = scope, writer
 
     def __call__(self, generation: int) -> BoundedBoard:
         """The board of `generation`. Raises UsageError for a job key that cannot be used."""
@@ -89,6 +93,11 @@ class Boards:
         """Connect now, without waiting for it. A connection that fails is opened again when it is needed."""
         with suppress(RuntimeError):  # no more threads
             self._thread.submit(self._store)
+
+    def reopen(self) -> None:
+        """The boards from now on use another connection; the one before is broken, or its store does not answer."""
+        self._thread.close(0.0)
+        self._thread, self._store = ReadyThread("mindx-board"), functools.cache(self._connection)
 
     def close(self) -> None:
         """End the thread; left behind where it waits for a store that does not answer."""
@@ -125,15 +134,19 @@ class PlanWatch:
             os.close(self._writer)
 
     def _run(self) -> None:
-        try:
-            store = self._connection()
-            while not self._stopping.wait(self._pause_s):
-                if store.check([f"{self.newest + 1}/plan"]):
-                    self.newest += 1
-                    with suppress(OSError):  # full: the main thread will wake up anyway
-                        os.write(self._writer, b"!")
-        except Exception as error:  # any of torch's: its host is gone. The nodes then find each other lost.
-            logger.debug("the store of the workers does not answer: %s", error)
+        while not self._stopping.is_set():
+            try:
+                self._look(self._connection())
+            except Exception as error:  # any of torch's: the connection is broken, or its host is gone
+                logger.debug("the store of the workers does not answer: %s", error)
+            self._stopping.wait(_AGAIN_S)
+
+    def _look(self, store: Any) -> None:
+        while not self._stopping.wait(self._pause_s):
+            if store.check([f"{self.newest + 1}/plan"]):
+                self.newest += 1
+                with suppress(OSError):  # full: the main thread will wake up anyway
+                    os.write(self._writer, b"!")
 
 
 class NodesRecovery(Recovery):

@@ -325,7 +325,7 @@ class Supervisor(LocalElasticAgent):
     def _end_without(self, lacking: Mapping[int, NodeEnd], attempt: Attempt, farewell: Farewell) -> Ending:
         """Nodes are lost, or have left, before their ranks had ended. The job has finished if the end of the training
         is on disk all the same, which this node's memory may help to."""
-        causes = [e.cause if e.outcome == LOST else f"node {n} has {e.outcome} ({e.cause})" for n, e in lacking.items()]
+        causes = [_words(node, end, own=farewell.node) for node, end in sorted(lacking.items())]
         statuses = attempt.workers.last_statuses().values()
         step = max((status.step for status in statuses), default=-1)
         for arena in sorted({Path(status.arena) for status in statuses if status.arena}):
@@ -338,6 +338,8 @@ class Supervisor(LocalElasticAgent):
         after = (
             f"what {which} {listed([str(n) for n in sorted(lacking)], 8)} did behind it (an export, say) may be missing"
         )
+        if is_whole and [*lacking] == [farewell.node]:
+            return self.ending  # the others had given it up, which does no harm
         if is_whole:
             what = f"step {step}, the end of the training, is complete in {where}, but " if step >= 0 else ""
             return replace(self.ending, cause=f"{'; '.join(causes)}; {what}{after}")
@@ -723,6 +725,13 @@ class Supervisor(LocalElasticAgent):
             text = message["message"] if isinstance(message, dict) else message
             return printable(str(text).strip().partition("\n")[0][:300])
         return ""
+
+
+def _words(node: int, end: NodeEnd, *, own: int) -> str:
+    """Of a node that is lost, or has ended otherwise than with its training."""
+    if node == own:
+        return "this node was taken for lost when its training ended"
+    return end.cause if end.outcome == LOST else f"node {node} has {end.outcome} ({end.cause})"
 
 
 def _restarts(told: bytes, own: int, most: int) -> int:

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
-from mindx_elastic.agent import rendezvous
 from mindx_elastic.agent import rendezvous as module
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
 from tests.harness import wait_until

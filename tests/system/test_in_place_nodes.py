@@ -40,7 +40,9 @@ class Nodes:
         host: int | None = None,
         rejoin_timeout: float = 120.0,
         options: Sequence[str] = (),
+        script: str = JOB,
     ):
+        self._script = script
         self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
         self._port, self._nnodes, self._rejoin_timeout = free_port(), nnodes or str(num_nodes), rejoin_timeout
         if host is None:
@@ -61,7 +63,9 @@ class Nodes:
         options += self._options
         env = {"MINDX_ARENA_DIR": str(own / "shm")}
         args = (self.folder / "job", *self._args)
-        job = start_agent(JOB, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run", plain=plain)
+        job = start_agent(
+            self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run", plain=plain
+        )
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
 
