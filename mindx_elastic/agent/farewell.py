@@ -68,7 +68,7 @@ class Farewell:
         """`store`: torch's, the same for all nodes of this attempt and for no other attempt."""
         self._store, self.node, self.num_nodes, self._world_size = store, node, num_nodes, world_size
         self._keys = [f"{_END}/{each}" for each in range(num_nodes)]
-        self._thread = ReadyThread("mindx-farewell")
+        self._thread, self._opener = ReadyThread("mindx-farewell"), ReadyThread("mindx-farewell")
         self.is_lost = False
         """The store does not answer."""
 
@@ -78,9 +78,23 @@ class Farewell:
         self._thread.close(0.0)  # it may be stuck
         self._thread = ReadyThread("mindx-farewell")
 
+    def reopen(self, new_store: Callable[[], Any | None]) -> bool:
+        """Use what `new_store` returns, if it comes to that in a few seconds. It may never return."""
+        if self._opener.busy:
+            return False
+        try:
+            store = self._opener.call(new_store, _ANSWER_S)
+        except Exception as error:  # any of torch's
+            logger.debug("the store of the rendezvous cannot be reached: %s: %s", type(error).__name__, error)
+            return False
+        if store is not None:
+            self.use(store)
+        return store is not None
+
     def close(self) -> None:
         """No call may follow."""
         self._thread.close(0.0)
+        self._opener.close(0.0)
 
     def tell(self, ranks: Sequence[int]) -> None:
         """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
@@ -153,7 +167,8 @@ def wait_for_all(
 
     A node that lives and has not ended within `timeout_s` is not among them, nor one of which nothing can be known
     because the store is lost. `lost`: the nodes that give no sign of life, and the words for it. `new_store`: the
-    attempt's store over another connection; None: it is lost. Main thread; a signal may break it off.
+    attempt's store over another connection; None: it is lost. It is called in a thread. Main thread; a signal may break
+    it off.
     """
     own, missing = NodeEnd(FINISHED), dict[int, str]()
     farewell.say(own)
@@ -162,8 +177,7 @@ def wait_for_all(
         for node, cause in lost().items():
             if missing.setdefault(node, cause) is cause:
                 farewell.say(NodeEnd(LOST, cause), node)
-        if farewell.is_lost and (store := new_store()) is not None:
-            farewell.use(store)
+        if farewell.is_lost and farewell.reopen(new_store):
             farewell.say(own)
         elif farewell.is_lost:
             # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.

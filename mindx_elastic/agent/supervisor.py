@@ -317,10 +317,8 @@ class Supervisor(LocalElasticAgent):
 
     def _new_store(self) -> Any | None:
         """The attempt's store over another connection; None: it is lost, or cannot be opened again here."""
-        with suppress(Exception):  # any of torch's
-            if reconnect(self._rdzv_handler):
-                return round_store(getattr(self._rdzv_handler, "inner", self._rdzv_handler))
-        return None
+        handler = self._rdzv_handler
+        return round_store(getattr(handler, "inner", handler)) if reconnect(handler) else None
 
     def _end_without(self, lacking: Mapping[int, NodeEnd], attempt: Attempt, farewell: Farewell) -> Ending:
         """Nodes are lost, or have left, before their ranks had ended. The job has finished if the end of the training

@@ -144,6 +144,15 @@ def test_a_broken_connection_is_opened_again() -> None:
     assert outcomes(one(store).ends()) == {0: FINISHED, 1: FINISHED}, "the others hear of it"
 
 
+def test_a_way_to_the_store_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host stands still."""
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(module, "_LOST_S", 0.3)
+    over = threading.Event()
+    assert outcomes(wait(one(Gone()), new_store=lambda: over.wait(60))) == {0: FINISHED}
+    over.set()
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "7", "{}", "[" * 10_000, '{"outcome": "finished"}'])
 def test_an_end_that_makes_no_sense_is_none_of_a_finished_training(text: str) -> None:
     store = HashStore()
