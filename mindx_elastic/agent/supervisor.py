@@ -170,7 +170,7 @@ class Supervisor(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
                 goes_on = self._goes_on(attempt)
-                self._say_end(goes_on)
+                self._say_end(attempt, goes_on)
                 if not goes_on:
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
@@ -291,6 +291,10 @@ class Supervisor(LocalElasticAgent):
 
     def _end_with_others(self, attempt: Attempt, farewell: Farewell, membership: Membership | None) -> Ending:
         """This node's ranks have finished: how the attempt has ended for all nodes."""
+        if self._rdzv_handler.get_backend().startswith("etcd"):  # a store without `compare_set`
+            with suppress(SignalException), self._inbox.interrupting():
+                self._exit_barrier()  # type: ignore[no-untyped-call]
+            return self.ending
         ends: dict[int, NodeEnd] = {}
         timeout_s = float(getattr(self, "_exit_barrier_timeout", _END_S))
         with suppress(SignalException), self._inbox.interrupting():
@@ -344,10 +348,12 @@ class Supervisor(LocalElasticAgent):
         what = f"step {step}, the end of the training, is not complete in {where}"
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=f"{'; '.join(causes)}; {what}", elsewhere=True)
 
-    def _say_end(self, goes_on: bool) -> None:
-        """To the other nodes, which may have finished and wait for this one."""
+    def _say_end(self, attempt: Attempt, goes_on: bool) -> None:
+        """To the other nodes, which may have finished and wait for this one. If it was taken for lost, another one may
+        have its place."""
         if self._farewell is not None:
-            self._farewell.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
+            if not attempt.is_out:
+                self._farewell.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
             self._farewell.close()
 
     def _keep_processes(self, attempt: Attempt) -> None:
