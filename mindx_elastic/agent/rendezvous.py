@@ -4,6 +4,8 @@
     take the place of torch's own rendezvous for a job of one node, and of its static one.
 `HostedStoreRendezvous`
     wraps torch's dynamic one, where the workers' store is to outlive each of them.
+`await_nodes`
+    misses a node that has died while the nodes met.
 `reconnect`
     opens a rendezvous' connection to its store again after it broke.
 `Membership`
@@ -26,11 +28,12 @@ import os
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -51,6 +54,7 @@ __all__ = [
     "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
+    "await_nodes",
     "reconnect",
 ]
 
@@ -187,6 +191,7 @@ class HostedStoreRendezvous(RendezvousHandler):
             master = RendezvousStoreInfo(place.address, place.port)
             return RendezvousInfo(round_store(self.inner), place.node, place.num_nodes, master)
         info = info or self.inner.next_rendezvous()
+        await_nodes(self.inner, info.store, info.rank, info.world_size)
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
@@ -331,6 +336,37 @@ def _answers(store: Store) -> bool:
         store.check(["mindx/answers"])
         return True
     return False
+
+
+_MEET_LOOK_S, _MEET_S = 0.05, 60.0
+
+
+def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: int) -> None:
+    """Right after a meeting: wait until all its nodes have come out of it. Main thread.
+
+    One may have died since it joined. Torch's agents would wait for its part for a minute, each from a moment of its
+    own, and then miss each other in the next meeting. Raises DistStoreError when it gives no sign of life any more, or
+    the others meet anew already, so that all meet again at once; and what the store raises. `store`: of the meeting.
+    """
+    if (state := _read_state(handler)) is None:
+        return
+    meeting, until = state.round, time.monotonic() + _MEET_S
+    keys = [f"mindx/met/{node}" for node in range(world_size)]
+    store.set(keys[rank], "1")
+    while not store.check(keys) and time.monotonic() < until:
+        time.sleep(_MEET_LOOK_S)
+        state = _read_state(handler)
+        missing = sorted(set(range(world_size)).difference(state.participants.values()))
+        if state.round != meeting or missing:
+            which = f"node {missing[0]} gives no sign of life" if missing else "the others meet anew"
+            raise DistStoreError(f"{which} since the nodes have met")
+
+
+def _read_state(handler: RendezvousHandler) -> Any:
+    """Of torch's dynamic rendezvous; without the nodes that have no heartbeat any more. None: it is of another kind."""
+    handler.num_nodes_waiting()
+    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    return state if hasattr(state, "participants") and hasattr(state, "round") else None
 
 
 _QUESTION_S = 5.0

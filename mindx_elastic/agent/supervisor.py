@@ -50,6 +50,7 @@ from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     HostedStoreRendezvous,
     Membership,
+    await_nodes,
     reconnect,
 )
 from mindx_elastic.agent.replacements import JOINER, WATCHED, Replacements
@@ -597,6 +598,11 @@ class Supervisor(LocalElasticAgent):
         if isinstance(self._rdzv_handler, HostedStoreRendezvous):
             self._scope = self._rdzv_handler.scope
             self._least_number = self._agree_on_number(worker_group)
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, *more: Any) -> Any:
+        if not isinstance(self._rdzv_handler, HostedStoreRendezvous):  # which has done it
+            await_nodes(self._rdzv_handler, store, group_rank, group_world_size)
+        return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
 
     def _agree_on_restarts(self, group: WorkerGroup) -> None:
         """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.

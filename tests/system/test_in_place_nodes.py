@@ -3,7 +3,9 @@ processes. A dead rank costs its own node one process, and no other node any."""
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -68,6 +70,17 @@ class Nodes:
         )
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
+
+    def met(self) -> tuple[int, bool]:
+        """How many nodes are in torch's rendezvous, which this process hosts, and whether the meeting is over."""
+        key = "torch.rendezvous.nodes"
+        if not self._store.check([key]):
+            return 0, False
+        try:
+            state = pickle.loads(base64.b64decode(self._store.get(key)))
+        except (ValueError, pickle.UnpicklingError):  # nothing was written yet
+            return 0, False
+        return len(state.participants), state.complete
 
     def expect(self, code: int = 0) -> None:
         for job in self.jobs:

@@ -315,3 +315,19 @@ def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(tmp
         job.wait_for("this node was taken for lost", 1, 100)
         job.wait(400)
         assert not job.hashes(), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("options", [(), ("--recover", "restart")], ids=["in-place", "restart"])
+def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """It has joined, and is dead when the meeting is over. Torch's agents would wait for its part for a minute."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, nnodes="2:3", options=options)
+        wait_until(lambda: nodes.met()[0] == 2, "both nodes in the meeting", 200)
+        nodes.jobs[1].process.kill()
+        wait_until(lambda: nodes.met()[1], "the end of the meeting", 200)
+        new = nodes.start()
+        assert nodes.jobs[0].wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        assert nodes.jobs[0].matches(r"have not met: .*node \d gives no sign of life since the nodes have met")
+        assert not nodes.found("wait timeout after"), nodes.report()
+        assert nodes.end == plain(tmp_path, 2, 1).end, nodes.report()
