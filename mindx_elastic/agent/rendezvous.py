@@ -29,6 +29,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -356,7 +357,7 @@ def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: i
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(_MEET_LOOK_S)
         state = _read_state(handler)
-        missing = sorted(set(range(world_size)).difference(state.participants.values()))
+        missing = sorted(set(range(world_size)) - set(state.participants.values()))
         if state.round != meeting or missing:
             which = f"node {missing[0]} gives no sign of life" if missing else "the others meet anew"
             raise DistStoreError(f"{which} since the nodes have met")
@@ -366,7 +367,7 @@ def _read_state(handler: RendezvousHandler) -> Any:
     """Of torch's dynamic rendezvous; without the nodes that have no heartbeat any more. None: it is of another kind."""
     handler.num_nodes_waiting()
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
-    return state if hasattr(state, "participants") and hasattr(state, "round") else None
+    return state if isinstance(getattr(state, "participants", None), Mapping) and hasattr(state, "round") else None
 
 
 _QUESTION_S = 5.0
@@ -448,9 +449,8 @@ class Membership:
         # Reading the state takes out nodes without a heartbeat. Not in torch's public interface.
         state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
         participants = getattr(state, "participants", {})
-        self.missing = (
-            frozenset(range(self._num_nodes)).difference(participants.values()) if participants else frozenset()
-        )
+        there = set(participants.values()) if isinstance(participants, Mapping) else set()
+        self.missing = frozenset(range(self._num_nodes)) - there if there else frozenset()
         present = len(participants) or self._num_nodes
         if present < self._num_nodes and not waiting:
             return 0, f"only {present} of {self._num_nodes} nodes give a sign of life"

@@ -193,3 +193,54 @@ def test_ask_gets_a_fresh_answer(handler: Handler) -> None:
     assert membership.ask() == 3
     membership.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "mindx-membership"]
+
+
+# --- right after a meeting ---
+
+
+class Met:
+    """A dynamic rendezvous whose nodes have met. `looks`: what its state is at each look, the last one from then on."""
+
+    def __init__(self, *looks: tuple[int, dict[str, int]]) -> None:
+        self._looks = list(looks)
+
+    def num_nodes_waiting(self) -> int:
+        meeting, participants = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        self._state_holder = SimpleNamespace(state=SimpleNamespace(round=meeting, participants=participants))
+        return 0
+
+
+def test_nodes_that_have_met_wait_until_all_have_come_out() -> None:
+    store, both = dist.HashStore(), {"a": 0, "b": 1}
+    done: list[int] = []
+
+    def come(rank: int) -> None:
+        module.await_nodes(Met((3, both)), store, rank, 2)  # type: ignore[arg-type]
+        done.append(rank)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    threads[0].start()
+    threads[0].join(0.3)
+    assert not done
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(done) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ((3, {"a": 0}), "node 1 gives no sign of life since the nodes have met"),
+        ((4, {"a": 0, "c": 1}), "the others meet anew since the nodes have met"),
+    ],
+)
+def test_a_node_that_has_died_since_it_joined_is_missed(then: tuple[int, dict[str, int]], why: str) -> None:
+    met = Met((3, {"a": 0, "b": 1}), (3, {"a": 0, "b": 1}), then)
+    with pytest.raises(dist.DistStoreError, match=why):
+        module.await_nodes(met, dist.HashStore(), 0, 2)  # type: ignore[arg-type]
+
+
+def test_a_rendezvous_of_another_kind_is_not_asked_for_its_nodes() -> None:
+    handler = OneNodeRendezvous("job", None)
+    module.await_nodes(handler, dist.HashStore(), 0, 2)
