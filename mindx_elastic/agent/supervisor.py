@@ -146,7 +146,6 @@ class Supervisor(LocalElasticAgent):
         self._farewell: Farewell | None = None
         self._directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
-        self._arenas_read: set[str] = set()
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
         self._has_said_why = False
@@ -272,7 +271,7 @@ class Supervisor(LocalElasticAgent):
                 self._nodes.close(is_out=attempt.is_out)
             if self._replacements is not None:
                 self._replacements.close()
-            self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
+            self._note_arenas(workers.last_statuses())
             workers.close()
             if membership is not None:
                 membership.stop()
@@ -335,19 +334,19 @@ class Supervisor(LocalElasticAgent):
             for line in flush(arena).lines:
                 logger.info("from memory to disk: %s", line)
         where = ", ".join(sorted(map(str, self._directories)))
-        newest = newest_on_disk(self._directories, self._worker_group.workers[0].world_size)
-        is_whole = farewell.settle(step < 0 or (newest is not None and newest >= step))
-        which = "nodes" if len(lacking) > 1 else "node"
-        after = (
-            f"what {which} {listed([str(n) for n in sorted(lacking)], 8)} did behind it (an export, say) may be missing"
-        )
+        is_known = step >= 0 and bool(where)  # else no guard tells it
+        newest = newest_on_disk(self._directories, self._worker_group.workers[0].world_size) if is_known else None
+        is_whole = farewell.settle(not is_known or (newest is not None and newest >= step))
         if is_whole and [*lacking] == [farewell.node]:
             return self.ending  # the others had given it up, which does no harm
+        end = f"step {step}, the end of the training, is" if step >= 0 else "the end of the training is"
         if is_whole:
-            what = f"step {step}, the end of the training, is complete in {where}, but " if step >= 0 else ""
-            return replace(self.ending, cause=f"{'; '.join(causes)}; {what}{after}")
-        what = f"step {step}, the end of the training, is not complete in {where}"
-        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=f"{'; '.join(causes)}; {what}", elsewhere=True)
+            which = f"node{'s' * (len(lacking) > 1)} {listed([str(node) for node in sorted(lacking)], 8)}"
+            what = f"{end} complete in {where}, but " if is_known else ""
+            what += f"what {which} did behind it (an export, say) may be missing"
+            return replace(self.ending, cause=f"{'; '.join(causes)}; {what}")
+        cause = f"{'; '.join(causes)}; {end} not complete in {where or 'the checkpoint directory'}"
+        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
 
     def _say_end(self, attempt: Attempt, goes_on: bool) -> None:
         """To the other nodes, which may have finished and wait for this one. If it was taken for lost, another one may
@@ -700,20 +699,20 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
-        self._note_directories(statuses)
+        self._note_arenas(statuses)
         self._note_progress(statuses)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
         return "" if self._shrinking is None else self._shrinking.look(statuses)
 
-    def _note_directories(self, statuses: Mapping[int, Status]) -> None:
-        """Once for each arena; a rank that has finished takes it away."""
-        if self._num_nodes > 1:
-            for arena in {status.arena for status in statuses.values() if status.arena} - self._arenas_read:
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    self._directories.add(Path(str(read_owner(Path(arena))["directory"])))
-                    self._arenas_read.add(arena)
+    def _note_arenas(self, statuses: Mapping[int, Status]) -> None:
+        """While the ranks live: the page of one that is replaced is gone with it, and one that has finished takes its
+        arena away."""
+        for arena in {status.arena for status in statuses.values() if status.arena} - self.arenas:
+            self.arenas.add(arena)
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self._directories.add(Path(str(read_owner(Path(arena))["directory"])))
 
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""
