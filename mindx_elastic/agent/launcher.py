@@ -26,7 +26,7 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.job_progress import ProgressTeller
-from mindx_elastic.agent.ledger import render
+from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import Places
@@ -34,7 +34,7 @@ from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRend
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
-from mindx_elastic.agent.supervisor import Supervisor, print_block
+from mindx_elastic.agent.supervisor import Supervisor
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.alarm import signal_name

@@ -43,7 +43,7 @@ from typing import Any
 from mindx_elastic.agent.holder import keep_ring
 from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.node_watch import NodeWatch
-from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch
+from mindx_elastic.agent.nodes import BoardAgain, Boards, NodesRecovery, Surroundings
 from mindx_elastic.agent.open_places import OpenPlaces, tell_records
 from mindx_elastic.agent.recovery import ERRORS, Generation, Notes
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS
@@ -52,7 +52,6 @@ from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.core.status_page import NODES_REPLACED
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.belonging import Deed
@@ -62,22 +61,11 @@ from mindx_elastic.rejoin.protocol import Phase
 from mindx_elastic.rejoin.record import RESTART
 from mindx_elastic.rejoin.succession import Claim, Meaning, Standing, assemble, meaning
 
-__all__ = ["Surroundings", "WholeNodesRecovery"]
+__all__ = ["WholeNodesRecovery"]
 
 _LOOK_S = 0.05
 _LATER_S = 2.0
-_ASK_AGAIN_S = 0.5
 _LONGEST = 300
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a recovery needs of the workers' store, which may be another one later."""
-
-    boards: Boards
-    watch: PlanWatch
-    place: Callable[[], Vacancy]
-    """Of node 0 in recovery 0 of this attempt, from which the others are made."""
 
 
 @dataclass
@@ -126,8 +114,7 @@ class WholeNodesRecovery(NodesRecovery):
         """What the endpoint has said, since the store of the rendezvous was lost last."""
         self._board_gone: float | None = None
         """`time.monotonic` since which the board of the recovery under way cannot be asked."""
-        self._question: tuple[Notes, Job[Any]] | None = None
-        """To that board, over another connection."""
+        self._again = BoardAgain(self._board_of, 0)
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -211,7 +198,9 @@ class WholeNodesRecovery(NodesRecovery):
         # The board may be lost with the first node, which is noticed a moment later: the recovery may begin again.
         is_gone = isinstance(error, (OSError, *CONNECTION_ERRORS))
         if is_gone and self._nodes.line is not None and self._succession is None:
-            self._board_gone = self._board_gone or time.monotonic()
+            if self._board_gone is None:
+                self._board_gone = time.monotonic()
+                self._again = BoardAgain(self._board_of, self._machine.generation)
         else:
             super()._hear_error(error)
 
@@ -219,31 +208,14 @@ class WholeNodesRecovery(NodesRecovery):
         """Whether the board cannot be asked any more, and it is not known yet whether the first node is lost."""
         if self._board_gone is None or self._succession is not None:
             return False
-        self._ask_again()
-        if self._board_gone is None:
+        if (board := self._again.look()) is not None:
+            self._board, self._board_gone = board, None
+            logger.info("the workers' store answers again: the recovery goes on")
             return False
         if time.monotonic() - self._board_gone > SILENCE_S + _LATER_S:
             self._machine.note_refusal("the workers' store does not answer, and the first node is not lost")
             return False
         return True
-
-    def _ask_again(self) -> None:
-        """The board has not answered once: over another connection it may. Does not wait for that."""
-        if self._question is None and time.monotonic() >= self._look_due:
-            if isinstance(self._board_of, Boards):
-                self._board_of.reopen()
-            board, key = self._board_of(self._machine.generation), f"{self._machine.generation}/plan"
-            thread = ReadyThread("mindx-board-again")
-            self._question = board, thread.submit(lambda: board.read([key]))
-            thread.close(0.0)
-        elif self._question is not None and self._question[1].done.is_set():
-            self._look_due = time.monotonic() + _ASK_AGAIN_S
-            board, asked = self._question
-            self._question = None
-            with suppress(*ERRORS):
-                asked.wait(0.0)
-                self._board, self._board_gone = board, None
-                logger.info("the workers' store answers again: the recovery goes on")
 
     def prepare(self) -> None:
         super().prepare()
@@ -427,7 +399,7 @@ class WholeNodesRecovery(NodesRecovery):
         else:
             self._tell()
             machine.begin([])
-        self._board_gone = self._question = None
+        self._board_gone = None
         self._board, self._seen, self._endpoint_deed, moment = None, generation, None, time.monotonic()
         noticed = time.time()
         patience = SILENCE_S + self._timeout_s

@@ -46,7 +46,7 @@ from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.succession import Claim, keepers
 
-__all__ = ["NodeWatch"]
+__all__ = ["NodeWatch", "first_place"]
 
 _ANSWER_S = 5.0
 _PATIENCE_S = 3.0  # all agents have met a moment before
@@ -109,6 +109,11 @@ class NodeWatch:
     def job(self) -> str:
         """A name of the job that no other one has, as long as its rendezvous has the same store."""
         return self._handler.identity
+
+    @property
+    def scope(self) -> str:
+        """A name of the attempt that is the same on all nodes."""
+        return self._handler.scope
 
     @property
     def is_first(self) -> bool:
@@ -423,3 +428,24 @@ class NodeWatch:
         if self.host is None or self.node not in keepers(self.first, self.num_nodes):
             return None
         return {"address": self._handler.own_address, "port": self.host.port}
+
+
+def first_place(nodes: NodeWatch | None, address: str, port: int, *, attempt: int) -> Vacancy:
+    """Of node 0 in recovery 0 of an attempt: what all its places have in common. `address`, `port`: of the workers'
+    store."""
+    if nodes is None:
+        raise ValueError("the agents do not hear each other, and no place is offered")
+    return Vacancy(
+        host=nodes.first,
+        name="none",
+        node=0,
+        num_nodes=nodes.num_nodes,
+        ranks=0,
+        first=0,
+        address=address,
+        port=port,
+        lifeline=0 if nodes.host is None else nodes.host.port,
+        scope=nodes.scope,
+        generation=0,
+        attempt=attempt,
+    )

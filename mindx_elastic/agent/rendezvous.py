@@ -35,6 +35,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -55,7 +56,9 @@ __all__ = [
     "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
+    "agree_on_highest",
     "await_nodes",
+    "open_again",
     "reconnect",
 ]
 
@@ -332,6 +335,11 @@ def _reconnect(handler: RendezvousHandler) -> bool:
     return True
 
 
+def open_again(handler: RendezvousHandler) -> Store | None:
+    """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
+    return round_store(getattr(handler, "inner", handler)) if reconnect(handler) else None
+
+
 def _answers(store: Store) -> bool:
     with suppress(Exception):
         store.check(["mindx/answers"])
@@ -363,10 +371,32 @@ def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: i
             raise DistStoreError(f"{which} since the nodes have met")
 
 
+def agree_on_highest(group: WorkerGroup, what: str, own: int, most: int) -> int:
+    """The highest of the counts that the nodes of a meeting say under the name `what`; none of them is above `most`.
+    Each node calls it; raises what the store raises."""
+    store: Any = group.store
+    node, num_nodes = int(group.group_rank or 0), int(group.group_world_size or 1)
+    store.set(f"mindx/{what}/{node}", str(own))
+    if node == 0:
+        told = store.multi_get([f"mindx/{what}/{each}" for each in range(num_nodes)])
+        store.set(f"mindx/{what}", str(max(_count(each, own, most) for each in told)))
+    return _count(store.get(f"mindx/{what}"), own, most)
+
+
+def _count(told: bytes, own: int, most: int) -> int:
+    """What a node says; our own count where it says something else."""
+    if len(told) <= 9 and told.isdigit() and int(told) <= most:
+        return int(told)
+    logger.warning("the store of the rendezvous holds no count, but %s; this node's counts", told[:60])
+    return own
+
+
 def _read_state(handler: RendezvousHandler) -> Any:
     """Of torch's dynamic rendezvous; without the nodes that have no heartbeat any more. None: it is of another kind."""
+    if (holder := getattr(handler, "_state_holder", None)) is None:
+        return None
     handler.num_nodes_waiting()
-    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    state = getattr(holder, "state", None)
     return state if isinstance(getattr(state, "participants", None), Mapping) and hasattr(state, "round") else None
 
 

@@ -28,18 +28,19 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.farewell import FINISHED, LOST, Farewell, NodeEnd, wait_for_all
+from mindx_elastic.agent.farewell import Farewell, NodeEnd
 from mindx_elastic.agent.forked_start import Beginning, ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
-from mindx_elastic.agent.holder import flush, newest_on_disk
+from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.job_progress import ProgressTeller
-from mindx_elastic.agent.ledger import Ledger, render
-from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.ledger import Ledger, print_block, render
+from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
-from mindx_elastic.agent.node_watch import NodeWatch
-from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
+from mindx_elastic.agent.node_watch import NodeWatch, first_place
+from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, Surroundings, connect
+from mindx_elastic.agent.nodes_end import Signs, end_together
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.parked import ParkedProcesses
 from mindx_elastic.agent.pause_desk import PauseDesk
@@ -50,27 +51,29 @@ from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     HostedStoreRendezvous,
     Membership,
+    agree_on_highest,
     await_nodes,
+    open_again,
     reconnect,
 )
 from mindx_elastic.agent.replacements import JOINER, WATCHED, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
-from mindx_elastic.agent.vacancies import Vacancy, round_store
+from mindx_elastic.agent.vacancies import round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import listed, printable, printable_block
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.parking import Keeps
 
-__all__ = ["Supervisor", "print_block"]
+__all__ = ["Supervisor"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
@@ -175,8 +178,6 @@ class Supervisor(LocalElasticAgent):
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
                 self._resize()
-            if attempt is None:  # a notice came before the first
-                return self._result(None)
         except SignalException as stop:
             if self.ending.outcome != "finished":
                 code = exit_code_of_signal(stop.sigval)
@@ -295,58 +296,17 @@ class Supervisor(LocalElasticAgent):
             with suppress(SignalException), self._inbox.interrupting():
                 self._exit_barrier()  # type: ignore[no-untyped-call]
             return self.ending
-        ends: dict[int, NodeEnd] = {}
-        timeout_s = float(getattr(self, "_exit_barrier_timeout", _END_S))
-        with suppress(SignalException), self._inbox.interrupting():
-            ends = wait_for_all(farewell, lambda: self._missing(farewell, membership), self._new_store, timeout_s)
-        again = {node: end for node, end in ends.items() if end.again}
-        if again:
-            node, end = min(again.items())
-            outcome = "failed" if end.outcome == "failed" else "membership"
-            return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=f"node {node}: {end.cause}", elsewhere=True)
-        lacking = {node: end for node, end in ends.items() if end.outcome != FINISHED}
-        ending = self.ending if not lacking else self._end_without(lacking, attempt, farewell)
-        if ending.outcome == "finished":
-            with suppress(SignalException), self._inbox.interrupting():
-                farewell.leave([node for node, end in ends.items() if end.outcome == FINISHED])
-        return ending
-
-    def _missing(self, farewell: Farewell, membership: Membership | None) -> dict[int, str]:
-        """The nodes that give no sign of life at the end of the training, and the words for it."""
-        found = {} if self._nodes is None else {**self._nodes.lost, **{g.node: g.words for g in self._nodes.gone()}}
-        silent = frozenset[int]() if membership is None else membership.missing
-        heard = set() if self._nodes is None else self._nodes.heard
-        silent -= {farewell.node, *heard}
-        return {node: f"node {node} gives no sign of life" for node in silent} | found
-
-    def _new_store(self) -> Any | None:
-        """The attempt's store over another connection; None: it is lost, or cannot be opened again here."""
-        handler = self._rdzv_handler
-        return round_store(getattr(handler, "inner", handler)) if reconnect(handler) else None
-
-    def _end_without(self, lacking: Mapping[int, NodeEnd], attempt: Attempt, farewell: Farewell) -> Ending:
-        """Nodes are lost, or have left, before their ranks had ended. The job has finished if the end of the training
-        is on disk all the same, which this node's memory may help to."""
-        causes = [_words(node, end, own=farewell.node) for node, end in sorted(lacking.items())]
-        statuses = attempt.workers.last_statuses().values()
-        step = max((status.step for status in statuses), default=-1)
-        for arena in sorted({Path(status.arena) for status in statuses if status.arena}):
-            for line in flush(arena).lines:
-                logger.info("from memory to disk: %s", line)
-        where = ", ".join(sorted(map(str, self._directories)))
-        is_known = step >= 0 and bool(where)  # else no guard tells it
-        newest = newest_on_disk(self._directories, self._worker_group.workers[0].world_size) if is_known else None
-        is_whole = farewell.settle(not is_known or (newest is not None and newest >= step))
-        if is_whole and [*lacking] == [farewell.node]:
-            return self.ending  # the others had given it up, which does no harm
-        end = f"step {step}, the end of the training, is" if step >= 0 else "the end of the training is"
-        if is_whole:
-            which = f"node{'s' * (len(lacking) > 1)} {listed([str(node) for node in sorted(lacking)], 8)}"
-            what = f"{end} complete in {where}, but " if is_known else ""
-            what += f"what {which} did behind it (an export, say) may be missing"
-            return replace(self.ending, cause=f"{'; '.join(causes)}; {what}")
-        cause = f"{'; '.join(causes)}; {end} not complete in {where or 'the checkpoint directory'}"
-        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
+        return end_together(
+            self.ending,
+            list(attempt.workers.last_statuses().values()),
+            farewell,
+            Signs(farewell.node, self._nodes, membership),
+            inbox=self._inbox,
+            new_store=functools.partial(open_again, self._rdzv_handler),
+            directories=self._directories,
+            world_size=self._worker_group.workers[0].world_size,
+            timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
+        )
 
     def _say_end(self, attempt: Attempt, goes_on: bool) -> None:
         """To the other nodes, which may have finished and wait for this one. If it was taken for lost, another one may
@@ -460,25 +420,7 @@ class Supervisor(LocalElasticAgent):
         return Surroundings(
             Boards(lambda: connect(address, port, scope), scope, writer),
             PlanWatch(lambda: connect(address, port, scope), num_nodes),
-            functools.partial(self._place, address, port, scope, num_nodes),
-        )
-
-    def _place(self, address: str, port: int, scope: str, num_nodes: int) -> Vacancy:
-        """What places of this attempt have in common."""
-        lifeline = 0 if self._nodes is None or self._nodes.host is None else self._nodes.host.port
-        return Vacancy(
-            host=0 if self._nodes is None else self._nodes.first,
-            name="none",
-            node=0,
-            num_nodes=num_nodes,
-            ranks=0,
-            first=0,
-            address=address,
-            port=port,
-            lifeline=lifeline,
-            scope=scope,
-            generation=0,
-            attempt=self._number,
+            functools.partial(first_place, self._nodes, address, port, attempt=self._number),
         )
 
     def _goes_on(self, attempt: Attempt) -> bool:
@@ -609,23 +551,14 @@ class Supervisor(LocalElasticAgent):
         An agent that first hears of another one's restart takes it for a change of the nodes and does not count it;
         workers with different counts would do different things.
         """
-        store: Any = group.store
-        most, nodes = group.spec.max_restarts, int(group.group_world_size or 1)
+        most = group.spec.max_restarts
         own = most - self._remaining_restarts
-        store.set(f"mindx/restarts/{group.group_rank}", str(own))
-        if group.group_rank == 0:
-            told = store.multi_get([f"mindx/restarts/{node}" for node in range(nodes)])
-            store.set("mindx/restarts", str(max(_restarts(each, own, most) for each in told)))
-        self._remaining_restarts = most - _restarts(store.get("mindx/restarts"), own, most)
+        self._remaining_restarts = most - agree_on_highest(group, "restarts", own, most)
 
     def _agree_on_number(self, group: WorkerGroup) -> int:
         """The attempt's number is the same on all nodes whose workers share a store: the highest. Theirs is part of
         what they write there, and an agent that was started later has counted fewer."""
-        store: Any = group.store
-        nodes, own = int(group.group_world_size or 1), self._number + 1
-        store.set(f"mindx/attempts/{group.group_rank}", str(own))
-        told = [store.get(f"mindx/attempts/{node}") for node in range(nodes)]
-        return max(_restarts(each, own, _MOST_ATTEMPTS) for each in told)
+        return agree_on_highest(group, "attempts", self._number + 1, _MOST_ATTEMPTS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
@@ -734,25 +667,3 @@ class Supervisor(LocalElasticAgent):
             text = message["message"] if isinstance(message, dict) else message
             return printable(str(text).strip().partition("\n")[0][:300])
         return ""
-
-
-def _words(node: int, end: NodeEnd, *, own: int) -> str:
-    """Of a node that is lost, or has ended otherwise than with its training."""
-    if node == own:
-        return "this node was taken for lost when its training ended"
-    return end.cause if end.outcome == LOST else f"node {node} has {end.outcome} ({end.cause})"
-
-
-def _restarts(told: bytes, own: int, most: int) -> int:
-    """How often a node has restarted, as it says; our own count where it says something else."""
-    if len(told) <= 9 and told.isdigit() and int(told) <= most:
-        return int(told)
-    logger.warning("the store of the rendezvous holds no count of restarts, but %s; this node's counts", told[:60])
-    return own
-
-
-def print_block(text: str) -> None:
-    """Print several lines for a person, without a prefix on each. Text from others in them is escaped."""
-    with suppress(OSError, ValueError):  # a closed stderr must not stop the job
-        sys.stderr.write(f"{printable_block(text)}\n")
-        sys.stderr.flush()

@@ -203,10 +203,11 @@ class Met:
 
     def __init__(self, *looks: tuple[int, dict[str, int]]) -> None:
         self._looks = list(looks)
+        self._state_holder = SimpleNamespace(state=None)
 
     def num_nodes_waiting(self) -> int:
         meeting, participants = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
-        self._state_holder = SimpleNamespace(state=SimpleNamespace(round=meeting, participants=participants))
+        self._state_holder.state = SimpleNamespace(round=meeting, participants=participants)
         return 0
 
 

@@ -14,8 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agent import lost_nodes, open_places, recovery
+from mindx_elastic.agent import nodes as nodes_module
 from mindx_elastic.agent.lifeline import Gone
-from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
+from mindx_elastic.agent.nodes import Surroundings
 from mindx_elastic.agent.vacancies import Agent, Vacancy, claim, settle_loss
 from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
 from mindx_elastic.rejoin.board import BOARD_FILE, Board
@@ -218,7 +220,7 @@ def test_a_board_that_is_lost_alone_ends_the_recovery(tmp_path: Path, monkeypatc
 
 
 def test_a_board_that_does_not_answer_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_nodes, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(nodes_module, "_ASK_AGAIN_S", 0.0)
     before, stores = LostStore(), (dist.HashStore(), dist.HashStore())
     node = Node(tmp_path, stores, 1, before=before)
     node.nodes.line = SimpleNamespace(fd=0, drain=lambda: None, is_out=False)

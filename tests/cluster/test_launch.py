@@ -139,10 +139,8 @@ def test_the_line_that_starts_a_killed_worker_again_is_a_command(
     place = tmp_path / "with a space"
     place.mkdir()
     monkeypatch.chdir(place)
-    with monkeypatch.context() as variables:
-        variables.setenv("MS_ENABLE_RECOVERY", "1")
-        variables.setenv("MS_RECOVERY_PATH", str(place / "table"))
-        job = start(JOBS / "clustered.py", "--hold-at=5")
+    variables = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(place / "table")}
+    job = start(JOBS / "clustered.py", "--hold-at=5", **variables)
     again: Job | None = None
     try:
         logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
