@@ -29,12 +29,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
+from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.pause_desk import PauseDesk, is_between_steps
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
-from mindx_elastic.agent.rendezvous import Farewell, Membership
+from mindx_elastic.agent.rendezvous import Membership
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
 from mindx_elastic.alarm.alarm import signal_name
@@ -155,11 +156,6 @@ class Attempt:
             # Another node's agent was faster to stop everybody for the newcomer.
             return Ending(outcome="membership", code=ending.code, cause="nodes have come or come back")
         return ending
-
-    @property
-    def lacks_node(self) -> bool:
-        """Whether a node is gone that all others would wait for at the end."""
-        return self._recovery is not None and self._recovery.lacks_node
 
     @property
     def must_be_brought_to_disk(self) -> bool:

@@ -26,7 +26,7 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.job_progress import ProgressTeller
-from mindx_elastic.agent.ledger import render
+from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import Places
@@ -34,13 +34,14 @@ from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRend
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
-from mindx_elastic.agent.supervisor import Supervisor, print_block
+from mindx_elastic.agent.supervisor import Supervisor
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings, TrainerSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notices import NoticeWatch
@@ -56,6 +57,7 @@ _NEWER_FIELDS = (
 )
 """What some versions of torch from 2.6 on lack."""
 _EXIT_USAGE = 2
+_GOODBYE_S = 5.0
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
@@ -321,11 +323,13 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     if handler is not None and ending.outcome != "stopped":
         # Closes the rendezvous for good: the other nodes must not wait for this one. After a stop it stays open, so
         # that the job can be started again under the same id.
+        thread = ReadyThread("mindx-goodbye")
         try:
             with inbox.interrupting():
-                handler.shutdown()
-        except (Exception, SignalException) as error:
+                thread.call(handler.shutdown, _GOODBYE_S)
+        except (Exception, SignalException) as error:  # TimeoutError: its host stands still
             logger.debug("the rendezvous could not be closed: %s", error)
+        thread.close(0.0)
     ledger.note_last_loss(ending)
     ledger.close(ending.outcome, exit_code=ending.code)
     if ledger.is_eventful:

@@ -22,8 +22,10 @@ from __future__ import annotations
 import io
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ from rich.text import Text
 
 from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
 
@@ -54,6 +56,7 @@ __all__ = [
     "add_up",
     "count_recovery",
     "draw",
+    "print_block",
     "render",
     "totals_line",
 ]
@@ -522,3 +525,10 @@ def _seconds(value: float | None) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def print_block(text: str) -> None:
+    """Print several lines for a person, without a prefix on each. Text from others in them is escaped."""
+    with suppress(OSError, ValueError):  # a closed stderr must not stop the job
+        sys.stderr.write(f"{printable_block(text)}\n")
+        sys.stderr.flush()

@@ -67,6 +67,10 @@ class Gone:
     for_s: float = 0.0
     """Seconds since its last word, or since its connection has ended."""
 
+    @property
+    def words(self) -> str:
+        return f"node {self.node} ({self.name}) is lost: its agent {'is silent' if self.is_silent else 'is gone'}"
+
 
 @dataclass
 class _Peer:
@@ -143,6 +147,12 @@ class LifelineHost:
                 if for_s >= (SILENCE_S if is_silent else _BACK_S):
                     found.append(Gone(node, peer.name, token, peer.ranks, is_silent, for_s))
         return found
+
+    @property
+    def heard(self) -> list[int]:
+        """The nodes that there is a connection to. Any thread."""
+        with self._lock:
+            return [node for node, token in self._current.items() if self._peers[node, token].connection is not None]
 
     def is_sure(self, line: Lifeline | None) -> bool:
         """Whether this process has not stood still for long since it last heard of another agent: then the others have
@@ -387,6 +397,11 @@ class Lifeline:
         """Where the first node's agent gives no sign of life: whether it is only silent, and for how many seconds."""
         found = self._gone
         return None if found is None or self.is_out else (found[0], time.monotonic() - found[1])
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a connection to the first node's agent."""
+        return self._is_connected.is_set() and self._ended is None
 
     def drain(self) -> None:
         """`fd` was readable."""

@@ -43,7 +43,7 @@ from typing import Any
 from mindx_elastic.agent.holder import keep_ring
 from mindx_elastic.agent.lifeline import SILENCE_S, Gone
 from mindx_elastic.agent.node_watch import NodeWatch
-from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch
+from mindx_elastic.agent.nodes import BoardAgain, Boards, NodesRecovery, Surroundings
 from mindx_elastic.agent.open_places import OpenPlaces, tell_records
 from mindx_elastic.agent.recovery import ERRORS, Generation, Notes
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS
@@ -61,21 +61,11 @@ from mindx_elastic.rejoin.protocol import Phase
 from mindx_elastic.rejoin.record import RESTART
 from mindx_elastic.rejoin.succession import Claim, Meaning, Standing, assemble, meaning
 
-__all__ = ["Surroundings", "WholeNodesRecovery"]
+__all__ = ["WholeNodesRecovery"]
 
 _LOOK_S = 0.05
 _LATER_S = 2.0
 _LONGEST = 300
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a recovery needs of the workers' store, which may be another one later."""
-
-    boards: Boards
-    watch: PlanWatch
-    place: Callable[[], Vacancy]
-    """Of node 0 in recovery 0 of this attempt, from which the others are made."""
 
 
 @dataclass
@@ -124,6 +114,7 @@ class WholeNodesRecovery(NodesRecovery):
         """What the endpoint has said, since the store of the rendezvous was lost last."""
         self._board_gone: float | None = None
         """`time.monotonic` since which the board of the recovery under way cannot be asked."""
+        self._again = BoardAgain(self._board_of, 0)
         self._longer = 0
         """The recovery whose time has been extended because of a place in it."""
 
@@ -198,21 +189,28 @@ class WholeNodesRecovery(NodesRecovery):
         phase = super().look()
         if was_active and phase is Phase.RUN:
             self._home = None
+            self._nodes.note_whole()
             self._nodes.settle_in(self._machine.generation)
             self._nodes.remember()  # another agent has a place now
         return phase
 
     def _hear_error(self, error: Exception) -> None:
         # The board may be lost with the first node, which is noticed a moment later: the recovery may begin again.
-        is_gone = isinstance(error, (TimeoutError, *CONNECTION_ERRORS))
-        if is_gone and self._nodes.line is not None and self._succession is None and not self._machine.has_state:
-            self._board_gone = self._board_gone or time.monotonic()
+        is_gone = isinstance(error, (OSError, *CONNECTION_ERRORS))
+        if is_gone and self._nodes.line is not None and self._succession is None:
+            if self._board_gone is None:
+                self._board_gone = time.monotonic()
+                self._again = BoardAgain(self._board_of, self._machine.generation)
         else:
             super()._hear_error(error)
 
     def _waits_for_loss(self) -> bool:
         """Whether the board cannot be asked any more, and it is not known yet whether the first node is lost."""
         if self._board_gone is None or self._succession is not None:
+            return False
+        if (board := self._again.look()) is not None:
+            self._board, self._board_gone = board, None
+            logger.info("the workers' store answers again: the recovery goes on")
             return False
         if time.monotonic() - self._board_gone > SILENCE_S + _LATER_S:
             self._machine.note_refusal("the workers' store does not answer, and the first node is not lost")
@@ -289,6 +287,9 @@ class WholeNodesRecovery(NodesRecovery):
     def _hear_of_node(self, plan: Mapping[str, Any]) -> None:
         assert self._now is not None
         self._now.node = printable(str(plan.get("name", "")), _LONGEST)
+        nodes = plan["nodes"] if isinstance(plan.get("nodes"), list) else []
+        cause = printable(str(plan["cause"]), _LONGEST)
+        self._nodes.note_lost({node: cause for node in nodes if type(node) is int})
 
     def _tell(self, *, trains: bool = False) -> None:
         if self._now is not None and self._now.node and not self._now.taken_by and not self._now.told:
@@ -353,7 +354,8 @@ class WholeNodesRecovery(NodesRecovery):
             assert self._nodes.host is not None
             self._nodes.host.put_out(gone)
             self._look_at_place_of(gone)
-        what = f"node {gone.node} ({gone.name}) is lost: its agent {'is silent' if gone.is_silent else 'is gone'}"
+        what = gone.words
+        self._nodes.note_lost({gone.node: what})
         logger.error("%s, and with it rank%s %s", what, "s" * (len(gone.ranks) > 1), _numbers(gone.ranks))
         try:
             return self._succeed(gone, what) if is_first else self._lose(gone, what)

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.succession import Claim, keepers
 
-__all__ = ["NodeWatch"]
+__all__ = ["NodeWatch", "first_place"]
 
 _ANSWER_S = 5.0
 _PATIENCE_S = 3.0  # all agents have met a moment before
@@ -81,6 +81,8 @@ class NodeWatch:
         """Hears ranks of other nodes, and on the first node the other agents."""
         self.line: Lifeline | None = None
         """To the first node's agent; None on the first node."""
+        self.lost: dict[int, str] = {}
+        """The nodes that are lost and whose places are free, and the words for it."""
         self._first_agent: Agent | None = None
         self._has_first_gone = False
         self._kept: list[Job[Kept]] = []
@@ -109,6 +111,11 @@ class NodeWatch:
         return self._handler.identity
 
     @property
+    def scope(self) -> str:
+        """A name of the attempt that is the same on all nodes."""
+        return self._handler.scope
+
+    @property
     def is_first(self) -> bool:
         return self.node == self.first
 
@@ -119,7 +126,7 @@ class NodeWatch:
         self.host, self.node, self.num_nodes = handler.lifelines, node, num_nodes
         self.first = 0 if self.place is None else self.place.host
         self._first_agent, self._has_first_gone = None, False
-        self._own_claims, self._kept = {}, []
+        self._own_claims, self._kept, self.lost = {}, [], {}
         with suppress(Exception):  # any of torch's; then nobody succeeds the first node
             self._ask(partial(say_who, scope=handler.scope, agent=self._own(ranks)))
         with suppress(Exception):  # then the host of the rendezvous may not be lost
@@ -327,6 +334,20 @@ class NodeWatch:
                 found.append(Gone(agent.node, agent.name, "", tuple(agent.ranks), *since))
         return found
 
+    def note_lost(self, lost: Mapping[int, str]) -> None:
+        """A recovery begins, or does not, because of these nodes."""
+        self.lost |= {node: cause for node, cause in lost.items() if node not in self.lost}
+
+    def note_whole(self) -> None:
+        """A recovery is over: others have the places of all lost nodes."""
+        self.lost = {}
+
+    @property
+    def heard(self) -> set[int]:
+        """The nodes whose agents hold a connection to this one, or this one to them."""
+        found = set(self.host.heard) if self.host is not None and self.is_first else set()
+        return found | ({self.first} if self.line is not None and self.line.is_heard else set())
+
     def _who_is_first(self) -> Agent | None:
         if self._first_agent is None:
             try:
@@ -407,3 +428,24 @@ class NodeWatch:
         if self.host is None or self.node not in keepers(self.first, self.num_nodes):
             return None
         return {"address": self._handler.own_address, "port": self.host.port}
+
+
+def first_place(nodes: NodeWatch | None, address: str, port: int, *, attempt: int) -> Vacancy:
+    """Of node 0 in recovery 0 of an attempt: what all its places have in common. `address`, `port`: of the workers'
+    store."""
+    if nodes is None:
+        raise ValueError("the agents do not hear each other, and no place is offered")
+    return Vacancy(
+        host=nodes.first,
+        name="none",
+        node=0,
+        num_nodes=nodes.num_nodes,
+        ranks=0,
+        first=0,
+        address=address,
+        port=port,
+        lifeline=0 if nodes.host is None else nodes.host.port,
+        scope=nodes.scope,
+        generation=0,
+        attempt=attempt,
+    )

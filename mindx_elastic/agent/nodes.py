@@ -13,34 +13,41 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
-from mindx_elastic.agent.endings import describe
+from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.recovery import ERRORS, Generation, Recovery
+from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.rank_lists import rank_list
+from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.protocol import InMemory
 
-__all__ = ["Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "connect"]
+__all__ = ["BoardAgain", "Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "Surroundings", "connect"]
 
 _ANSWER_S = 5.0
+_AGAIN_S, _ASK_AGAIN_S = 1.0, 0.5
 _LOOK_S, _LOOK_S_PER_NODE = 0.02, 0.001
 _LONGEST = 300
 _T = TypeVar("_T")
 
 
 def connect(address: str, port: int, scope: str) -> PrefixStore:
-    """A connection to the workers' store, for the board of the attempt `scope`. Raises what torch raises."""
+    """A connection to the workers' store, for the board of the attempt `scope`. Raises what torch raises, OSError."""
+    # Torch's client would try for minutes, and print a page about each try.
+    socket.create_connection((address, port), _ANSWER_S).close()
     own = TCPStore(address, port, is_master=False, wait_for_workers=False)
     return PrefixStore(f"mindx/rejoin/{scope}", own)
 
@@ -76,8 +83,8 @@ class Boards:
     """The boards of an attempt's generations, over one connection."""
 
     def __init__(self, connection: Callable[[], Any], scope: str, writer: int) -> None:
+        self._connection, self._scope, self._writer = connection, scope, writer
         self._thread, self._store = ReadyThread("mindx-board"), functools.cache(connection)
-        self._scope, self._writer = scope, writer
 
     def __call__(self, generation: int) -> BoundedBoard:
         """The board of `generation`. Raises UsageError for a job key that cannot be used."""
@@ -89,9 +96,40 @@ class Boards:
         with suppress(RuntimeError):  # no more threads
             self._thread.submit(self._store)
 
+    def reopen(self) -> None:
+        """The boards from now on use another connection; the one before is broken, or its store does not answer."""
+        self._thread.close(0.0)
+        self._thread, self._store = ReadyThread("mindx-board"), functools.cache(self._connection)
+
     def close(self) -> None:
         """End the thread; left behind where it waits for a store that does not answer."""
         self._thread.close(0.1)
+
+
+class BoardAgain:
+    """Asks a board again that has not answered once, over another connection each time. Main thread, which does not
+    wait for that."""
+
+    def __init__(self, board_of: Callable[[int], Any], generation: int) -> None:
+        self._board_of, self._generation, self._due = board_of, generation, 0.0
+        self._question: tuple[Any, Job[Any]] | None = None
+
+    def look(self) -> Any | None:
+        """The board, once it has answered."""
+        if self._question is None and time.monotonic() >= self._due:
+            if isinstance(self._board_of, Boards):
+                self._board_of.reopen()
+            board, key = self._board_of(self._generation), f"{self._generation}/plan"
+            thread = ReadyThread("mindx-board-again")
+            self._question = board, thread.submit(lambda: board.read([key]))
+            thread.close(0.0)
+        elif self._question is not None and self._question[1].done.is_set():
+            self._due = time.monotonic() + _ASK_AGAIN_S
+            (board, asked), self._question = self._question, None
+            with suppress(*ERRORS):
+                asked.wait(0.0)
+                return board
+        return None
 
 
 class PlanWatch:
@@ -124,15 +162,29 @@ class PlanWatch:
             os.close(self._writer)
 
     def _run(self) -> None:
-        try:
-            store = self._connection()
-            while not self._stopping.wait(self._pause_s):
-                if store.check([f"{self.newest + 1}/plan"]):
-                    self.newest += 1
-                    with suppress(OSError):  # full: the main thread will wake up anyway
-                        os.write(self._writer, b"!")
-        except Exception as error:  # any of torch's: its host is gone. The nodes then find each other lost.
-            logger.debug("the store of the workers does not answer: %s", error)
+        while not self._stopping.is_set():
+            try:
+                self._look(self._connection())
+            except Exception as error:  # any of torch's: the connection is broken, or its host is gone
+                logger.debug("the store of the workers does not answer: %s", error)
+            self._stopping.wait(_AGAIN_S)
+
+    def _look(self, store: Any) -> None:
+        while not self._stopping.wait(self._pause_s):
+            if store.check([f"{self.newest + 1}/plan"]):
+                self.newest += 1
+                with suppress(OSError):  # full: the main thread will wake up anyway
+                    os.write(self._writer, b"!")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a recovery needs of the workers' store, which may be another one later."""
+
+    boards: Boards
+    watch: PlanWatch
+    place: Callable[[], Vacancy]
+    """Of node 0 in recovery 0 of this attempt, from which the others are made."""
 
 
 class NodesRecovery(Recovery):
@@ -156,6 +208,9 @@ class NodesRecovery(Recovery):
         super().close()
         if self.is_active and not self.is_out:  # a stop: the others need not wait for this node
             self._call_off("a node has been stopped during the recovery")
+        elif not self.is_out and {meaning(end) for end in self._workers.exits} == {Meaning.FINISHED}:
+            ranks = rank_list(list(self._workers.processes))
+            self._refuse(self._machine.generation + 1, f"{ranks} of another node have finished the training")
         self._watch.stop()
         if isinstance(self._board_of, Boards):
             self._board_of.close()
@@ -171,11 +226,14 @@ class NodesRecovery(Recovery):
         generation = self._machine.generation + 1
         self._seen = max(self._seen, generation)
         begins = super().begin(end, cause, stuck_s=stuck_s)
-        if not begins and not self.is_out:
-            with suppress(*ERRORS):  # another agent may have planned one at this very moment, and would wait
-                refusal = {"refusal": f"rank {end.rank} cannot be replaced"}
-                self._board_of(generation).write(f"{generation}/over", refusal)
+        if not begins and not self.is_out:  # another agent may have planned one at this very moment, and would wait
+            self._refuse(generation, f"rank {end.rank} cannot be replaced")
         return begins
+
+    def _refuse(self, generation: int, reason: str) -> None:
+        """The recovery with this number comes to nothing, whoever begins it."""
+        with suppress(*ERRORS):
+            self._board_of(generation).write(f"{generation}/over", {"refusal": reason})
 
     def hear_others(self, *, is_stopping: bool) -> int | None:
         self._watch.drain()

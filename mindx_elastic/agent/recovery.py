@@ -405,11 +405,6 @@ class Recovery:
         return False
 
     @property
-    def lacks_node(self) -> bool:
-        """Whether a node was lost, and no other one has taken its place."""
-        return self._machine.phase is Phase.FALLBACK and self._now is not None and bool(self._now.node)
-
-    @property
     def has_lost_node(self) -> bool:
         """Whether a node was lost in this attempt, and what it had in memory with it."""
         return False

@@ -4,12 +4,12 @@
     take the place of torch's own rendezvous for a job of one node, and of its static one.
 `HostedStoreRendezvous`
     wraps torch's dynamic one, where the workers' store is to outlive each of them.
+`await_nodes`
+    misses a node that has died while the nodes met.
 `reconnect`
     opens a rendezvous' connection to its store again after it broke.
 `Membership`
     asks again and again, in a thread, which nodes want to join and which are lost.
-`Farewell`
-    tells the agents of the other nodes which ranks were ended after the training.
 
 torch's client of a TCP store never connects again: one reset of the connection, and every later call fails, the
 heartbeats included, so that the other nodes take this one for lost and its agent cannot meet them at the next restart.
@@ -28,12 +28,14 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -46,16 +48,17 @@ from mindx_elastic.agent.lifeline import LifelineHost
 from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.rejoin.board import board_key
 
 __all__ = [
     "CONNECTION_ERRORS",
-    "Farewell",
     "FreshStoreRendezvous",
     "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
+    "agree_on_highest",
+    "await_nodes",
+    "open_again",
     "reconnect",
 ]
 
@@ -192,6 +195,7 @@ class HostedStoreRendezvous(RendezvousHandler):
             master = RendezvousStoreInfo(place.address, place.port)
             return RendezvousInfo(round_store(self.inner), place.node, place.num_nodes, master)
         info = info or self.inner.next_rendezvous()
+        await_nodes(self.inner, info.store, info.rank, info.world_size)
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
@@ -331,11 +335,69 @@ def _reconnect(handler: RendezvousHandler) -> bool:
     return True
 
 
+def open_again(handler: RendezvousHandler) -> Store | None:
+    """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
+    return round_store(getattr(handler, "inner", handler)) if reconnect(handler) else None
+
+
 def _answers(store: Store) -> bool:
     with suppress(Exception):
         store.check(["mindx/answers"])
         return True
     return False
+
+
+_MEET_LOOK_S, _MEET_S = 0.05, 60.0
+
+
+def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: int) -> None:
+    """Right after a meeting: wait until all its nodes have come out of it. Main thread.
+
+    One may have died since it joined. Torch's agents would wait for its part for a minute, each from a moment of its
+    own, and then miss each other in the next meeting. Raises DistStoreError when it gives no sign of life any more, or
+    the others meet anew already, so that all meet again at once; and what the store raises. `store`: of the meeting.
+    """
+    if (state := _read_state(handler)) is None:
+        return
+    meeting, until = state.round, time.monotonic() + _MEET_S
+    keys = [f"mindx/met/{node}" for node in range(world_size)]
+    store.set(keys[rank], "1")
+    while not store.check(keys) and time.monotonic() < until:
+        time.sleep(_MEET_LOOK_S)
+        state = _read_state(handler)
+        missing = sorted(set(range(world_size)) - set(state.participants.values()))
+        if state.round != meeting or missing:
+            which = f"node {missing[0]} gives no sign of life" if missing else "the others meet anew"
+            raise DistStoreError(f"{which} since the nodes have met")
+
+
+def agree_on_highest(group: WorkerGroup, what: str, own: int, most: int) -> int:
+    """The highest of the counts that the nodes of a meeting say under the name `what`; none of them is above `most`.
+    Each node calls it; raises what the store raises."""
+    store: Any = group.store
+    node, num_nodes = int(group.group_rank or 0), int(group.group_world_size or 1)
+    store.set(f"mindx/{what}/{node}", str(own))
+    if node == 0:
+        told = store.multi_get([f"mindx/{what}/{each}" for each in range(num_nodes)])
+        store.set(f"mindx/{what}", str(max(_count(each, own, most) for each in told)))
+    return _count(store.get(f"mindx/{what}"), own, most)
+
+
+def _count(told: bytes, own: int, most: int) -> int:
+    """What a node says; our own count where it says something else."""
+    if len(told) <= 9 and told.isdigit() and int(told) <= most:
+        return int(told)
+    logger.warning("the store of the rendezvous holds no count, but %s; this node's counts", told[:60])
+    return own
+
+
+def _read_state(handler: RendezvousHandler) -> Any:
+    """Of torch's dynamic rendezvous; without the nodes that have no heartbeat any more. None: it is of another kind."""
+    if (holder := getattr(handler, "_state_holder", None)) is None:
+        return None
+    handler.num_nodes_waiting()
+    state = getattr(holder, "state", None)
+    return state if isinstance(getattr(state, "participants", None), Mapping) and hasattr(state, "round") else None
 
 
 _QUESTION_S = 5.0
@@ -358,6 +420,8 @@ class Membership:
         """Nodes that wait to be let in; everybody must meet anew."""
         self.lost = ""
         """Why a node is taken for lost, in words; empty while all are there."""
+        self.missing: frozenset[int] = frozenset()
+        """The nodes that are not in the rendezvous any more: lost, or about to meet the others anew."""
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
         self._wanted = threading.Event()
@@ -414,7 +478,10 @@ class Membership:
             return 0, f"the rendezvous does not answer ({type(error).__name__})"
         # Reading the state takes out nodes without a heartbeat. Not in torch's public interface.
         state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
-        present = len(getattr(state, "participants", ())) or self._num_nodes
+        participants = getattr(state, "participants", {})
+        there = set(participants.values()) if isinstance(participants, Mapping) else set()
+        self.missing = frozenset(range(self._num_nodes)) - there if there else frozenset()
+        present = len(participants) or self._num_nodes
         if present < self._num_nodes and not waiting:
             return 0, f"only {present} of {self._num_nodes} nodes give a sign of life"
         return waiting, ""
@@ -424,52 +491,3 @@ class Membership:
         with suppress(Exception):
             return self._handler.num_nodes_waiting()
         return self.num_waiting
-
-
-_T = TypeVar("_T")
-_KEY = "mindx/ended_after_training"
-_FAREWELL_S = 3.0
-_MAX_CHARS = 1 << 16
-
-
-class Farewell:
-    """What the agents of one attempt tell each other after the training: which ranks one of them has had to end.
-
-    The ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their
-    own, although their training is finished. Goes over the store of the attempt's rendezvous; an agent that is told
-    nothing in a few seconds takes a failure for a failure. One per attempt with several nodes. Main thread; each call
-    blocks for a few seconds at most.
-    """
-
-    def __init__(self, store: Any, *, world_size: int) -> None:
-        """store: torch's, the same for all nodes of this attempt and for no other attempt."""
-        self._store, self._world_size = store, world_size
-
-    def tell(self, ranks: Sequence[int]) -> None:
-        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
-        self._bounded(lambda: self._store.set(_KEY, json.dumps(list(ranks))), None)
-
-    def heard(self) -> list[int]:
-        """The ranks that some node has ended; empty: none, or the store does not answer."""
-        text = self._bounded(lambda: self._store.get(_KEY) if self._store.check([_KEY]) else b"", b"")
-        try:
-            ranks = json.loads(text[:_MAX_CHARS]) if text else []
-        except (ValueError, RecursionError):
-            return []
-        known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
-        return ranks if known else []
-
-    def use(self, store: Any) -> None:
-        """The same from now on, in the place of the old one, whose host is lost."""
-        self._store = store
-
-    def _bounded(self, work: Callable[[], _T], otherwise: _T) -> _T:
-        """The store's machine may be gone, and a call to it has no time-out of its own."""
-        thread = ReadyThread("mindx-farewell")
-        try:
-            return thread.call(work, _FAREWELL_S)
-        except Exception as error:
-            logger.debug("the store of the rendezvous does not answer: %s: %s", type(error).__name__, error)
-            return otherwise
-        finally:
-            thread.close(0.0)

@@ -28,17 +28,19 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.farewell import Farewell, NodeEnd
 from mindx_elastic.agent.forked_start import Beginning, ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.job_progress import ProgressTeller
-from mindx_elastic.agent.ledger import Ledger, render
-from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.ledger import Ledger, print_block, render
+from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
-from mindx_elastic.agent.node_watch import NodeWatch
-from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
+from mindx_elastic.agent.node_watch import NodeWatch, first_place
+from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, Surroundings, connect
+from mindx_elastic.agent.nodes_end import Signs, end_together
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.parked import ParkedProcesses
 from mindx_elastic.agent.pause_desk import PauseDesk
@@ -47,34 +49,37 @@ from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import NewProcess, Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
-    Farewell,
     HostedStoreRendezvous,
     Membership,
+    agree_on_highest,
+    await_nodes,
+    open_again,
     reconnect,
 )
 from mindx_elastic.agent.replacements import JOINER, WATCHED, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
-from mindx_elastic.agent.vacancies import Vacancy, round_store
+from mindx_elastic.agent.vacancies import round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import RejoinSettings, ShrinkSettings
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.parking import Keeps
 
-__all__ = ["Supervisor", "print_block"]
+__all__ = ["Supervisor"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
-_LACKING_S = 30.0  # for the end of the other nodes' agents, where one node is gone
+_END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
 _MOST_ATTEMPTS = 10**9 - 1
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
@@ -142,6 +147,8 @@ class Supervisor(LocalElasticAgent):
                 on_move=self._move_store,
             )
         self._farewell: Farewell | None = None
+        self._directories: set[Path] = set()
+        """Checkpoint directories of this node's ranks."""
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
         self._has_said_why = False
@@ -165,19 +172,12 @@ class Supervisor(LocalElasticAgent):
                     break
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
-                if not self._goes_on(attempt):
+                goes_on = self._goes_on(attempt)
+                self._say_end(attempt, goes_on)
+                if not goes_on:
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
                 self._resize()
-            num_nodes = self._worker_group.group_world_size
-            if attempt is None:  # a notice came before the first
-                return self._result(None)
-            if self.ending.outcome == "finished" and num_nodes != 1 and not (attempt.lacks_node and num_nodes == 2):
-                if attempt.lacks_node:  # it does not come to this; the others' agents may take a moment
-                    own: Any = self
-                    own._exit_barrier_timeout = min(getattr(self, "_exit_barrier_timeout", _LACKING_S), _LACKING_S)
-                with self._inbox.interrupting():
-                    self._exit_barrier()  # type: ignore[no-untyped-call]
         except SignalException as stop:
             if self.ending.outcome != "finished":
                 code = exit_code_of_signal(stop.sigval)
@@ -224,7 +224,8 @@ class Supervisor(LocalElasticAgent):
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
         farewell = None
         if num_nodes > 1:
-            farewell = Farewell(group.store, world_size=group.workers[0].world_size)
+            world_size = group.workers[0].world_size
+            farewell = Farewell(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
         self._farewell = farewell
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
@@ -262,6 +263,8 @@ class Supervisor(LocalElasticAgent):
         self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
+            if self.ending.outcome == "finished" and farewell is not None:
+                self.ending = self._end_with_others(attempt, farewell, membership)
             self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
@@ -269,7 +272,7 @@ class Supervisor(LocalElasticAgent):
                 self._nodes.close(is_out=attempt.is_out)
             if self._replacements is not None:
                 self._replacements.close()
-            self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
+            self._note_arenas(workers.last_statuses())
             workers.close()
             if membership is not None:
                 membership.stop()
@@ -286,6 +289,32 @@ class Supervisor(LocalElasticAgent):
             self._keep_processes(attempt)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
+
+    def _end_with_others(self, attempt: Attempt, farewell: Farewell, membership: Membership | None) -> Ending:
+        """This node's ranks have finished: how the attempt has ended for all nodes."""
+        if self._rdzv_handler.get_backend().startswith("etcd"):  # a store without `compare_set`
+            with suppress(SignalException), self._inbox.interrupting():
+                self._exit_barrier()  # type: ignore[no-untyped-call]
+            return self.ending
+        return end_together(
+            self.ending,
+            list(attempt.workers.last_statuses().values()),
+            farewell,
+            Signs(farewell.node, self._nodes, membership),
+            inbox=self._inbox,
+            new_store=functools.partial(open_again, self._rdzv_handler),
+            directories=self._directories,
+            world_size=self._worker_group.workers[0].world_size,
+            timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
+        )
+
+    def _say_end(self, attempt: Attempt, goes_on: bool) -> None:
+        """To the other nodes, which may have finished and wait for this one. If it was taken for lost, another one may
+        have its place."""
+        if self._farewell is not None:
+            if not attempt.is_out:
+                self._farewell.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
+            self._farewell.close()
 
     def _keep_processes(self, attempt: Attempt) -> None:
         """Those that wait are none of torch's any more, which would end them."""
@@ -391,25 +420,7 @@ class Supervisor(LocalElasticAgent):
         return Surroundings(
             Boards(lambda: connect(address, port, scope), scope, writer),
             PlanWatch(lambda: connect(address, port, scope), num_nodes),
-            functools.partial(self._place, address, port, scope, num_nodes),
-        )
-
-    def _place(self, address: str, port: int, scope: str, num_nodes: int) -> Vacancy:
-        """What places of this attempt have in common."""
-        lifeline = 0 if self._nodes is None or self._nodes.host is None else self._nodes.host.port
-        return Vacancy(
-            host=0 if self._nodes is None else self._nodes.first,
-            name="none",
-            node=0,
-            num_nodes=num_nodes,
-            ranks=0,
-            first=0,
-            address=address,
-            port=port,
-            lifeline=lifeline,
-            scope=scope,
-            generation=0,
-            attempt=self._number,
+            functools.partial(first_place, self._nodes, address, port, attempt=self._number),
         )
 
     def _goes_on(self, attempt: Attempt) -> bool:
@@ -529,29 +540,25 @@ class Supervisor(LocalElasticAgent):
             self._scope = self._rdzv_handler.scope
             self._least_number = self._agree_on_number(worker_group)
 
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, *more: Any) -> Any:
+        if not isinstance(self._rdzv_handler, HostedStoreRendezvous):  # which has done it
+            await_nodes(self._rdzv_handler, store, group_rank, group_world_size)
+        return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
+
     def _agree_on_restarts(self, group: WorkerGroup) -> None:
         """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.
 
         An agent that first hears of another one's restart takes it for a change of the nodes and does not count it;
         workers with different counts would do different things.
         """
-        store: Any = group.store
-        most, nodes = group.spec.max_restarts, int(group.group_world_size or 1)
+        most = group.spec.max_restarts
         own = most - self._remaining_restarts
-        store.set(f"mindx/restarts/{group.group_rank}", str(own))
-        if group.group_rank == 0:
-            told = store.multi_get([f"mindx/restarts/{node}" for node in range(nodes)])
-            store.set("mindx/restarts", str(max(_restarts(each, own, most) for each in told)))
-        self._remaining_restarts = most - _restarts(store.get("mindx/restarts"), own, most)
+        self._remaining_restarts = most - agree_on_highest(group, "restarts", own, most)
 
     def _agree_on_number(self, group: WorkerGroup) -> int:
         """The attempt's number is the same on all nodes whose workers share a store: the highest. Theirs is part of
         what they write there, and an agent that was started later has counted fewer."""
-        store: Any = group.store
-        nodes, own = int(group.group_world_size or 1), self._number + 1
-        store.set(f"mindx/attempts/{group.group_rank}", str(own))
-        told = [store.get(f"mindx/attempts/{node}") for node in range(nodes)]
-        return max(_restarts(each, own, _MOST_ATTEMPTS) for each in told)
+        return agree_on_highest(group, "attempts", self._number + 1, _MOST_ATTEMPTS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
@@ -625,11 +632,20 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        self._note_arenas(statuses)
         self._note_progress(statuses)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
         return "" if self._shrinking is None else self._shrinking.look(statuses)
+
+    def _note_arenas(self, statuses: Mapping[int, Status]) -> None:
+        """While the ranks live: the page of one that is replaced is gone with it, and one that has finished takes its
+        arena away."""
+        for arena in {status.arena for status in statuses.values() if status.arena} - self.arenas:
+            self.arenas.add(arena)
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self._directories.add(Path(str(read_owner(Path(arena))["directory"])))
 
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""
@@ -651,18 +667,3 @@ class Supervisor(LocalElasticAgent):
             text = message["message"] if isinstance(message, dict) else message
             return printable(str(text).strip().partition("\n")[0][:300])
         return ""
-
-
-def _restarts(told: bytes, own: int, most: int) -> int:
-    """How often a node has restarted, as it says; our own count where it says something else."""
-    if len(told) <= 9 and told.isdigit() and int(told) <= most:
-        return int(told)
-    logger.warning("the store of the rendezvous holds no count of restarts, but %s; this node's counts", told[:60])
-    return own
-
-
-def print_block(text: str) -> None:
-    """Print several lines for a person, without a prefix on each. Text from others in them is escaped."""
-    with suppress(OSError, ValueError):  # a closed stderr must not stop the job
-        sys.stderr.write(f"{printable_block(text)}\n")
-        sys.stderr.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -210,7 +211,8 @@ class _Job:
 
     def join(self) -> int:
         """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
-        before = {number: signal.signal(number, self._note_signal) for number in _SIGNALS}
+        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # under nohup, say
+        before = {number: signal.signal(number, self._note_signal) for number in heard}
         try:
             ended_at, stopped = 0.0, False
             while self._running:
@@ -262,8 +264,9 @@ class _Job:
         env = next(each.env for each in self._plan.processes if each.name == name)
         if not self._recovers:
             return ""
-        variables = " ".join(f"{key}={value}" for key, value in env.items() if value)
-        return f"; to start it again: {variables} {' '.join(self._plan.command)}"
+        of_recovery = {key: os.environ[key] for key in ("MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH") if key in os.environ}
+        variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in {**env, **of_recovery}.items() if value)
+        return f"; to start it again: {variables} {shlex.join(self._plan.command)}"
 
     def _note_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signal = signum

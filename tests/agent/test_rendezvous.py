@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
-from mindx_elastic.agent import rendezvous
 from mindx_elastic.agent import rendezvous as module
-from mindx_elastic.agent.rendezvous import Farewell, FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
 from tests.harness import wait_until
 from tests.resets import can_reset, reset_connections
 from tests.system.test_agent import free_port
@@ -197,36 +195,53 @@ def test_ask_gets_a_fresh_answer(handler: Handler) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "mindx-membership"]
 
 
-# --- what agents tell each other after the training ---
+# --- right after a meeting ---
 
 
-def test_what_one_tells_all_hear() -> None:
-    store = HashStore()
-    one, two = Farewell(store, world_size=4), Farewell(store, world_size=4)
-    assert one.heard() == two.heard() == []
-    one.tell([3, 1])
-    assert one.heard() == two.heard() == [3, 1]
+class Met:
+    """A dynamic rendezvous whose nodes have met. `looks`: what its state is at each look, the last one from then on."""
+
+    def __init__(self, *looks: tuple[int, dict[str, int]]) -> None:
+        self._looks = list(looks)
+        self._state_holder = SimpleNamespace(state=None)
+
+    def num_nodes_waiting(self) -> int:
+        meeting, participants = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        self._state_holder.state = SimpleNamespace(round=meeting, participants=participants)
+        return 0
 
 
-@pytest.mark.parametrize("text", ["", "{", "[4]", "[-1]", "[true]", '["1"]', "{}", "7", "[" * 10_000, "\0"])
-def test_nonsense_is_nothing(text: str) -> None:
-    store = HashStore()
-    store.set("mindx/ended_after_training", text)
-    assert Farewell(store, world_size=4).heard() == []
+def test_nodes_that_have_met_wait_until_all_have_come_out() -> None:
+    store, both = dist.HashStore(), {"a": 0, "b": 1}
+    done: list[int] = []
+
+    def come(rank: int) -> None:
+        module.await_nodes(Met((3, both)), store, rank, 2)  # type: ignore[arg-type]
+        done.append(rank)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    threads[0].start()
+    threads[0].join(0.3)
+    assert not done
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(done) == [0, 1]
 
 
-def test_a_store_that_fails_or_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_FAREWELL_S", 0.1)
-    over = threading.Event()
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ((3, {"a": 0}), "node 1 gives no sign of life since the nodes have met"),
+        ((4, {"a": 0, "c": 1}), "the others meet anew since the nodes have met"),
+    ],
+)
+def test_a_node_that_has_died_since_it_joined_is_missed(then: tuple[int, dict[str, int]], why: str) -> None:
+    met = Met((3, {"a": 0, "b": 1}), (3, {"a": 0, "b": 1}), then)
+    with pytest.raises(dist.DistStoreError, match=why):
+        module.await_nodes(met, dist.HashStore(), 0, 2)  # type: ignore[arg-type]
 
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection reset by peer")
 
-        def set(self, key: str, value: str) -> None:
-            over.wait(30)
-
-    gone = Farewell(Gone(), world_size=2)
-    gone.tell([1])
-    assert gone.heard() == []
-    over.set()
+def test_a_rendezvous_of_another_kind_is_not_asked_for_its_nodes() -> None:
+    handler = OneNodeRendezvous("job", None)
+    module.await_nodes(handler, dist.HashStore(), 0, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agent import lost_nodes, open_places, recovery
+from mindx_elastic.agent import nodes as nodes_module
 from mindx_elastic.agent.lifeline import Gone
-from mindx_elastic.agent.lost_nodes import Surroundings, WholeNodesRecovery
+from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
+from mindx_elastic.agent.nodes import Surroundings
 from mindx_elastic.agent.vacancies import Agent, Vacancy, claim, settle_loss
 from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
 from mindx_elastic.rejoin.board import BOARD_FILE, Board
 from mindx_elastic.rejoin.protocol import Phase, Report
 from mindx_elastic.rejoin.succession import Claim
+from tests.harness import wait_until
 
 PLACE = Vacancy(
     name="none",
@@ -51,7 +55,8 @@ class Nodes:
             expect=lambda node, token: self.expected.append(node),
             is_out=False,
         )
-        self.note_first_gone = self.keeper = self.remember = self.give_up_seeking = lambda: None
+        self.note_lost = lambda lost: None
+        self.note_first_gone = self.note_whole = self.keeper = self.remember = self.give_up_seeking = lambda: None
         self.offer, self.settle_in = self.offers.append, lambda generation: None
 
     def claim(self, generation: int, *, refusal: str = "") -> Claim:
@@ -212,6 +217,31 @@ def test_a_board_that_is_lost_alone_ends_the_recovery(tmp_path: Path, monkeypatc
     monkeypatch.setattr(lost_nodes, "SILENCE_S", -lost_nodes._LATER_S)
     assert node.recovery.look() is Phase.FALLBACK
     assert node.recovery.reason == "the workers' store does not answer, and the first node is not lost"
+
+
+def test_a_board_that_does_not_answer_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes_module, "_ASK_AGAIN_S", 0.0)
+    before, stores = LostStore(), (dist.HashStore(), dist.HashStore())
+    node = Node(tmp_path, stores, 1, before=before)
+    node.nodes.line = SimpleNamespace(fd=0, drain=lambda: None, is_out=False)
+    first, facts = Board(before, key=None, scope="s/1", writer=3), {"run_id": "r", "attempt": 0, "step": 7}
+    first.write("1/plan", {"generation": 1, "rank": 0, "cause": "killed"})
+    first.write("1/out/0", {"dead": True})
+    node.watch.newest = 1
+    assert node.recovery.hear_others(is_stopping=False) == 0
+    assert node.recovery.look() is Phase.CUT
+    store, before.store = before.store, None
+    for _ in range(3):
+        assert node.recovery.look() is Phase.CUT
+        wait_until(lambda: not board_threads(), "an answer, which is none")
+    before.store = store
+    for rank in (1, 2):
+        first.write(f"1/out/{rank}", Report(rank=rank, clean=True, groups="g", **facts).to_json())  # type: ignore[arg-type]
+    wait_until(lambda: node.recovery.look() is Phase.AGREED, "the answer")
+
+
+def board_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mindx-board-again"]
 
 
 def test_who_does_not_come_is_lost_too_and_both_places_are_offered(

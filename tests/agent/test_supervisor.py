@@ -11,7 +11,8 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mindx_elastic.agent.supervisor import Supervisor, print_block
+from mindx_elastic.agent.ledger import print_block
+from mindx_elastic.agent.supervisor import Supervisor
 
 
 class Store:

@@ -153,6 +153,16 @@ class Faults:
         else:
             self.do(what)
 
+    def watch_saves(self) -> None:
+        """Faults at ``save``."""
+        write = getattr(saving_module, "write_checkpoint")  # noqa: B009
+
+        def write_or_die(path: Any, state: Any, info: Any, **named: Any) -> Any:
+            self.at(info.step, "save")
+            return write(path, state, info, **named)
+
+        setattr(saving_module, "write_checkpoint", write_or_die)  # noqa: B010
+
     def _kill_next(self, *, waits: bool) -> None:
         """SIGKILL for the next rank. `waits`: until another process stands in for it."""
         name = f"process-{(self._rank + 1) % int(os.environ['WORLD_SIZE'])}-*"
@@ -254,13 +264,7 @@ class Trainer:
             else [],
         )
         self.generations: set[int] = set()
-        write = getattr(saving_module, "write_checkpoint")  # noqa: B009
-
-        def write_or_die(path: Any, state: Any, info: Any, **named: Any) -> Any:
-            self.faults.at(info.step, "save")
-            return write(path, state, info, **named)
-
-        setattr(saving_module, "write_checkpoint", write_or_die)  # noqa: B010
+        self.faults.watch_saves()
 
     @property
     def step(self) -> int:

@@ -87,6 +87,7 @@ class Trainer:
         self.network = Network()
         self.module = build(args.layout, self.network, self.world_size)
         self.faults = Faults(args.fault, self.rank, args.directory)
+        self.faults.watch_saves()
         self.network.blocks[1].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
         self.network.blocks[1].register_forward_hook(lambda *_: self.faults.at(self.step, "inside"))
         parameters = self.module.parameters()

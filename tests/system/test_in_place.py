@@ -312,9 +312,7 @@ def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs, ranks: int) 
 
 
 @drill
-@pytest.mark.parametrize(
-    ("ranks", "dead"), [(3, (0, 1)), pytest.param(4, (0, 2), marks=drill), pytest.param(4, (1, 2, 3), marks=drill)]
-)
+@pytest.mark.parametrize(("ranks", "dead"), [(3, (0, 1)), (4, (0, 2)), (4, (1, 2, 3)), (5, (3,)), (5, (0, 2, 4))])
 def test_several_ranks_killed_at_once(runs: Runs, ranks: int, dead: Sequence[int]) -> None:
     orders = [f"{rank}:6:start" for rank in dead]
     job, _ = runs.run(ranks, "--epochs", 2, *faults(*orders))

@@ -3,7 +3,9 @@ processes. A dead rank costs its own node one process, and no other node any."""
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -40,7 +42,9 @@ class Nodes:
         host: int | None = None,
         rejoin_timeout: float = 120.0,
         options: Sequence[str] = (),
+        script: str = JOB,
     ):
+        self._script = script
         self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
         self._port, self._nnodes, self._rejoin_timeout = free_port(), nnodes or str(num_nodes), rejoin_timeout
         if host is None:
@@ -61,9 +65,22 @@ class Nodes:
         options += self._options
         env = {"MINDX_ARENA_DIR": str(own / "shm")}
         args = (self.folder / "job", *self._args)
-        job = start_agent(JOB, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run", plain=plain)
+        job = start_agent(
+            self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run", plain=plain
+        )
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
+
+    def met(self) -> tuple[int, bool]:
+        """How many nodes are in torch's rendezvous, which this process hosts, and whether the meeting is over."""
+        key = "torch.rendezvous.nodes"
+        if not self._store.check([key]):
+            return 0, False
+        try:
+            state = pickle.loads(base64.b64decode(self._store.get(key)))
+        except (ValueError, pickle.UnpicklingError):  # nothing was written yet
+            return 0, False
+        return len(state.participants), state.complete
 
     def expect(self, code: int = 0) -> None:
         for job in self.jobs:

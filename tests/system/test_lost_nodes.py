@@ -288,3 +288,46 @@ def test_a_node_lost_behind_the_last_step_ends_no_training(tmp_path: Path) -> No
         assert other.wait(400) == 0, nodes.report()
     assert not other.matches("the job is restarted|Error waiting on exit barrier"), other.report()
     assert other.matches("no recovery in place: rank 0 has finished its training"), other.report()
+
+
+@drill
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(tmp_path: Path, rank: int) -> None:
+    """Nobody has come in time, so the job restarts with another node, while the old process still has its byte of the
+    lock. Rank 0 would take another job for its holder, and wait for two minutes in vain."""
+    with ExitStack() as stack:
+        args = ("--epochs", 2, *STEP_S, "--fault", f"{rank}:8:start:stop")
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args, rejoin_timeout=5.0, options=("--grace", "2"))
+        wait_until(lambda: nodes.found("^FAULT "), "the stop", 200)
+        (job,) = [job for job in nodes.jobs if rank in job.pids()]
+        (other,) = [each for each in nodes.jobs if each is not job]
+        worker = job.pids()[rank]
+        os.kill(job.process.pid, signal.SIGSTOP)
+        other.wait_for(rf"no other node has taken the place of node {rank} within 5 s", 1, 200)
+        other.wait_for("restart 1", 1, 200)
+        new = nodes.start()
+        assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        passed = [match for each in (other, new) for match in each.matches(rf"rank {rank} goes on, though .*{worker}")]
+        assert len(passed) == 1, nodes.report()
+        assert {**other.hashes(), **new.hashes()} == plain(tmp_path, 2, 1, *STEP_S).end[0], nodes.report()
+        for pid in (job.process.pid, worker):
+            os.kill(pid, signal.SIGCONT)
+        job.wait_for("this node was taken for lost", 1, 100)
+        job.wait(400)
+        assert not job.hashes(), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("options", [(), ("--recover", "restart")], ids=["in-place", "restart"])
+def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """It has joined, and is dead when the meeting is over. Torch's agents would wait for its part for a minute."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, nnodes="2:3", options=options)
+        wait_until(lambda: nodes.met()[0] == 2, "both nodes in the meeting", 200)
+        nodes.jobs[1].process.kill()
+        wait_until(lambda: nodes.met()[1], "the end of the meeting", 200)
+        new = nodes.start()
+        assert nodes.jobs[0].wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        assert nodes.jobs[0].matches(r"have not met: .*node \d gives no sign of life since the nodes have met")
+        assert not nodes.found("wait timeout after"), nodes.report()
+        assert nodes.end == plain(tmp_path, 2, 1).end, nodes.report()

@@ -1,0 +1,186 @@
+"""How the nodes of an attempt end together: in place of torch's exit barrier, which waits five minutes for a lost node.
+
+An agent whose workers have ended says how in the store of the attempt's rendezvous (`NodeEnd`). One whose ranks have
+finished then waits for the others (`wait_for_all`), until each has said so, too, or is lost. Whoever sees a loss says
+it for the lost node. Each node's entry is written once, by compare-and-set, so all come to the same:
+
+* all have finished: the job has;
+* one meets the others again, because a rank of it has failed: all do;
+* one is lost, or has ended otherwise: the job has finished if its last boundary is on disk, else all meet again
+  (`Farewell.settle`: the first opinion counts for all).
+
+In the end each says that it has seen that, and waits a moment for the others' word: the store ends with its host.
+
+Before that, agents tell each other which ranks one of them has had to end after the training (`Farewell.tell`). The
+ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from mindx_elastic.agent.lifeline import SILENCE_S
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.ready_thread import ReadyThread
+
+__all__ = ["FINISHED", "LOST", "Farewell", "NodeEnd", "wait_for_all"]
+
+FINISHED, LOST = "finished", "lost"
+"""Outcomes of a node that matter here; the others are those of an attempt (`endings.Ending`)."""
+_T = TypeVar("_T")
+_ENDED_RANKS, _END, _VERDICT, _SEEN = "mindx/ended_after_training", "mindx/end", "mindx/verdict", "mindx/seen"
+_ANSWER_S = 3.0
+_SEEN_S = 3.0
+_LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
+_LOST_S = SILENCE_S + 2.0
+_MAX_CHARS = 1 << 16
+_LONGEST = 500
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """How a node's part of an attempt has ended."""
+
+    outcome: str
+    cause: str = ""
+    """For a person."""
+    again: bool = False
+    """Its agent meets the others again."""
+
+    @classmethod
+    def from_json(cls, text: bytes) -> NodeEnd:
+        """Raises ValueError, KeyError, TypeError, RecursionError for anything else."""
+        content = json.loads(text[:_MAX_CHARS])
+        cause = printable(str(content["cause"]), _LONGEST)
+        return cls(printable(str(content["outcome"]), 40), cause, content["again"] is True)
+
+
+class Farewell:
+    """The store's side, for one node. One per attempt with several nodes. Main thread; each call blocks for a few
+    seconds at most, and raises nothing: where the store does not answer, nothing is heard."""
+
+    def __init__(self, store: Any, *, node: int, num_nodes: int, world_size: int) -> None:
+        """`store`: torch's, the same for all nodes of this attempt and for no other attempt."""
+        self._store, self.node, self.num_nodes, self._world_size = store, node, num_nodes, world_size
+        self._keys = [f"{_END}/{each}" for each in range(num_nodes)]
+        self._thread, self._opener = ReadyThread("mindx-farewell"), ReadyThread("mindx-farewell")
+        self.is_lost = False
+        """The store does not answer."""
+
+    def use(self, store: Any) -> None:
+        """The same from now on, in the place of the old one, whose host or connection is lost."""
+        self._store, self.is_lost = store, False
+        self._thread.close(0.0)  # it may be stuck
+        self._thread = ReadyThread("mindx-farewell")
+
+    def reopen(self, new_store: Callable[[], Any | None]) -> bool:
+        """Use what `new_store` returns, if it comes to that in a few seconds. It may never return."""
+        if self._opener.busy:
+            return False
+        try:
+            store = self._opener.call(new_store, _ANSWER_S)
+        except Exception as error:  # any of torch's
+            logger.debug("the store of the rendezvous cannot be reached: %s: %s", type(error).__name__, error)
+            return False
+        if store is not None:
+            self.use(store)
+        return store is not None
+
+    def close(self) -> None:
+        """No call may follow."""
+        self._thread.close(0.0)
+        self._opener.close(0.0)
+
+    def tell(self, ranks: Sequence[int]) -> None:
+        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
+        self._ask(lambda: self._store.set(_ENDED_RANKS, json.dumps(list(ranks))), None)
+
+    def heard(self) -> list[int]:
+        """The ranks that some node has ended; empty: none, or the store does not answer. A caller that is told nothing
+        takes a failure for a failure."""
+        text = self._ask(lambda: self._store.get(_ENDED_RANKS) if self._store.check([_ENDED_RANKS]) else b"", b"")
+        try:
+            ranks = json.loads(text[:_MAX_CHARS]) if text else []
+        except (ValueError, RecursionError):
+            return []
+        known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
+        return ranks if known else []
+
+    def say(self, end: NodeEnd, node: int | None = None) -> None:
+        """How this node has ended, or another one. What was said of it before counts."""
+        key, value = self._keys[self.node if node is None else node], json.dumps(asdict(end))
+        self._ask(lambda: self._store.compare_set(key, "", value), None)
+
+    def has_all(self) -> bool:
+        """Whether it is known of every node how it has ended."""
+        return self._ask(lambda: bool(self._store.check([*self._keys])), False)
+
+    def ends(self) -> dict[int, NodeEnd]:
+        """How the nodes have ended, as far as that is known."""
+        found: dict[int, NodeEnd] = {}
+        nothing: list[bytes] = []
+        read = lambda: [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]  # noqa: E731
+        for node, text in enumerate(self._ask(read, nothing)):
+            try:
+                found |= {node: NodeEnd.from_json(text)} if text else {}
+            except (ValueError, KeyError, TypeError, RecursionError):
+                found[node] = NodeEnd("failed", "what the store of the rendezvous says of it makes no sense")
+        return found
+
+    def settle(self, opinion: bool) -> bool:
+        """Whether the job has finished: the opinion of the first node that was asked; this one's without a store."""
+        text = self._ask(lambda: self._store.compare_set(_VERDICT, "", json.dumps(opinion)), b"")
+        return {b"true": True, b"false": False}.get(bytes(text), opinion)
+
+    def leave(self, nodes: Sequence[int]) -> None:
+        """This node has seen how all have ended. Waits for the same word of these nodes, a few seconds at most: one of
+        their agents, or this one, may host the store."""
+        keys, until = [f"{_SEEN}/{node}" for node in nodes], time.monotonic() + _SEEN_S
+        self._ask(lambda: self._store.set(f"{_SEEN}/{self.node}", "1"), None)
+        while not self.is_lost and time.monotonic() < until and not self._ask(lambda: self._store.check(keys), True):
+            time.sleep(_LOOK_S / 2)
+
+    def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
+        """The store's machine may be gone, and a call to it has no time-out of its own."""
+        if self.is_lost:
+            return otherwise
+        try:
+            return self._thread.call(work, _ANSWER_S)
+        except Exception as error:  # any of torch's
+            logger.debug("the store of the rendezvous does not answer: %s: %s", type(error).__name__, error)
+            self.is_lost = True
+            return otherwise
+
+
+def wait_for_all(
+    farewell: Farewell,
+    lost: Callable[[], Mapping[int, str]],
+    new_store: Callable[[], Any | None],
+    timeout_s: float,
+) -> dict[int, NodeEnd]:
+    """This node's ranks have finished their training. How each node has ended, also this one.
+
+    A node that lives and has not ended within `timeout_s` is not among them, nor one of which nothing can be known
+    because the store is lost. `lost`: the nodes that give no sign of life, and the words for it. `new_store`: the
+    attempt's store over another connection; None: it is lost. It is called in a thread. Main thread; a signal may break
+    it off.
+    """
+    own, missing = NodeEnd(FINISHED), dict[int, str]()
+    farewell.say(own)
+    until = time.monotonic() + timeout_s
+    while not farewell.has_all() and time.monotonic() < until:
+        for node, cause in lost().items():
+            if missing.setdefault(node, cause) is cause:
+                farewell.say(NodeEnd(LOST, cause), node)
+        if farewell.is_lost and farewell.reopen(new_store):
+            farewell.say(own)
+        elif farewell.is_lost:
+            # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.
+            until = min(until, time.monotonic() + (0.0 if missing else _LOST_S))
+        time.sleep(_LOOK_S + _LOOK_S_PER_NODE * farewell.num_nodes)
+    return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {farewell.node: own} | farewell.ends()

@@ -1,0 +1,109 @@
+"""A dynamic cluster whose processes are stopped, killed and started again by hand at odd moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.processes import cluster
+from tests.cluster.test_cluster import finish, hashes_of, held, in_its_own_folder, uninterrupted
+from tests.harness import wait_until
+
+__all__ = ["in_its_own_folder"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.drill]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_scheduler_that_stands_still_for_longer_than_the_heartbeat_holds_nobody_for_dead(
+    in_place: bool, tmp_path: Path
+) -> None:
+    words = ("--hold-at=5,9", *(["--run"] if in_place else []))
+    with cluster(2, MINDX_HEARTBEAT_S="1", MINDX_RECOVER="in-place" if in_place else "") as run:
+        scheduler, jobs = held(run, *words)
+        os.kill(scheduler.process.pid, signal.SIGSTOP)
+        since = time.monotonic()
+        run.go()
+        for job in jobs:
+            job.wait_for(r"HOLD \d 9")  # without it
+        wait_until(lambda: time.monotonic() > since + 3.0, "the end of three heartbeats")
+        os.kill(scheduler.process.pid, signal.SIGCONT)
+        run.go(9)
+        finish(run, scheduler, jobs)
+        assert not scheduler.matches("is dead"), scheduler.report()
+        assert all(len(job.matches("READY")) == 1 for job in jobs)
+        assert hashes_of(jobs) == uninterrupted(2, tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_is_killed_while_the_scheduler_stands_still(victim: int, tmp_path: Path) -> None:
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
+        os.kill(scheduler.process.pid, signal.SIGSTOP)
+        jobs[victim].process.kill()
+        jobs[victim].wait()
+        run.go()
+        again = run.worker(victim)
+        os.kill(scheduler.process.pid, signal.SIGCONT)
+        finish(run, scheduler, [jobs[1 - victim], again])
+        assert hashes_of([jobs[1 - victim], again]) == uninterrupted(2, tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_is_killed_before_the_group_is_formed(victim: int, tmp_path: Path) -> None:
+    with cluster(2) as run:
+        scheduler = run.scheduler()
+        first = run.worker(victim)
+        first.wait_for(f"registered as node id {victim}")
+        first.process.kill()
+        first.wait()
+        scheduler.wait_for(f"node id {victim}, .* is gone before the group is formed")
+        jobs = [run.worker(1 - victim), run.worker(victim)]
+        finish(run, scheduler, jobs)
+        assert hashes_of(jobs) == uninterrupted(2, tmp_path)
+
+
+@pytest.mark.parametrize("second", ["registered as node id 1", "READY"])
+def test_the_new_process_is_killed_as_well(second: str, tmp_path: Path) -> None:
+    """While the survivors begin anew, and when all have begun."""
+    with cluster(3) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--kill=forward:7:1")
+        assert jobs[1].wait() == -signal.SIGKILL
+        again = run.worker(1, "--kill=forward:7:1")
+        again.wait_for(second)
+        again.process.kill()
+        again.wait()
+        third = run.worker(1, "--kill=forward:7:1")
+        finish(run, scheduler, [jobs[0], jobs[2], third])
+        assert hashes_of([jobs[0], jobs[2], third]) == uninterrupted(3, tmp_path)
+        for job in (jobs[0], jobs[2]):
+            assert {match[1] for match in job.matches(r"READY \d+ (\d+)")} == {str(job.process.pid)}
+
+
+def test_a_worker_is_killed_behind_its_last_step_and_started_again(tmp_path: Path) -> None:
+    """There is no step to be done again, but its end."""
+    with cluster(2) as run:
+        scheduler, jobs = held(run, "--hold-at=12", fresh=True)
+        jobs[1].process.kill()
+        jobs[1].wait()
+        run.go(12)
+        again = run.worker(1)
+        finish(run, scheduler, [jobs[0], again])
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
+
+
+def test_five_workers_three_of_them_killed_one_after_the_other(tmp_path: Path) -> None:
+    with cluster(5) as run:
+        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
+        for victim in (4, 0, 2):
+            jobs[victim].process.kill()
+            jobs[victim].wait()
+            jobs[victim] = run.worker(victim)
+        run.go()
+        finish(run, scheduler, jobs)
+        assert hashes_of(jobs) == uninterrupted(5, tmp_path)

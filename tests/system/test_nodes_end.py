@@ -1,0 +1,135 @@
+"""A node is lost, or a rank, when the others have ended their training: what the others' agents make of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job, events, wait_until
+from tests.system.test_in_place_nodes import Nodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+drill = pytest.mark.drill
+
+COMPLETE = r"node %d .*; step \d+, the end of the training, is complete in "
+INCOMPLETE = r"node %d .*; step \d+, the end of the training, is not complete in "
+RESTART = ("--recover", "restart")
+
+
+def held_in_final_save(nodes: Nodes, rank: int) -> tuple[Job, list[Job]]:
+    """The agent of `rank`, which stands still in its final save, and the others, whose workers have ended."""
+    wait_until(lambda: nodes.found("^FAULT "), "the final save", 300)
+    (job,) = [job for job in nodes.jobs if rank in job.pids()]
+    others = [each for each in nodes.jobs if each is not job]
+    for other in others:
+        run = nodes.folder / f"node{nodes.jobs.index(other)}" / "run"
+        wait_until(lambda run=run: events(run, "worker_end"), "the end of a worker", 300)
+    return job, others
+
+
+def signal_node(job: Job, rank: int, signum: int) -> None:
+    worker = job.pids()[rank]
+    os.kill(job.process.pid, signum)
+    os.kill(worker, signum)
+
+
+def end_of_plain(folder: Path, num_nodes: int, *args: object) -> dict[int, str]:
+    with ExitStack() as stack:
+        nodes = Nodes(stack, folder / "plain", num_nodes, 1, *args)
+        nodes.expect(0)
+        return nodes.end[0]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "lost", "host"),
+    [
+        (2, 1, None),
+        pytest.param(2, 0, None, marks=drill),
+        pytest.param(2, 0, 0, marks=drill),
+        pytest.param(2, 1, 1, marks=drill),
+        pytest.param(3, 2, None, marks=drill),
+        pytest.param(3, 0, 0, marks=drill),
+    ],
+)
+def test_a_node_lost_in_its_final_save_holds_nobody(
+    tmp_path: Path, num_nodes: int, lost: int, host: int | None
+) -> None:
+    """Each replica has saved all of it. `host` hosts the rendezvous; it may get another node's number."""
+    with ExitStack() as stack:
+        args = ("--epochs", 2, "--size", 48 * num_nodes, "--fault", f"{lost}:24:save:stop")
+        nodes = Nodes(stack, tmp_path, num_nodes, 1, *args, host=host)
+        job, others = held_in_final_save(nodes, lost)
+        signal_node(job, lost, signal.SIGKILL)
+        for other in others:
+            assert other.wait(400) == 0, nodes.report()
+            assert other.matches(COMPLETE % lost), nodes.report()
+        assert not nodes.found(r"Error waiting|restart \d"), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("lost", [0, 1])
+def test_without_recoveries_the_rendezvous_tells_that_a_node_is_lost(tmp_path: Path, lost: int) -> None:
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", f"{lost}:24:save:stop", options=RESTART)
+        job, (other,) = held_in_final_save(nodes, lost)
+        signal_node(job, lost, signal.SIGKILL)
+        assert other.wait(400) == 0, nodes.report()
+        assert other.matches(COMPLETE % lost), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("options", [(), RESTART], ids=["in-place", "restart"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_end_that_is_not_on_disk_is_trained_again(tmp_path: Path, lost: int, options: tuple[str, ...]) -> None:
+    """The lost rank's part of the state is nowhere: the job must not say that it has finished."""
+    with ExitStack() as stack:
+        args = ("--epochs", 2, "--fault", f"{lost}:16:save:stop")
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args, options=options, script="sharded.py")
+        job, (other,) = held_in_final_save(nodes, lost)
+        signal_node(job, lost, signal.SIGKILL)
+        other.wait_for(r"restart 1", 1, 200)
+        new = nodes.start()
+        assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        (told,) = events(nodes.folder / f"node{nodes.jobs.index(other)}" / "run", "restart")
+        assert re.search(INCOMPLETE % lost, told["reason"]), told
+        with ExitStack() as plain:
+            undisturbed = Nodes(plain, tmp_path / "plain", 2, 1, "--epochs", 2, script="sharded.py")
+            undisturbed.expect(0)
+        assert {**other.hashes(), **new.hashes()} == undisturbed.end[0], nodes.report()
+
+
+@drill
+@pytest.mark.parametrize(("lost", "host"), [(0, None), (1, None), (0, 0)])
+def test_a_node_that_stands_still_in_its_final_save(tmp_path: Path, lost: int, host: int | None) -> None:
+    """The others do not wait for it for longer than for any silent node; it comes to its own end later."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", f"{lost}:24:save:stop", host=host)
+        job, (other,) = held_in_final_save(nodes, lost)
+        signal_node(job, lost, signal.SIGSTOP)
+        assert other.wait(400) == 0, nodes.report()
+        assert other.matches(COMPLETE % lost), nodes.report()
+        signal_node(job, lost, signal.SIGCONT)
+        assert job.wait(400) == 0, nodes.report()
+        assert sorted(nodes.end[0]) == [0, 1], nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("options", [(), RESTART], ids=["in-place", "restart"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(
+    tmp_path: Path, rank: int, options: tuple[str, ...]
+) -> None:
+    """What it does after its training is still to be done. The others had ended, and come back for it."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:24:save:stop", options=options)
+        job, _ = held_in_final_save(nodes, rank)
+        os.kill(job.pids()[rank], signal.SIGKILL)
+        nodes.expect(0)
+        assert len(nodes.found(r"restart 1")) == 2, nodes.report()
+        assert nodes.end[0] == end_of_plain(tmp_path, 2, "--epochs", 2), nodes.report()
+        assert [len(pids) for _, pids in sorted(nodes.processes().items())] == [2, 2], nodes.report()

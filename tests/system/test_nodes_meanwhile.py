@@ -1,0 +1,163 @@
+"""Several nodes, and something else happens while a node is lost, a rank is replaced, or the job is paused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job, wait_until
+from tests.system.test_first_nodes import kill_node
+from tests.system.test_in_place_nodes import IN_PLACE, WHY, Nodes
+from tests.system.test_lost_nodes import OPEN, STEP_S, TAKEN, check, held, plain, release
+from tests.system.test_pause import command, give, pages
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.drill]
+
+FOUR = ("--size", 192, *STEP_S)
+THREE = ("--size", 144, *STEP_S)
+
+
+def run_dir(nodes: Nodes, job: Job) -> Path:
+    return nodes.folder / f"node{nodes.jobs.index(job)}" / "run"
+
+
+@contextmanager
+def paused(nodes: Nodes, job: Job) -> Iterator[int]:
+    """The ranks, which hold, wait at one step; in the block. They are let go behind it."""
+    with command("pause", run_dir(nodes, job)) as pause:
+        runs = [run_dir(nodes, each) for each in nodes.jobs]
+        wait_until(lambda: all(page.pause_order == 1 for run in runs for page in pages(run)), "the order", 100)
+        release(nodes)
+        assert pause.wait() == 0, pause.report()
+        match = re.search(r"paused at step (\d+)", pause.report())
+    assert match is not None
+    yield int(match[1])
+
+
+@pytest.mark.parametrize("lost", [{0, 1}, {0, 2}, {1, 3}, {2, 3}], ids=str)
+def test_two_of_four_nodes_at_once(tmp_path: Path, lost: set[int]) -> None:
+    undisturbed = plain(tmp_path, 4, 1, *FOUR)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 4, 1, "--epochs", 2, *FOUR, "--hold-at", 8)
+        by_rank = held(nodes)
+        for rank in lost:
+            kill_node(by_rank[rank])
+        others = [job for rank, job in by_rank.items() if rank not in lost]
+        release(nodes)
+        new = [nodes.start() for _ in range(2)]
+        for job in (*others, *new):
+            assert job.wait(400) == 0, nodes.report()
+        assert nodes.end == undisturbed.end, nodes.report()
+        assert not nodes.found("not bit for bit|may differ") and not nodes.found(WHY), nodes.report()
+        for rank, pids in nodes.processes().items():
+            assert len(pids) == (2 if rank in lost else 1), nodes.report()
+        assert all(len(job.matches(IN_PLACE)) == 1 for job in others), nodes.report()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_standby_node_is_killed_while_it_waits_and_another_one_takes_the_place(tmp_path: Path, rank: int) -> None:
+    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
+        by_rank = held(nodes)
+        standby = nodes.start()
+        standby.wait_for("this one waits for a place", 1, 200)
+        standby.process.kill()
+        standby.wait()
+        kill_node(by_rank[rank])
+        release(nodes)
+        survivor = by_rank[1 - rank]
+        survivor.wait_for(OPEN, 1, 200)
+        new = nodes.start()
+        assert survivor.wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        check(nodes, [survivor], undisturbed, {rank})
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_node_is_told_to_stop_while_a_rank_of_the_first_is_replaced(tmp_path: Path, told: int) -> None:
+    """It ends as it was told to. The others' ranks save, and wait for nodes, until they are told to stop, too. The same
+    command then goes on from there."""
+    undisturbed = plain(tmp_path, 3, 1, *THREE)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 3, 1, "--epochs", 2, *THREE, "--hold-at", 8)
+        by_rank = held(nodes)
+        os.kill(by_rank[0].pids()[0], signal.SIGKILL)
+        by_rank[0].wait_for("takes the place of rank 0", 1, 100)
+        by_rank[told].process.terminate()
+        release(nodes)
+        assert by_rank[told].wait(200) == 143, nodes.report()
+        others = [job for rank, job in by_rank.items() if rank != told]
+        for job in others:
+            job.wait_for("restart 1", 1, 200)
+            job.process.terminate()
+        assert [job.wait(200) for job in others] == [143, 143], nodes.report()
+        again = [nodes.start() for _ in range(3)]
+        for job in again:
+            assert job.wait(400) == 0, nodes.report()
+        hashes = {rank: value for job in again for rank, value in job.hashes().items()}
+        assert hashes == undisturbed.end[0], nodes.report()
+        assert not nodes.found("begin anew|fresh start.*not"), nodes.report()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_in_a_pause(tmp_path: Path, rank: int) -> None:
+    """It is replaced in place, which ends the pause."""
+    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
+        by_rank = held(nodes)
+        with paused(nodes, by_rank[0]) as step:
+            os.kill(by_rank[rank].pids()[rank], signal.SIGKILL)
+        nodes.expect(0)
+        assert nodes.end == undisturbed.end, nodes.report()
+        assert all(len(job.matches(IN_PLACE)) == 1 for job in nodes.jobs) and not nodes.found(WHY), nodes.report()
+        assert {int(match[3]) for match in nodes.found(IN_PLACE)} == {step}, nodes.report()
+        assert nodes.found(rf"the pause at step {step} has ended"), nodes.report()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_is_lost_in_a_pause(tmp_path: Path, rank: int) -> None:
+    """Another one takes its place, and all train on from the step of the pause."""
+    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
+        by_rank = held(nodes)
+        survivor = by_rank[1 - rank]
+        with paused(nodes, survivor) as step:
+            kill_node(by_rank[rank])
+        new = nodes.start()
+        assert survivor.wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        check(nodes, [survivor], undisturbed, {rank})
+        assert [int(match[3]) for match in survivor.matches(IN_PLACE)] == [step], nodes.report()
+        assert survivor.matches(rf"the pause at step {step} has ended"), nodes.report()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pause_is_given_while_a_lost_nodes_place_is_free(tmp_path: Path, rank: int) -> None:
+    """It holds when all train again, or the command says why it does not. Nothing waits for ever."""
+    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
+        by_rank = held(nodes)
+        survivor = by_rank[1 - rank]
+        kill_node(by_rank[rank])
+        release(nodes)
+        survivor.wait_for(OPEN, 1, 200)
+        with command("pause", run_dir(nodes, survivor)) as pause:
+            new = nodes.start()
+            survivor.wait_for(TAKEN, 1, 200)
+            code = pause.wait()
+            text = pause.report()
+        if code == 0:
+            assert re.search(r"paused at step \d+", text), text
+            give("resume", run_dir(nodes, survivor))
+        else:
+            assert "not paused: " in text, text
+        assert survivor.wait(400) == 0 and new.wait(400) == 0, nodes.report()
+        check(nodes, [survivor], undisturbed, {rank})
