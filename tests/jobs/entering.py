@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
     if victim and fault == "layout":
         options["layouts"] = {"model.*": Layout((64,), (parse_placement("replicate"),))}
     if victim and fault == "last":
-        setattr(stages_module, "Listeners", Disk)  # noqa: B010
+        mock.patch.object(stages_module, "Listeners", Disk).start()
     if victim and fault == "copies":
         options["redundancy"] = 2
     try:
@@ -65,7 +66,7 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
     finally:
         os.environ.pop("MINDX_GRACE_S", None)
         os.environ.update({} if grace is None else {"MINDX_GRACE_S": grace})
-        setattr(stages_module, "Listeners", listening)  # noqa: B010
+        mock.patch.object(stages_module, "Listeners", listening).start()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,8 @@ def kill_in_save(stage: str, victim: int, rank: int) -> None:
         if stage == "named":
             kill_here("in named")
 
-    setattr(FirstSave, "before_publish", before)  # noqa: B010
-    setattr(writer, "publish", named)  # noqa: B010
+    mock.patch.object(FirstSave, "before_publish", before).start()
+    mock.patch.object(writer, "publish", named).start()
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def hang_in_copy() -> None:
         if stage == "copying":
             hang("copy")
 
-    setattr(snapshotting_module, "reach", reach)  # noqa: B010
+    mock.patch.object(snapshotting_module, "reach", reach).start()
 
 
 def hang_in_stderr() -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -161,7 +162,7 @@ class Faults:
             self.at(info.step, "save")
             return write(path, state, info, **named)
 
-        setattr(saving_module, "write_checkpoint", write_or_die)  # noqa: B010
+        mock.patch.object(saving_module, "write_checkpoint", write_or_die).start()
 
     def _kill_next(self, *, waits: bool) -> None:
         """SIGKILL for the next rank. `waits`: until another process stands in for it."""

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,8 +27,8 @@ from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from mindx_elastic.errors import SaveError
+from mindx_elastic.guard import loading as loading_module
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard import start as start_module
 from mindx_elastic.guard.active import _active as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
@@ -150,7 +151,7 @@ def kill_in_snapshot(order: str, rank: int) -> None:
         if left == 0:
             kill_here(f"in {stage}")
 
-    setattr(snapshotting_module, "reach", reach)  # noqa: B010
+    mock.patch.object(snapshotting_module, "reach", reach).start()
 
 
 class Trainer:
@@ -301,13 +302,17 @@ def break_save(order: str, rank: str) -> None:
             kill_here(f"in the save {rank}")
         return result
 
-    setattr(saving_module, "write_checkpoint", broken)  # noqa: B010
+    mock.patch.object(saving_module, "write_checkpoint", broken).start()
 
 
 def inject(environment: Mapping[str, str]) -> None:
     """Faults that no signal can bring about; each says that it has fired."""
     if environment.get("LOOP_NO_REPLAY"):
-        setattr(start_module, "replay_gradient_order", lambda *_: say("REPLAY LEFT OUT"))  # noqa: B010
+
+        def leave_out(*_: object) -> None:
+            say("REPLAY LEFT OUT")
+
+        mock.patch.object(loading_module, "replay_gradient_order", leave_out).start()
     if environment.get("LOOP_NO_KEY"):  # as if a launcher did not say how many ranks a node has
         del os.environ["LOCAL_WORLD_SIZE"]
     if environment.get("LOOP_OWN_KEY"):
@@ -330,7 +335,7 @@ def inject(environment: Mapping[str, str]) -> None:
                 time.sleep(0.005)
             return write(*args, **kwargs)
 
-        setattr(saving_module, "write_checkpoint", slow)  # noqa: B010
+        mock.patch.object(saving_module, "write_checkpoint", slow).start()
 
 
 if __name__ == "__main__":

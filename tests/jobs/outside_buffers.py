@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from mindx_elastic.capture import buffer_block, module_component
 from tests.jobs.in_place import Trainer, parse
 
-setattr(buffer_block, "_is_dense", lambda tensor: False)  # noqa: B010
+
+def _no(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _yes(tensor: torch.Tensor) -> bool:
+    return True
+
+
+mock.patch.object(buffer_block, "_is_dense", _no).start()
 for module in (buffer_block, module_component):
-    setattr(module, "is_on_device", lambda tensor: True)  # noqa: B010
+    mock.patch.object(module, "is_on_device", _yes).start()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -220,7 +221,7 @@ def slow_down_periodic_saves() -> None:
                 time.sleep(0.005)
         return write(path, state, info, **kwargs)
 
-    setattr(saving_module, "write_checkpoint", slow)  # noqa: B010
+    mock.patch.object(saving_module, "write_checkpoint", slow).start()
 
 
 if __name__ == "__main__":

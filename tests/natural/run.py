@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 from mindx_elastic import Guard
 
@@ -36,7 +37,7 @@ def stop_in(stop: int, rank: int) -> None:
             os.write(1, f"STOPPING {stop}\n".encode())
         return original(guard)
 
-    setattr(Guard, "boundary", boundary)  # noqa: B010
+    mock.patch.object(Guard, "boundary", boundary).start()
 
 
 def count_steps() -> list[int]:
@@ -47,7 +48,7 @@ def count_steps() -> list[int]:
         steps[0] = guard._loops.step
         original(guard)
 
-    setattr(Guard, "_finish", finish)  # noqa: B010
+    mock.patch.object(Guard, "_finish", finish).start()
     return steps
 
 
