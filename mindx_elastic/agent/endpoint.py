@@ -37,6 +37,7 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin.belonging import Adoption, Deed, Sight, deed
 
 __all__ = [
+    "AGREED",
     "Finder",
     "Found",
     "GoesOn",
@@ -52,8 +53,10 @@ __all__ = [
 ]
 
 _ID = "mindx-elastic/{}/store"
-_IN_ROUND = ("torchelastic/role_info/{}", "torchelastic/assigned_ranks/{}", "mindx/restarts/{}", "mindx/attempts/{}")
-"""By node: what torch, and `supervisor.Supervisor`, have told each other in the meeting."""
+AGREED = ("restarts", "attempts")
+"""The counts on which all nodes of a meeting agree; see `rendezvous.agree_on_highest`."""
+_OF_NODE = ("torchelastic/role_info/{}", "torchelastic/assigned_ranks/{}", *(f"mindx/{what}/{{}}" for what in AGREED))
+"""What torch, and `supervisor.Supervisor`, have told each other in the meeting; a new node asks for all of it."""
 _MARK = "mindx_adopted"
 """Attribute of torch's state: scope, number of the recovery, round. torch hands on what it does not know."""
 _CONNECT_S, _ANSWER_S = 2.0, 5.0
@@ -124,7 +127,8 @@ def remember(handler: Any, store: Any, root_keys: Collection[str], num_nodes: in
     until = time.monotonic() + _PATIENCE_S
     while not store.check(list(root_keys)) and time.monotonic() < until:
         time.sleep(_LOOK_S)
-    in_round = ["mindx/restarts", *(key.format(node) for key in _IN_ROUND for node in range(num_nodes))]
+    in_round = [f"mindx/{what}" for what in AGREED]
+    in_round += [key.format(node) for key in _OF_NODE for node in range(num_nodes)]
     return Kept(
         int(handler._state_holder.state.round),
         _there(handler._get_store(), in_round),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from mindx_elastic.agent.endpoint import Finder, Found, Kept, address_of, identify, is_adopted, move, remember
-from mindx_elastic.agent.rendezvous import HostedStoreRendezvous, reconnect
+from mindx_elastic.agent.endpoint import AGREED, Finder, Found, Kept, address_of, identify, is_adopted, move, remember
+from mindx_elastic.agent.rendezvous import HostedStoreRendezvous, agree_on_highest, reconnect
 from mindx_elastic.agent.vacancies import Seeker, keys_of_agents, round_store
 from mindx_elastic.rejoin.belonging import Deed
 from tests.agent.test_vacancies import in_thread
@@ -218,3 +219,17 @@ def test_what_a_meeting_leaves_is_remembered(endpoint: Endpoint) -> None:
 def test_a_store_of_another_kind_has_no_endpoint() -> None:
     other: Any = object()
     assert address_of(other) is None
+
+
+def test_a_new_node_finds_all_that_was_agreed_on_in_another_store(endpoint: Endpoint) -> None:
+    (first, second), _ = endpoint.meet()
+    old, new = round_store(first), HashStore()
+    group: Any = SimpleNamespace(store=old, group_rank=0, group_world_size=2)
+    for count, what in enumerate(AGREED, 3):
+        old.set(f"mindx/{what}/1", "0")
+        assert agree_on_highest(group, what, count, 99) == count
+    for key, value in remember(second, endpoint.store, (), 2).in_round.items():
+        new.set(key, value.decode())
+    new.set_timeout(timedelta(seconds=0.1))
+    newcomer: Any = SimpleNamespace(store=new, group_rank=1, group_world_size=2)
+    assert [agree_on_highest(newcomer, what, 1, 99) for what in AGREED] == [3, 4]
