@@ -269,7 +269,8 @@ class _Job:
         return f"; to start it again: {variables} {shlex.join(self._plan.command)}"
 
     def _note_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._signal = signum
+        # A terminal that is gone stops the job as SIGTERM does: SIGHUP would end the workers without a save.
+        self._signal = signal.SIGTERM if signum == signal.SIGHUP else signum
 
     def _send(self, signum: int) -> None:
         """To the workers: they save and leave, and the scheduler ends with them."""

@@ -112,7 +112,7 @@ def test_the_outcome_of_a_job_is_returned(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.drill
 @pytest.mark.slow
-def test_a_failure_and_a_stop_are_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     failing = start(JOBS / "clustered.py", "--fail=3:1")
     try:
@@ -120,14 +120,49 @@ def test_a_failure_and_a_stop_are_the_outcome(tmp_path: Path, monkeypatch: pytes
         assert failing.matches("worker_1 has ended with exit code 1")
     finally:
         failing.end()
+
+
+def wait_for_hold() -> list[Path]:
+    logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
+    wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
+    return logs
+
+
+@pytest.mark.drill
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_a_stop_is_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    """SIGHUP: the terminal is gone."""
+    monkeypatch.chdir(tmp_path)
     stopped = start(JOBS / "clustered.py", "--hold-at=5", "--shared")
     try:
-        logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
-        wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
-        os.kill(stopped.process.pid, signal.SIGTERM)
-        stopped.expect(143)
+        logs = wait_for_hold()
+        os.kill(stopped.process.pid, number)
+        stopped.expect(code)
+        assert all("step 6 saved in" in log.read_text() for log in logs), stopped.report()
     finally:
         stopped.end()
+
+
+@pytest.mark.drill
+@pytest.mark.slow
+def test_what_nohup_ignores_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = start(JOBS / "clustered.py", "--hold-at=5")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        logs = wait_for_hold()
+        os.kill(job.process.pid, signal.SIGHUP)
+        Path("go5").touch()
+        job.expect(0)
+        assert all(re.search(r"DONE \d ", log.read_text()) for log in logs), job.report()
+    finally:
+        job.end()
 
 
 @pytest.mark.drill
@@ -143,8 +178,7 @@ def test_the_line_that_starts_a_killed_worker_again_is_a_command(
     job = start(JOBS / "clustered.py", "--hold-at=5", **variables)
     again: Job | None = None
     try:
-        logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
-        wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
+        logs = wait_for_hold()
         (ready,) = re.findall(r"READY 1 (\d+)", logs[1].read_text())
         os.kill(int(ready), signal.SIGKILL)
         (line,) = job.wait_for("to start it again: (.*)")

@@ -147,7 +147,7 @@ def _is_simple(value: Any) -> bool:
 def _is_result(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return 0 < len(value) < 100 and all(map(_is_result, value))
-    return isinstance(value, _SIMPLE) and not isinstance(value, (bool, nn.Parameter))
+    return _is_simple(value)
 
 
 def _is_named(value: Any, kept: Kept) -> bool:

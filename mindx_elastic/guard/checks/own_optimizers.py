@@ -11,6 +11,7 @@ import ast
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,15 +103,17 @@ def _goes_on(found: Found, files: Callable[[], Collection[str]]) -> bool:
     names = {found.name.partition("[")[0].rpartition(".")[2].strip("<>")}
     if isinstance(found.value, dict):
         names |= {repr(key) for key in dict.keys(found.value) if isinstance(key, str)}
-    for tree, _ in Sources(files()).trees():
-        for scope in ast.walk(tree):
-            if isinstance(scope, (ast.Module, ast.FunctionDef)) and names & _items_that_go_on(scope):
-                return True
-    return False
+    return any(names & _items_that_go_on(tree) for tree, _ in Sources(files()).trees())
 
 
-def _items_that_go_on(scope: ast.AST) -> set[str]:
-    """Of ``self.m[p]`` the name ``m``, of ``state["m"]`` the key."""
+@lru_cache(maxsize=64)  # files; each container is asked for by itself
+def _items_that_go_on(tree: ast.AST) -> frozenset[str]:
+    """In the functions of a file: of ``self.m[p]`` the name ``m``, of ``state["m"]`` the key."""
+    scopes = (node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.FunctionDef)))
+    return frozenset(name for scope in scopes for name in _items_in(scope))
+
+
+def _items_in(scope: ast.AST) -> set[str]:
     items = [node for node in ast.walk(scope) if isinstance(node, ast.Subscript)]
     read: dict[str, int] = {}
     for item in items:

@@ -270,15 +270,7 @@ def carries(
 ) -> bool:
     """Whether a method of a class uses the last value of ``self.<name>`` and sets another. `shuffled`, `replaced`: only
     in that way."""
-
-    def is_it(node: ast.AST) -> bool:
-        return (
-            isinstance(node, ast.Attribute)
-            and node.attr == name
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        )
-
+    is_it = _of_self(name)
     for method in ast.walk(tree):
         if not isinstance(method, ast.FunctionDef) or method.name in _NOT_OF_A_STEP or "reset" in method.name:
             continue
