@@ -576,9 +576,12 @@ class Attempt:
         for rank in list(self.workers.live):
             guarded = ordered and self.workers.is_guarded(rank)
             status = self.workers.status(rank)
+            phase = WorkerPhase.STARTING if status is None else status.phase
             if guarded:
                 self.workers.send(rank, CONTROL_SIGNAL)
-            if not guarded or (status is not None and status.phase == WorkerPhase.STARTING):
+            if self.workers.waits is not None and phase == WorkerPhase.LEFT:
+                continue  # it has saved, and a signal would end it before it waits to be a rank of a smaller job
+            if not guarded or phase == WorkerPhase.STARTING:
                 self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and no guard that would read an order
 
     def _regroup(self, cause: str) -> None:

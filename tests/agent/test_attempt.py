@@ -46,6 +46,7 @@ class Workers:
         self.sent: dict[int, list[int]] = {rank: [] for rank in pages}
         self.coming: list[tuple[float, int, int]] = []
         """Exits to come: (time, rank, code)."""
+        self.waits: object = None
 
     def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> list[WorkerExit]:
         time.sleep(max(0.0, min(timeout_s, 0.02)))
@@ -315,6 +316,19 @@ def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(run
     ending = run(workers)
     assert (ending.outcome, ending.code, ending.rank) == ("failed", 137, 2)
     assert workers.sent == {0: [ORDER], 1: [TERM], 2: []}
+
+
+@pytest.mark.parametrize(("waits", "sent"), [(None, [TERM]), (lambda rank, process: None, [])])
+def test_a_rank_that_has_saved_and_is_about_to_wait_for_a_smaller_job_gets_no_signal(
+    run: Callable[..., Ending], waits: object, sent: list[int]
+) -> None:
+    """It heard of the failure by the board, before its agent gave the order."""
+    workers = Workers({0: IN_TRAINING, 1: replace(IN_TRAINING, phase=WorkerPhase.LEFT, exit_code=75), 2: None}, guard)
+    workers.waits = waits
+    workers.end(2, -KILL)
+    workers.coming.append((time.monotonic() + 0.2, 1, 75))
+    assert run(workers).outcome == "failed"
+    assert workers.sent == {0: [ORDER], 1: sent, 2: []}
 
 
 def test_a_rank_that_is_still_entering_its_guard_has_nothing_to_save(run: Callable[..., Ending]) -> None:
