@@ -250,6 +250,15 @@ class Collector:
             if isinstance(adapted.target, torch.Tensor):
                 yield adapted.target
 
+    def stable_tensors(self) -> list[torch.Tensor]:
+        """The parameters, and what the optimizers have of theirs."""
+        return [*self.parameters, *(t for optimizer in self._optimizers.values() for t in optimizer.tensors())]
+
+    def other_tensors(self) -> list[torch.Tensor]:
+        """The modules' buffers, and the tensors that were named."""
+        named = (c.target for c in self._adapted if isinstance(c.target, torch.Tensor))
+        return [*(b for module in self._modules.values() for b in module.module.buffers()), *named]
+
     def keep_older_boundaries(self) -> None:
         """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
         if not self.devices.is_used:

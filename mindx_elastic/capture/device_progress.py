@@ -160,7 +160,7 @@ class DeviceProgress:
         have changed since the boundary. `is_long`: the update may fill the queue (`fills_queue`); then this waits until
         the devices have come to it."""
         newest = self.newest
-        if self.keeps_older and newest is not None and not newest.updates:
+        if self.keeps_older and newest is not None and not newest.updates and not self._is_capturing():
             if self.waits_in_forward:
                 self.wait_for_update()  # the program may have called its layers one by one
             newest.is_changed = bool(is_changed())
@@ -183,9 +183,13 @@ class DeviceProgress:
         may take long, is queued, and goes on beside the program. Before anything that queues a lot, or waits for the
         device: behind a collective that never ends it would fill the queue."""
         passed = tuple(self._boundaries)
-        if self.keeps_older and len(passed) > 1 and not self._cuda.is_current_stream_capturing():
+        if self.keeps_older and len(passed) > 1 and not self._is_capturing():
             for event in passed[-2].updates:
                 event.synchronize()
+
+    def _is_capturing(self) -> bool:
+        """Whether what the program queues goes into a CUDA graph, and is not done now."""
+        return bool(self._cuda.is_current_stream_capturing())
 
     @property
     def newest(self) -> PassedBoundary | None:

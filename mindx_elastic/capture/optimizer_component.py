@@ -236,6 +236,7 @@ class OptimizerComponent:
             self.optimizer.param_groups, self.local.param_groups, state["param_groups"], strict=True
         ):
             options = {key: copy_tree(value) for key, value in saved.items() if key != "params"}
+            _fill(own, options)
             own.update(options)
             if shown is not own:
                 shown.update(options)
@@ -257,6 +258,7 @@ class OptimizerComponent:
             )
         state = self._with_layouts(state)
         groups, values = self.local.param_groups, self.local.state
+        before = _tensors_by_place(self.local)
         self.local.load_state_dict(state)
         _keep_objects(self.local, groups, values)
         self._undo_casts(state)
@@ -266,6 +268,7 @@ class OptimizerComponent:
                     key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key != "step" else value
                     for key, value in copy_tree(values).items()
                 }
+        _keep_tensors(self.local, before)
         if self.is_spread:
             for shown, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
                 shown.update({key: value for key, value in loaded.items() if key != "params"})
@@ -351,6 +354,50 @@ def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
         for each in (*inner, optimizer):
             if each.state is loaded_state:
                 each.state = state
+
+
+def _tables(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The state of each parameter by its id, and the groups by their number."""
+    for parameter, values in optimizer.state.items():
+        if isinstance(values, dict):
+            yield ("state", id(parameter)), values
+    for number, group in enumerate(optimizer.param_groups):
+        yield ("group", number), group
+
+
+def _tensors_by_place(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    """The tensors in its state and in the options of its groups (a learning rate) as they are now."""
+    return {
+        place: {key: value for key, value in table.items() if type(value) is torch.Tensor}
+        for place, table in _tables(optimizer)
+    }
+
+
+def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Put what was loaded into the tensors that were there `before`.
+
+    `Optimizer.load_state_dict` makes new ones. A CUDA graph that was captured with the old ones would go on with them,
+    and so would who else holds them.
+    """
+    filled: set[int] = set()
+    for place, table in _tables(optimizer):
+        _fill(before.get(place, {}), table, filled)
+
+
+@torch.no_grad()
+def _fill(old: Mapping[str, Any], new: dict[str, Any], filled: set[int] | None = None) -> None:
+    """Copy tensors of `new` into those of `old` where they fit, and have these in `new`. `filled`: the memory that has
+    been used so."""
+    for key, value in new.items():
+        there = old.get(key)
+        if type(value) is not torch.Tensor or type(there) is not torch.Tensor or value is there:
+            continue
+        is_alike = (value.shape, value.dtype, value.stride()) == (there.shape, there.dtype, there.stride())
+        if not is_alike or there.is_inference() or (filled is not None and there.data_ptr() in filled):
+            continue
+        if filled is not None and there.numel():
+            filled.add(there.data_ptr())
+        new[key] = there.copy_(value)
 
 
 def _named_instead(places: Sequence[str]) -> str:

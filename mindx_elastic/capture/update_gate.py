@@ -181,6 +181,24 @@ class UpdateGate:
                 return
         look()
 
+    @contextmanager
+    def perhaps_updating(self) -> Iterator[None]:
+        """Around what may be an update, which nobody knows yet: as in one, nobody reads inside, and the readers are
+        waited for. Training thread."""
+        with self._lock:
+            if self._readers:
+                self._wait_for_readers()
+            self._running += 1
+            before, self.state = self.state, GateState.UPDATING
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self.state = before
+                if self._waiters:
+                    self._changed.notify_all()
+
     def unusual_updates(self, named: Iterable[int]) -> list[tuple[int, int, int]]:
         """Optimizers (`named` or ever seen) that have stepped more or less in this step than usual, or never.
 

@@ -14,6 +14,7 @@ import torch
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.device_progress import fills_queue
+from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.core.events import logger
@@ -60,6 +61,10 @@ class Boundaries:
         collector.on_new_parameters = gate.follow
         collector.watch()
         stack.callback(collector.unwatch)
+        if collector.devices.is_used:
+            replays = GraphReplays(collector, gate)
+            replays.watch()
+            stack.callback(replays.unwatch)
         self._changes = Changes(targets, collector, unmanaged, ddp=ddp, world_size=world_size)
         self._window = UpdateWindow(collector, gate)
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)

@@ -151,6 +151,18 @@ def accumulates(p: Program, loss: Any = None) -> None:
             p.guard.step_end()
 
 
+def accumulates_counted_from_0(p: Program, loss: Any = None) -> None:
+    every = 2
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            if i % 2 == 1 and loss is not None:
+                loss.step()
+            if i % every == every - 1 and loss is not None:
+                loss.step()
+            p.step(*batch)
+            p.guard.step_end()
+
+
 def window_around_the_boundary(p: Program) -> None:
     for _ in p.guard.epochs(2):
         for i, batch in enumerate(p.loader):
@@ -168,7 +180,9 @@ def ours(p: Program) -> None:
             p.guard.step_end()
 
 
-@pytest.mark.parametrize("program", [logs, breaks_in_a_dry_run, accumulates, window_around_the_boundary, ours])
+@pytest.mark.parametrize(
+    "program", [logs, breaks_in_a_dry_run, accumulates, accumulates_counted_from_0, window_around_the_boundary, ours]
+)
 def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
     p = Program(tmp_path)
     with p.guard:

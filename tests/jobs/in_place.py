@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
@@ -387,16 +388,22 @@ def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
     """Of the weights, the optimizer, the schedule, the scaler and the random streams."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
-        digest.update(name.encode() + tensor.contiguous().cpu().numpy().tobytes())
+        digest.update(name.encode() + _own_bytes(tensor))
     for number, state in sorted(optimizer.state_dict()["state"].items()):
         for name, value in sorted(state.items()):
-            digest.update(f"{number}{name}".encode() + torch.as_tensor(value).contiguous().cpu().numpy().tobytes())
+            digest.update(f"{number}{name}".encode() + _own_bytes(torch.as_tensor(value)))
     others = {**scheduler.state_dict(), "scaler": scaler.state_dict(), "python": random.getstate()}
     digest.update(repr(sorted((name, repr(value)) for name, value in others.items())).encode())
     digest.update(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode())
     if torch.cuda.is_initialized():
         digest.update(torch.cuda.get_rng_state().numpy().tobytes())
     return digest.hexdigest()[:24]
+
+
+def _own_bytes(tensor: torch.Tensor) -> bytes:
+    """Of a tensor that is split over ranks this rank's part."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.contiguous().cpu().numpy().tobytes()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import mindx_elastic as mx
 from tests.jobs.in_place import Faults, digest_of, say
@@ -45,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=0, help="of further weights, which every step changes")
     parser.add_argument("--depth", type=int, default=0, help="further layers: their kernels fill the device's queue")
     parser.add_argument("--plain-optimizer", action="store_true", help="a dozen kernels for each parameter")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--tell-syncs", action="store_true")
     parser.add_argument("--with-guard", action="store_true")
@@ -83,7 +85,9 @@ class Trainer:
         self.network.cuda()
         self.model: nn.Module = self.network
         bucket = 0.05 if args.depth else 0.002
-        if self.world_size > 1:
+        if args.fsdp:
+            fully_shard(self.network)
+        elif self.world_size > 1:
             self.model = nn.parallel.DistributedDataParallel(self.network, device_ids=[0], bucket_cap_mb=bucket)
         foreach = False if args.plain_optimizer else None
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2, foreach=foreach)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-__all__ = ["Noisy", "Stream", "done", "mlp", "points", "text"]
+__all__ = ["Noisy", "Stream", "done", "gpu", "mlp", "points", "text"]
 
 
 def points(size: int = 30, width: int = 8, classes: int = 3, seed: int = 1) -> TensorDataset:
@@ -63,6 +63,17 @@ def mlp(width: int = 8, hidden: int = 16, out: int = 3, dropout: float = 0.1) ->
     )
 
 
+def gpu() -> torch.device:
+    """Where the loops in ``loops/on_gpu/`` train, with the same arithmetic each time. Ranks share the first device: each
+    tells NCCL that it is on a machine of its own. Without a device the CPU, for the loops that do not need one."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.update(NCCL_HOSTID=f"rank-{os.environ.get('RANK', '0')}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def done(*parts: Any) -> None:
     """Print the digest of modules, tensors and numbers: what two runs are compared by."""
     digest = hashlib.sha256()
@@ -70,9 +81,9 @@ def done(*parts: Any) -> None:
         if isinstance(part, nn.Module):
             for name, held in sorted(part.state_dict().items()):
                 value = held.full_tensor() if hasattr(held, "full_tensor") else held
-                digest.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+                digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
         elif isinstance(part, torch.Tensor):
-            digest.update(part.detach().contiguous().numpy().tobytes())
+            digest.update(part.detach().cpu().contiguous().numpy().tobytes())
         else:
             digest.update(repr(part).encode())
     sys.stdout.flush()

@@ -59,16 +59,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Loop:
-    """One file in ``loops/``."""
+    """One file in ``loops/``, or in another folder."""
 
     name: str
     verdict: Verdict
     cuts: Sequence[Cut] = ()
     ranks: int = 1
+    folder: Path = _FOLDER
 
     @property
     def path(self) -> Path:
-        return _FOLDER / f"{self.name}.py"
+        return self.folder / f"{self.name}.py"
 
     def source(self, cut: Cut) -> str:
         """The text with the cut made. Raises ValueError unless its place is there exactly once."""

@@ -142,6 +142,24 @@ def test_the_program_waits_for_room_in_the_devices_queue(
     assert job.hashes() == hashes(2, *short), job.report()
 
 
+@pytest.mark.parametrize("fault", ["0:15:backward:term", "1:15:mid:kill", "0:15:update:kill", "1:15:after:kill"])
+def test_parameters_that_are_split_over_the_ranks(tmp_path: Path, hashes: Hashes, fault: str) -> None:
+    """FSDP2: a killed rank's part is in its snapshot."""
+    rank, step, place, sort = fault.split(":")
+    if sort == "term":
+        with start_job(JOB, tmp_path, "--fsdp", "--fault", fault, ranks=2) as job:
+            job.wait()
+        with start_job(JOB, tmp_path, "--fsdp", ranks=2) as again:
+            again.expect(0)
+        assert len(again.matches(r"READY \d \d+ 1[56]$")) == 2, again.report()
+    else:
+        job = again = under_agent(tmp_path, 2, "--fsdp", "--fault", fault, options=["--snapshot-every", 1])
+        starts = job.matches(r"READY \d \d+ (\w+)$")[2:]
+        assert len(starts) == 2 and all(m[1] in ("13", "14", "15") for m in starts), job.report()
+    assert job.matches(f"FAULT {rank} {step} {place}"), job.report()
+    assert again.hashes() == hashes(2, "--fsdp"), again.report()
+
+
 @pytest.mark.parametrize("place", ["mid", "update", "after"])
 def test_a_killed_rank_beside_snapshots(tmp_path: Path, hashes: Hashes, place: str) -> None:
     """The copier waits for a boundary that the device never comes to; the dying save does not wait for the copier."""

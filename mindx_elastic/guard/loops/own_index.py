@@ -149,7 +149,7 @@ def _steering_line(
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
             holds = any(spans(statement, boundary) for statement in node.body)
-            if holds or _is_window(node, index if starts_at_1 else f"{index} + 1"):
+            if holds or _is_window(node, index, starts_at_1=starts_at_1):
                 fits = any(map(divides, ast.walk(node.test)))
                 reads = [n for n in ast.walk(node.test) if is_it(n)]
                 inside |= {id(n) for n in reads if fits or _in_modulo(n, parents)}
@@ -157,12 +157,16 @@ def _steering_line(
     return min((read.lineno for read in rest if _steers(read, parents)), default=None)
 
 
-def _is_window(node: ast.If, count: str) -> bool:
-    """``if (i + 1) % n == 0: optimizer.step()`` of an accumulation: the job stops at the ends of such windows only."""
+def _is_window(node: ast.If, index: str, *, starts_at_1: bool) -> bool:
+    """``if (i + 1) % n == 0: optimizer.step()`` of an accumulation, or with ``i % n == n - 1``: the job stops at the
+    ends of such windows only."""
+    count = index if starts_at_1 else f"{index} + 1"
     counts = any(
         isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and ast.unparse(n.left) in (count, f"({count})")
         for n in ast.walk(node.test)
     )
+    if not starts_at_1:
+        counts |= any(isinstance(n, ast.Compare) and _is_last_of_window(n, index) for n in ast.walk(node.test))
     called = {
         n.func.attr
         for statement in node.body
@@ -170,6 +174,17 @@ def _is_window(node: ast.If, count: str) -> bool:
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
     }
     return counts and "step" in called and "backward" not in called
+
+
+def _is_last_of_window(node: ast.Compare, index: str) -> bool:
+    """``i % n == n - 1``, or the same with numbers."""
+    left, right = node.left, node.comparators[0]
+    if not (isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod) and isinstance(node.ops[0], ast.Eq)):
+        return False
+    if ast.unparse(left.left) != index:
+        return False
+    divisor, last = ast.unparse(left.right), ast.unparse(right)
+    return last == f"{divisor} - 1" or (divisor.isdigit() and last == str(int(divisor) - 1))
 
 
 def _is_arithmetic(node: ast.AST) -> bool:

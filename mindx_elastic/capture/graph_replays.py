@@ -1,0 +1,120 @@
+"""Makes the replays of CUDA graphs visible.
+
+A replay runs kernels that were captured before, and no code of torch: version counters of what it changes stand still,
+and no hook of an optimizer runs. A graph of a whole step (forward, backward and update) would look as if nothing had
+been updated while gradients are there: an accumulation window without an end, in which no job stops.
+
+What a graph changes is found out by looking. Before and after some of its replays (the first three, and those whose
+number is a power of two) the bytes of the job's tensors are summed up. A graph that has once changed a parameter or a
+tensor of an optimizer's state is an update: from then on each of its replays passes the update gate. What may have
+changed gets its version counter moved, as outside of a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.dtensors import local_part
+from mindx_elastic.capture.update_gate import UpdateGate
+
+__all__ = ["GraphReplays"]
+
+_FIRST_LOOKS = 3
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass
+class _Graph:
+    """What is known of one."""
+
+    num_replays: int = 0
+    updates: bool = False
+    """It changes parameters or optimizer state."""
+    changes_others: bool = False
+    """It changes buffers, or tensors that were named."""
+
+
+class GraphReplays:
+    """One per entered guard. Training thread."""
+
+    def __init__(self, collector: Collector, gate: UpdateGate, graphs: type[Any] = torch.cuda.CUDAGraph) -> None:
+        """`graphs`: the class whose ``replay`` it is."""
+        self._collector, self._gate, self._class = collector, gate, graphs
+        self._graphs: weakref.WeakKeyDictionary[Any, _Graph] = weakref.WeakKeyDictionary()
+        self._original: Any = None
+
+    def watch(self) -> None:
+        """See replays from here on, until `unwatch`."""
+        original = self._original = self._class.replay
+
+        @functools.wraps(original)
+        def replay(graph: Any) -> None:
+            self._replay(graph, self._graphs.setdefault(graph, _Graph()))
+
+        self._class.replay = replay
+
+    def unwatch(self) -> None:
+        self._class.replay = self._original
+
+    def _replay(self, graph: Any, known: _Graph) -> None:
+        known.num_replays = number = known.num_replays + 1
+        if known.updates:
+            self._gate.begin_update()
+            self._original(graph)
+            self._move_versions(known)
+            self._gate.end_update(id(graph))
+        elif number <= _FIRST_LOOKS or number & (number - 1) == 0:
+            self._look(graph, known)
+        else:
+            self._original(graph)
+            self._move_versions(known)
+
+    def _look(self, graph: Any, known: _Graph) -> None:
+        """Replay it, and compare."""
+        self._collector.devices.wait_for_update()  # a look waits for the device
+        with self._gate.perhaps_updating():
+            before = self._sums()
+            self._original(graph)
+            after = self._sums()
+            known.updates = before[0] != after[0]
+            known.changes_others |= before[1] != after[1]
+            self._move_versions(known)
+        if known.updates:
+            self._gate.begin_update()
+            self._gate.end_update(id(graph))
+
+    def _sums(self) -> tuple[list[int], list[int]]:
+        return _sums_of(self._collector.stable_tensors()), _sums_of(self._collector.other_tensors())
+
+    def _move_versions(self, known: _Graph) -> None:
+        """After a replay."""
+        if known.updates:
+            _move_versions(self._collector.stable_tensors())
+        if known.updates or known.changes_others:
+            _move_versions(self._collector.other_tensors())
+
+
+def _sums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """For each, all its bytes, taken as numbers."""
+    with torch.no_grad():
+        return [int(_words(local_part(tensor)).sum(dtype=torch.int64)) for tensor in tensors]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat.view(_WORDS.get(flat.element_size(), torch.int32))
+
+
+def _move_versions(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        increment_version(tensor)
