@@ -1,18 +1,19 @@
 """What a guard costs a training on a CUDA device: an idle step, and a snapshot of the whole state in shared memory.
 
-    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 60] [--methods idle,synchronous,...]
+    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 50] [--methods idle,synchronous,...]
         [--ranks 2]
 
 *Idle*: blocks of steps with and without a guard alternate in one process; a block ends with a wait for the device, so
-that its time is the device's, too. `added` is what a step takes longer, `host` what `step_end` takes in the training
+that its time is the device's, too. A block's first 70 steps are not measured: in some of them a guard looks at the
+program. `added` is what a step takes longer, `host` what `step_end` takes in the training
 thread, `waits` how often a `step_end` of the second half of a block has waited for the device.
 
 *Snapshot* (synchronous, overlapped, dcp, torch.save): a model and Adam that fill the size, in a process of its own each
 round; larger models are wider, not deeper. The floor is a copy of the same tensors into page-locked memory on one
 stream. `first` and `later` are what the training thread stands still for with ``snapshot_every=1``, the first one
 behind a step of one second, as the first step of a process takes. `longer` is what a step with an overlapped snapshot
-takes longer than the one before it, in steps of four floors at least. DCP's pinned
-stager is measured by itself: what `async_save` waits for.
+takes longer than the one before it, in steps of four floors at least. DCP's pinned stager is measured by itself: what
+`async_save` waits for.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from mindx_elastic.capture.device_progress import DeviceProgress
 METHODS = ("synchronous", "overlapped", "dcp", "torch.save")
 _GIB = 1 << 30
 _STALLS, _UNLOOKED = 24, 7  # the guard looks at the program's variables at the first steps, and at powers of two
+_AHEAD = 70  # steps of a block that are not measured: behind the looks up to step 64
 _clock = time.perf_counter
 
 
@@ -101,7 +103,7 @@ class Job:
 
 def block(job: Job, steps: int, end_step: Callable[[torch.Tensor], object]) -> float:
     """Seconds a step."""
-    for _ in range(8):
+    for _ in range(_AHEAD):
         end_step(job.step())
     torch.cuda.synchronize()
     began = _clock()
@@ -320,7 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=parse_sizes, default="1G,4G,16G")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--methods", default=",".join(("idle", *METHODS)))
     parser.add_argument("--ranks", type=int, default=1, help="of an idle step, the only thing measured then")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -156,7 +156,7 @@ def _make_memory(size: int, described: dict[str, Any]) -> torch.Tensor:
     dtype, device = getattr(torch, described["dtype"]), torch.device(described["device"])
     if not dtype.is_floating_point:
         return torch.zeros(size, dtype=dtype, device=device)
-    numbers = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
+    numbers = torch.rand(size, generator=torch.Generator().manual_seed(0), device="cpu") * 0.8 + 0.1
     return numbers.to(device=device, dtype=dtype)
 
 
@@ -166,7 +166,8 @@ def _make_tensor(described: dict[str, Any], memory: torch.Tensor) -> torch.Tenso
         layout = described["shape"], described["stride"], described["at"]
         if described.get("values"):
             values = torch.frombuffer(bytearray(base64.b64decode(described["values"])), dtype=memory.dtype)
-            places = torch.arange(memory.numel()).as_strided(*layout).reshape(-1)  # elements may share one place
+            numbers = torch.arange(memory.numel(), device="cpu")
+            places = numbers.as_strided(*layout).reshape(-1)  # elements may share one place
             memory[places.to(memory.device)] = values.to(memory.device)
         tensor = memory.as_strided(*layout).data
     if described.get("gradient"):

@@ -85,8 +85,8 @@ def _fast_check() -> Callable[[Sequence[torch.Tensor]], _Check] | None:
 
 def _notices(make: Callable[[Sequence[torch.Tensor]], _Check], change: Callable[[Any], object]) -> bool:
     """Whether a check says yes as long as nothing has changed, and no afterwards."""
-    room = torch.zeros(8, dtype=torch.complex64)
-    beside, tensor = torch.zeros(3), room[:4]
+    room = torch.zeros(8, dtype=torch.complex64, device="cpu")
+    beside, tensor = torch.zeros(3, device="cpu"), room[:4]
     check = make([beside, tensor])
     before = check(beside, tensor) is True
     with torch.no_grad():

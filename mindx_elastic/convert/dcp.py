@@ -150,7 +150,7 @@ class _Reader:
             if whole is None:
                 whole = self.scratch.empty(shape, dtype)
             whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-        return torch.empty(shape, dtype=dtype) if whole is None else whole
+        return torch.empty(shape, dtype=dtype, device="cpu") if whole is None else whole
 
     def _value(self, name: str, places: Mapping[_Size | None, _Place]) -> Later:
         if len(places) != 1:

@@ -62,7 +62,7 @@ class MappedFile:
         if not 0 <= start <= end <= self.size:
             raise CorruptCheckpointError(f"{self.path}: bytes {start} to {end} of {self.size}", path=self.path)
         if start == end or self._map is None:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         raw = torch.from_numpy(np.frombuffer(self._map, np.uint8, end - start, start))
         return raw.view(dtype).reshape(tuple(shape))
 
@@ -79,7 +79,7 @@ class Scratch:
         for size in shape:
             nbytes *= size
         if nbytes < _IN_MEMORY_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         try:
             fd, name = tempfile.mkstemp(".mindx-tmp", ".convert.", self.folder)
             try:
@@ -94,4 +94,4 @@ class Scratch:
         except (OSError, RuntimeError) as error:
             message = f"{self.folder}: no room to assemble a tensor of {nbytes:,} bytes there: {error}"
             raise SaveError(message, path=self.folder) from error
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]

@@ -489,13 +489,13 @@ def _torch_part() -> tuple[int, int] | None:
     seen = {block.raw: one.get_state().numpy().tobytes()}
 
     def single() -> object:
-        return torch.randn(1, generator=one)
+        return torch.randn(1, generator=one, dtype=torch.float32, device="cpu")
 
     def double() -> object:
-        return torch.randn(1, generator=one, dtype=torch.float64)
+        return torch.randn(1, generator=one, dtype=torch.float64, device="cpu")
 
     def several() -> object:
-        return torch.rand(700, generator=one)
+        return torch.rand(700, generator=one, dtype=torch.float32, device="cpu")
 
     def reset() -> object:
         return one.set_state(before)

@@ -152,7 +152,7 @@ def advance_streams() -> None:
     """Draw one number from each of the global streams."""
     random.random()
     np.random.random()
-    torch.empty((), dtype=torch.int64).random_()
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 def _moved(before: _States, beside: frozenset[int] = frozenset()) -> frozenset[int]:

@@ -67,7 +67,7 @@ class Progress:
             return False
         try:
             if self._host is None:
-                self._host = torch.zeros((), dtype=torch.float32, pin_memory=True)
+                self._host = torch.zeros((), dtype=torch.float32, pin_memory=True, device="cpu")
                 self._copied = torch.cuda.Event()
             with torch.cuda.device(loss.device):
                 self._host.copy_(loss.detach().reshape(()), non_blocking=True)

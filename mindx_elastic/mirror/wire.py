@@ -193,7 +193,7 @@ class Channel:
 
     def receive_file(self, fd: int, size: int) -> None:
         """Write what `send_file` sends, and flush it. Raises CorruptCheckpointError for a digest that differs."""
-        digest, buffer = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+        digest, buffer = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu")
         view = buffer.numpy().data
         left = size
         with closing(BlockWriter(fd, 0)) as blocks:

@@ -228,7 +228,7 @@ class BlockWriter:
 
 def _aligned_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     if pinned:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True, device="cpu")
         start = -memory.data_ptr() % ALIGNMENT
         return memory[start : start + nbytes]
     anonymous = mmap.mmap(-1, nbytes)

@@ -69,7 +69,7 @@ def unpack_section(
             return at, *unpack_shaped(content, data, position)
         tensors: dict[str, torch.Tensor] = {}
         for name, dtype, shape in content["tensors"]:
-            tensor = torch.empty(shape, dtype=BY_NAME[dtype])
+            tensor = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
             if tensor.nbytes:
                 source = data[position : position + tensor.nbytes]
                 if len(source) != tensor.nbytes:

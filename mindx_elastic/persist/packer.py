@@ -299,7 +299,7 @@ def _unpack_shaped(content: dict[str, Any], data: bytes, position: int) -> tuple
             nbytes = blob
         else:
             dtype, shape = blob
-            piece = torch.empty(shape, dtype=BY_NAME[dtype])
+            piece = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
             nbytes = piece.nbytes
             source = data[position : position + nbytes]
             if nbytes and len(source) == nbytes:

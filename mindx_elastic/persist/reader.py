@@ -105,7 +105,7 @@ class Pieces:
         if held is None:
             return
         for name, tensor in held.division.tensors.items():
-            self._tensors[name] = torch.empty(tensor.shape, dtype=BY_NAME[tensor.dtype])
+            self._tensors[name] = torch.empty(tensor.shape, dtype=BY_NAME[tensor.dtype], device="cpu")
             self._missing |= {(name, piece.part): piece for piece in tensor.pieces if piece.part not in held.parts}
         self._own = {name: (whole, piece) for name, whole, piece in held.division.pieces(held.parts)}
 
@@ -184,7 +184,7 @@ def map_checkpoint(path: StrPath, *, owners: Owners | None = None) -> Checkpoint
     for entry in header.entries.values():
         dtype, shape = entry.torch_dtype, entry.shape
         if not entry.nbytes:
-            tensors[entry.name] = torch.empty(shape, dtype=dtype)
+            tensors[entry.name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
         flat = torch.frombuffer(
             data, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=header.data_start + entry.start
@@ -309,7 +309,7 @@ def _read_run(fd: int, header: Header, run: _Run, path: Path, *, verify: bool) -
     """The tensors of a run by name. Raises CorruptCheckpointError."""
     if len(run) > 1:
         # Flat: views of one buffer would share their storage, which a program may resize or save for itself.
-        data = torch.empty(run[-1].end - run[0].start, dtype=torch.uint8)
+        data = torch.empty(run[-1].end - run[0].start, dtype=torch.uint8, device="cpu")
         if _fill_run(fd, header, run, data, path):
             if verify and (damaged := _damaged(header, run, data)):
                 raise _mismatch(damaged[0], path)
@@ -337,7 +337,7 @@ def _apart(run: _Run, data: torch.Tensor) -> dict[str, torch.Tensor]:
 def _problems_of(fd: int, header: Header, run: _Run, path: Path) -> list[str]:
     """One line for each tensor of a run that is damaged or cannot be read."""
     if len(run) > 1:
-        data = torch.empty(run[-1].end - run[0].start, dtype=torch.uint8)
+        data = torch.empty(run[-1].end - run[0].start, dtype=torch.uint8, device="cpu")
         if _fill_run(fd, header, run, data, path):
             return [str(_mismatch(entry, path)) for entry in _damaged(header, run, data)]
     problems = []
@@ -370,7 +370,7 @@ def _read_tensor(
     fd: int, header: Header, entry: TensorEntry, path: Path, *, verify: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`out`: contiguous memory of that type and shape."""
-    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype) if out is None else out
+    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") if out is None else out
     digest = xxhash.xxh3_128()
     if entry.nbytes:
         view = tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -79,14 +79,14 @@ class _Reader:
             for index in range(place.shape[0]):
                 self.fill(place[index], offset + index * (place.nbytes // place.shape[0]))
             return
-        self._read(buffer := torch.empty(place.shape, dtype=place.dtype), offset)
+        self._read(buffer := torch.empty(place.shape, dtype=place.dtype, device="cpu"), offset)
         place.copy_(buffer)
 
     def fill_rows(self, place: torch.Tensor, offset: int, row: int) -> None:
         """Fill each element of `place` from the start of a row of `row` bytes; reads several rows at a time."""
         num_rows, run = place.shape[0], place.nbytes // place.shape[0]
         size = max(1, _PIECE_BYTES // row)
-        buffer = torch.empty(min(size, num_rows) * row, dtype=torch.uint8)
+        buffer = torch.empty(min(size, num_rows) * row, dtype=torch.uint8, device="cpu")
         for first in range(0, num_rows, size):
             rows = place[first : first + size]
             num_bytes = (len(rows) - 1) * row + run  # the rest of the last row may be beyond the end of the file

@@ -107,7 +107,7 @@ class _Decoder:
         if strides is not None and stored.stride() != strides:
             if not is_dense(stored.shape, strides):
                 raise ValueError(f"impossible strides {strides} for shape {tuple(stored.shape)}")
-            stored = torch.empty_strided(stored.shape, strides, dtype=stored.dtype).copy_(stored)
+            stored = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device="cpu").copy_(stored)
         return stored if dtype is None else from_stored(stored, parse_dtype(dtype))
 
     def _ndarray(self, node: dict[str, Tree]) -> np.ndarray[Any, Any]:

@@ -146,7 +146,7 @@ def take(parcel: Parcel, donor: int, receive: Receive, timeout_s: float) -> Path
     ring_file = path.parent / DONOR_RING
     ring_file.unlink(missing_ok=True)
     if parcel.ring_bytes:
-        ring = torch.empty(parcel.ring_bytes, dtype=torch.uint8)
+        ring = torch.empty(parcel.ring_bytes, dtype=torch.uint8, device="cpu")
         _exchange(dist.irecv, ring, donor, timeout_s)
         content = ring.numpy().tobytes()
         if xxhash.xxh3_128_hexdigest(content) != parcel.ring_digest:

@@ -87,7 +87,7 @@ class Parts:
                         continue
                     fact = next(self.plan.holders(spec.layout, shard, self.reader))
                     if out is None:
-                        out = torch.empty(shape, dtype=self.file(fact).dtype(spec))
+                        out = torch.empty(shape, dtype=self.file(fact).dtype(spec), device="cpu")
                     inside = _shift(common, whole, theirs)
                     target = out[tuple(slice(a, b) for a, b in _shift(common, wanted, place))]
                     self.num_bytes += self._read(fact, spec, inside, target)
@@ -95,7 +95,7 @@ class Parts:
             if not missing and out is not None:
                 break
         if out is None:  # an empty shard still needs the right type
-            out = torch.empty(shape, dtype=self._any_file(spec).dtype(spec))
+            out = torch.empty(shape, dtype=self._any_file(spec).dtype(spec), device="cpu")
         if missing:
             raise MismatchError(f"{missing} elements of {spec.name} are in no file of step {self.plan.step}")
         return out

@@ -71,7 +71,7 @@ class EpochLoss:
     def __init__(self, model: ModelParts) -> None:
         self._metrics = model.metrics
         self._device = model.device
-        self._total = torch.zeros((), dtype=torch.float64)
+        self._total = torch.zeros((), dtype=torch.float64, device="cpu")
         self._count = 0
         self._base = self._total, self._count  # the epoch's steps before the present one
         self._begins_anew = False

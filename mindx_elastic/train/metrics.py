@@ -45,7 +45,7 @@ class SumMetric:
     """A mean of per-sample values: a sum and a weight, both float64. Subclasses give `measure`."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
 
     def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
         """(sum, weight) of one batch of `size` samples; numbers or 0-dim tensors."""

@@ -99,7 +99,7 @@ if args.split or args.stream or args.seedable:
         split_batches=args.split, dispatch_batches=False, use_seedable_sampler=args.seedable, data_seed=7
     )
 accelerator = Accelerator(
-    cpu=True,
+    cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1 or not torch.cuda.is_available(),
     gradient_accumulation_steps=args.accumulate,
     dataloader_config=config,
     dynamo_backend="aot_eager" if args.compile else None,

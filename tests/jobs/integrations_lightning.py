@@ -215,7 +215,8 @@ if args.loggers:
     )
     loggers = [kind(folder) for kind, folder in kinds]
 trainer = pl.Trainer(
-    max_epochs=args.epochs, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
+    max_epochs=args.epochs, accelerator="cpu" if world_size > 1 else "auto", devices=world_size,
+    strategy="ddp" if world_size > 1 else "auto",
     callbacks=callbacks, logger=loggers, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
     accumulate_grad_batches=args.accumulate, enable_checkpointing=args.best or args.own,
     val_check_interval=args.validate or 1.0, num_sanity_val_steps=2 if args.validate else 0,

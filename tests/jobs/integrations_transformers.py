@@ -134,8 +134,8 @@ model = BertForSequenceClassification(
 )  # fmt: skip
 settings: dict[str, Any] = {
     "num_train_epochs": 3, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-3,
-    "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 3, "use_cpu": True, "seed": 0,
-    "data_seed": 5,
+    "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 3, "seed": 0, "data_seed": 5,
+    "use_cpu": int(os.environ.get("WORLD_SIZE", "1")) > 1 or not torch.cuda.is_available(),
 }  # fmt: skip
 settings |= {name: value(text) for name, _, text in (each.partition("=") for each in args.set)}
 evaluates = settings.get("eval_strategy", "no") != "no" or settings.get("eval_on_start", False)

@@ -2,7 +2,8 @@
 
 The signal comes before the step's boundary, and the step ends when the ranks have agreed to stop there: so the job
 always leaves at that boundary, or, within an accumulation window, at the end of that. 0: no signal. Prints how many
-steps the script has done (``STEPS``).
+steps the script has done (``STEPS``). With ``NATURAL_KILL=PATH`` in the environment it is SIGKILL, once: then PATH is
+there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ def stop_in(stop: int, rank: int) -> None:
         step = guard._loops.step  # not `guard.step`: that the script reads its position is a thing to be tested
         if not signalled and step + 1 >= stop > 0 and int(os.environ.get("RANK", "0")) == rank:
             signalled = True
+            if path := os.environ.get("NATURAL_KILL"):
+                kill_once(path, stop)
+                return original(guard)
             os.kill(os.getpid(), signal.SIGTERM)
             end = time.monotonic() + 60
             while guard.stopper.agreed_step is None:
@@ -38,6 +42,13 @@ def stop_in(stop: int, rank: int) -> None:
         return original(guard)
 
     mock.patch.object(Guard, "boundary", boundary).start()
+
+
+def kill_once(path: str, stop: int) -> None:
+    if not os.path.exists(path):
+        with open(path, "x"):
+            os.write(1, f"KILLING {stop}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def count_steps() -> list[int]:

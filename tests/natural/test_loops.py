@@ -17,7 +17,7 @@ from tests.natural.verdicts import LOOPS, Cut, Exact, Found, Loop, Refused, Warn
 
 pytestmark = pytest.mark.slow
 
-_RUN = Path(__file__).parent / "run.py"
+RUN = Path(__file__).parent / "run.py"
 _ENVIRONMENT = {"MINDX_GRACE_S": "60"}
 _EXACT = [loop for loop in LOOPS if isinstance(loop.verdict, Exact)]
 _OFTEN = """
@@ -45,9 +45,9 @@ def _proved() -> Iterator[Any]:
 def run(loop: Loop, directory: Path, *, stop: int = 0, code: int = 0, script: Path | None = None, rank: int = 0) -> Job:
     """One start of the loop, with `stop`: stopped at that boundary."""
     args: list[object] = [stop, script or loop.path, directory]
-    name = str(_RUN)
+    name = str(RUN)
     if loop.ranks > 1:
-        name, args = "ranks.py", [loop.ranks, _RUN, *args]
+        name, args = "ranks.py", [loop.ranks, RUN, *args]
     with start_job(name, *args, env={**_ENVIRONMENT, "NATURAL_RANK": str(rank)}) as job:
         return job.expect(code)
 

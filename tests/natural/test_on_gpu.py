@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.natural.test_loops import check_exact
-from tests.natural.verdicts import EXACT, Loop
+from tests.harness import start_agent
+from tests.natural.test_loops import RUN, check_exact, result, run
+from tests.natural.verdicts import EXACT, Cut, Loop, Warned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,6 +19,9 @@ pytestmark = [
 
 _FOLDER = Path(__file__).parent / "loops" / "on_gpu"
 _OF_TWO_RANKS = {"ddp_gloo", "ddp_sync_batch_norm", "fsdp2", "zero"}
+_RECURRENT_DROPOUT = Cut(
+    "nn.LSTM(16, 16, num_layers=2", Warned("cuDNN draws the dropout"), new="nn.LSTM(16, 16, dropout=0.1, num_layers=2"
+)
 _LOOPS = [
     Loop(path.stem, EXACT, ranks=2 if path.stem in _OF_TWO_RANKS else 1, folder=_FOLDER)
     for path in sorted(_FOLDER.glob("*.py"))
@@ -27,3 +31,24 @@ _LOOPS = [
 @pytest.mark.parametrize("loop", _LOOPS, ids=lambda loop: loop.name)
 def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) -> None:
     check_exact(loop, tmp_path, seed=1, stops=2)
+
+
+def test_dropout_that_cudnn_draws_is_named(tmp_path: Path) -> None:
+    loop = next(loop for loop in _LOOPS if loop.name == "recurrent")
+    script = tmp_path / "recurrent.py"
+    script.write_text(loop.source(_RECURRENT_DROPOUT))
+    job = run(loop, tmp_path / "warned", script=script)
+    assert job.matches("cuDNN draws the dropout between the layers"), job.report()
+
+
+@pytest.mark.parametrize("name", ["compiled_with_graphs", "graph_of_a_step", "graph_with_scheduler", "images"])
+def test_a_killed_run_ends_with_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Its snapshots are copied beside the steps."""
+    loop = next(loop for loop in _LOOPS if loop.name == name)
+    straight = run(loop, tmp_path / "straight")
+    env = {"NATURAL_KILL": str(tmp_path / "killed")}
+    options = ["--snapshot-every", "1", "--run-dir", str(tmp_path / "run")]
+    with start_agent(str(RUN), 9, loop.path, tmp_path / "checkpoints", options=options, env=env) as job:
+        job.expect(0)
+    assert "KILLING 9" in job.lines and job.matches(r"resumed from .*step [78]\b"), job.report()
+    assert result(job) == result(straight), job.report()

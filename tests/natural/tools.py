@@ -64,8 +64,8 @@ def mlp(width: int = 8, hidden: int = 16, out: int = 3, dropout: float = 0.1) ->
 
 
 def gpu() -> torch.device:
-    """Where the loops in ``loops/on_gpu/`` train, with the same arithmetic each time. Ranks share the first device: each
-    tells NCCL that it is on a machine of its own. Without a device the CPU, for the loops that do not need one."""
+    """Where the loops in ``loops/on_gpu/`` train, with the same arithmetic each time. Ranks share the first device, and
+    each tells NCCL that it is on a machine of its own. Without a device the CPU, for the loops that do not need one."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.update(NCCL_HOSTID=f"rank-{os.environ.get('RANK', '0')}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.use_deterministic_algorithms(True)

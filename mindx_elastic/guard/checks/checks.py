@@ -48,6 +48,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.averagers import Averagers
 from mindx_elastic.guard.checks.carried_variables import CarriedVariables
+from mindx_elastic.guard.checks.cudnn_dropout import tell_of_cudnn_dropout
 from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
@@ -173,6 +174,7 @@ class Checks:
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
         tell_of_torchscript(self._targets, self._unmanaged)
+        tell_of_cudnn_dropout(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
         self._variables.at_entry(sys._getframe(1))

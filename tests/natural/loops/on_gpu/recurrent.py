@@ -11,7 +11,7 @@ from tests.natural.tools import done, gpu, text
 
 device = gpu()
 symbols = text(400).to(device).view(4, 100)
-embed, lstm, out = nn.Embedding(11, 16), nn.LSTM(16, 16, num_layers=2, dropout=0.1, batch_first=True), nn.Linear(16, 11)
+embed, lstm, out = nn.Embedding(11, 16), nn.LSTM(16, 16, num_layers=2, batch_first=True), nn.Linear(16, 11)
 model = nn.ModuleList([embed, lstm, out]).to(device)
 opt = torch.optim.Adam(model.parameters(), lr=0.01)
 h, c = torch.zeros(2, 4, 16, device=device), torch.zeros(2, 4, 16, device=device)
@@ -21,7 +21,7 @@ with guard:
         at = step % 9 * 10
         x, y = symbols[:, at : at + 10], symbols[:, at + 1 : at + 11]
         hidden, (h1, c1) = lstm(embed(x), (h.clone(), c.clone()))
-        loss = F.cross_entropy(out(hidden).flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(out(F.dropout(hidden, 0.1)).flatten(0, 1), y.flatten())
         opt.zero_grad()
         loss.backward()
         opt.step()

@@ -1,0 +1,176 @@
+"""Replays of CUDA graphs. A stand-in for one writes into the same memory through tensors with counters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.graph_replays import GraphReplays
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.core.position import Position
+
+
+class Graph:
+    """Of `work`, which is not seen by torch's hooks and counters."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(tensor.detach().numpy())
+
+
+class Job:
+    def __init__(self) -> None:
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.model = nn.Sequential(self.linear, self.norm)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model(torch.randn(4, 3)).sum().backward()
+        self.optimizer.step()
+        self.collector = Collector({"model": self.model, "optimizer": self.optimizer})
+        self.gate = UpdateGate()
+        self.gate.watch(self.collector.parameters, self.collector.optimizers())
+        self.buffer = self.norm.get_buffer("running_mean")
+        self.weight, self.mean = same_memory(self.linear.weight), same_memory(self.buffer)
+        self.momentum = same_memory(self.optimizer.state[self.linear.weight]["momentum_buffer"])
+
+    @property
+    def state(self) -> GateState:
+        return self.gate.state
+
+    def end_step(self) -> None:
+        self.gate.pass_boundary(self.collector.copy, Position())
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    replays = GraphReplays(job.collector, job.gate, Graph)
+    original = Graph.replay
+    replays.watch()
+    yield job
+    replays.unwatch()
+    job.gate.unwatch()
+    assert Graph.replay is original
+
+
+def test_a_graph_that_changes_weights_is_an_update(job: Job) -> None:
+    graph = Graph(lambda: job.weight.mul_(0.5))
+    for _ in range(5):
+        assert job.gate.window_open()
+        graph.replay()
+        assert job.state.name == "DIRTY" and not job.gate.window_open()
+        job.end_step()
+        assert job.gate.had_updates and job.state.name == "CLEAN"
+        with job.gate.hold(0.0) as problem:
+            assert problem is None
+
+
+def test_a_graph_that_changes_optimizer_state_alone_is_an_update(job: Job) -> None:
+    Graph(lambda: job.momentum.add_(1.0)).replay()
+    assert job.state is GateState.DIRTY
+
+
+def test_weights_that_begin_to_change_later_are_seen_at_a_power_of_two(job: Job) -> None:
+    rates = iter([0.0] * 5 + [0.1] * 5)  # a warm-up that begins at 0
+    graph = Graph(lambda: job.weight.mul_(1.0 - next(rates)))
+    states = []
+    for _ in range(10):
+        graph.replay()
+        states.append(job.state)
+        job.end_step()
+    assert states == [GateState.CLEAN] * 7 + [GateState.DIRTY] * 3
+
+
+def test_a_forward_moves_the_counters_of_its_buffers(job: Job) -> None:
+    graph = Graph(lambda: job.mean.add_(1.0))
+    buffer, weight = job.buffer, job.linear.weight
+    for _ in range(5):
+        before = buffer._version, weight._version
+        graph.replay()
+        assert (buffer._version > before[0], weight._version) == (True, before[1])
+        assert job.state is GateState.CLEAN and job.gate.window_open()
+
+
+def test_a_graph_that_changes_nothing_of_the_job_stays_unseen(job: Job) -> None:
+    versions = [tensor._version for tensor in job.collector.stable_tensors()]
+    graph = Graph(lambda: torch.zeros(3).add_(1.0))
+    for _ in range(9):
+        graph.replay()
+    assert job.state is GateState.CLEAN
+    assert [tensor._version for tensor in job.collector.stable_tensors()] == versions
+
+
+def test_readers_are_waited_for_also_before_it_is_known_as_an_update(job: Job) -> None:
+    seen: list[GateState] = []
+
+    def work() -> None:
+        seen.append(job.state)
+        job.weight.mul_(0.5)
+
+    graph = Graph(work)
+    graph.replay()
+    job.end_step()
+    graph.replay()
+    assert seen == [GateState.UPDATING] * 2
+
+
+def test_what_fails_in_a_look_leaves_the_gate_as_it_was(job: Job) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Graph(fail).replay()
+    assert job.state is GateState.CLEAN
+    with job.gate.hold(0.0) as problem:
+        assert problem is None
+
+
+# --- what a graph was captured with outlives a resume ---
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_load_fills_the_tensors_that_were_there(kind: Any) -> None:
+    def make() -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        parameter = nn.Parameter(torch.randn(4, 3))
+        optimizer: torch.optim.Optimizer = kind([parameter], lr=torch.tensor(0.1), **options)
+        parameter.grad = torch.randn(4, 3)
+        optimizer.step()
+        return optimizer
+
+    saved, live = Collector({"optimizer": make()}), make()
+    collector = Collector({"optimizer": live})
+    state = next(iter(live.state.values()))
+    before = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    rate = live.param_groups[0]["lr"]
+    wanted = saved.state()["optimizer"]
+    wanted["param_groups"][0]["lr"] = torch.tensor(0.03)
+    collector.components["optimizer"].load(wanted)
+    after = next(iter(live.state.values()))
+    for key, tensor in before.items():
+        assert after[key] is tensor and torch.equal(tensor, wanted["state"][0][key])
+    assert live.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.03)
+
+
+def test_state_that_shares_memory_is_not_filled_twice() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    shared = torch.zeros(2)
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"] = shared
+    component = Collector({"optimizer": optimizer}).components["optimizer"]
+    wanted = component.state()
+    wanted["state"] = {n: {"momentum_buffer": torch.full((2,), float(n))} for n in range(2)}
+    component.load(wanted)
+    found = [optimizer.state[parameter]["momentum_buffer"].tolist() for parameter in parameters]
+    assert found == [[0.0, 0.0], [1.0, 1.0]]
