@@ -29,6 +29,7 @@ from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
+from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
@@ -324,7 +325,17 @@ class Collector:
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
+        if are_in_use() and (devices := self._tensor_devices(state)):
+            state["tensor_devices"] = devices
         return state
+
+    def _tensor_devices(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the program's own objects; of a module by the places of its extra states."""
+        found: dict[str, Any] = {name: devices_of(state[name]) for name, _ in self._plain}
+        for name, module in self._modules.items():
+            extras = {place: devices_of(own) for place, own in module.extras.items()}
+            found[name] = {place: devices for place, devices in extras.items() if devices}
+        return {name: devices for name, devices in found.items() if devices}
 
     def volatile(self, *, everything: bool = False) -> dict[str, Any]:
         """The small part of the boundary's state that may differ from rank to rank where the weights do not. The
@@ -529,15 +540,19 @@ class Collector:
     def _load_components(self, state: Mapping[str, Any], names: Iterable[str], *, live: bool = False) -> None:
         wanted = set(names)
         modules = {name: module for name, module in self._modules.items() if name in wanted}
-        beside = state.get("module_extras", {})  # not in files of older versions
+        # Neither is in files of older versions.
+        beside, devices = state.get("module_extras", {}), state.get("tensor_devices", {})
         for name, module in modules.items():
             module.prepare(beside.get(name, {}), state[name])
         self._arrange_groups(state)
         for name, component in self.components.items():
             if name in wanted and live and isinstance(component, (ModuleComponent, OptimizerComponent)):
                 component.load_live(state[name])
+            elif name in wanted and isinstance(component, ModuleComponent):
+                extras = {p: put_on(state[name][p], d) for p, d in devices.get(name, {}).items() if p in state[name]}
+                component.load({**state[name], **extras} if extras else state[name])
             elif name in wanted:
-                component.load(state[name])
+                component.load(put_on(state[name], devices.get(name, "")))
         for name, module in modules.items():
             module.load_beside(beside.get(name, {}))
 
@@ -576,7 +591,7 @@ class Collector:
     def load_streams(self, state: Mapping[str, Any]) -> None:
         """Set the named generators once more: code before the first batch may have drawn from them."""
         for component in self._streams:
-            component.load(state[component.name])
+            component.load(state[component.name])  # a generator's is in host memory
 
     @contextmanager
     def kept_streams_and_flags(self) -> Iterator[None]:

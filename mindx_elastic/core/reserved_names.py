@@ -12,5 +12,6 @@ RESERVED_NAMES = (
     "compiled_calls",
     "module_extras",
     "neighbours",
+    "tensor_devices",
 )
 """All of them are a rank's own."""

@@ -403,7 +403,8 @@ def _state_of_metric(metric: Any) -> dict[str, Any]:
 
 def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
     for name, value in state["states"].items():
-        setattr(metric, name, list(value) if isinstance(value, (list, tuple)) else value)
+        many = isinstance(value, (list, tuple))
+        setattr(metric, name, [each.to(metric.device) for each in value] if many else value.to(metric.device))
     metric._update_count, metric._computed = state["updates"], None
 
 

@@ -549,7 +549,7 @@ def _check_trainer(owner: Any, trial: Any) -> None:
     refused = {
         "DeepSpeed": owner.is_deepspeed_enabled,
         "FSDP": owner.is_fsdp_enabled or bool(owner.is_fsdp_xla_enabled),
-        "a model that is sharded when it is loaded": owner.is_distributed_loading_by_transformers,
+        "a model that is sharded when it is loaded": getattr(owner, "is_distributed_loading_by_transformers", False),
         "TrainingArguments(parallelism_config=...)": args.parallelism_config is not None,
         "a model on several devices (device_map)": owner.is_model_parallel,
         f"accelerate's {owner.accelerator.distributed_type.value}": owner.accelerator.distributed_type not in _KEPT,

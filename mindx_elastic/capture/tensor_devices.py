@@ -1,0 +1,100 @@
+"""On which devices the tensors of the program's own objects are.
+
+A file has bytes, and reading it gives tensors in host memory. A model and an optimizer of torch move what they load to
+where their parameters are; an object of the program that keeps averages on a GPU takes what `load_state_dict` is given,
+and would go on with tensors that do not fit the model's. So the devices are kept beside the state: for each tensor, in
+the order in which it stands in the state, ``cpu``, ``cuda`` (the rank's own device, whose number may be another one
+after a resume) or ``cuda:1`` (another one); a single name where all are on the same device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["are_in_use", "devices_of", "put_on"]
+
+
+def are_in_use() -> bool:
+    """Whether this process may have tensors elsewhere than in host memory."""
+    private = torch._C._get_privateuse1_backend_name() != "privateuseone"  # a vendor's backend has named itself
+    return private or torch.cuda.is_initialized() or torch.xpu.is_initialized()
+
+
+def devices_of(state: Any) -> str | list[str]:
+    """Where the tensors in nested containers are; empty: all in host memory, or there are none."""
+    names: dict[torch.device, str] = {}
+    found = [names.get(t.device) or names.setdefault(t.device, _name(t.device)) for t in _tensors(state)]
+    if len(kinds := {*found}) <= 1:
+        return "" if kinds <= {"cpu"} else kinds.pop()
+    return found
+
+
+def put_on(state: Any, devices: str | Sequence[str]) -> Any:
+    """`state` with its tensors on the `devices` that `devices_of` has named, as far as they are there; else where they
+    are. Containers are new where something moves."""
+    if not devices:
+        return state
+    names = iter(devices) if not isinstance(devices, str) else None
+    if names is not None and sum(1 for _ in _tensors(state)) != len(devices):
+        return state
+    known: dict[str, torch.device | None] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        name = devices if names is None else next(names)
+        assert isinstance(name, str)
+        if name not in known:
+            known[name] = _device(name)
+        device = known[name]
+        return tensor if device is None else tensor.to(device)
+
+    return _map(state, move)
+
+
+def _name(device: torch.device) -> str:
+    if device.type in ("cpu", "meta"):
+        return device.type
+    own = torch.get_device_module(device.type).current_device()
+    return device.type if device.index in (None, own) else str(device)
+
+
+def _device(name: str) -> torch.device | None:
+    """None: it is not there."""
+    device = torch.device(name)
+    if device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device.type)
+    if not module.is_available():
+        return None
+    return (
+        torch.device(device.type, module.current_device()) if (device.index or 0) >= module.device_count() else device
+    )
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for item in state.values():
+            yield from _tensors(item)
+    elif isinstance(state, (list, tuple, deque)):
+        for item in state:
+            yield from _tensors(item)
+
+
+def _map(state: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(state, torch.Tensor):
+        return move(state)
+    if isinstance(state, dict):
+        changed = state.copy()
+        for key, item in state.items():
+            changed[key] = _map(item, move)
+        return changed
+    if isinstance(state, deque):
+        return deque([_map(item, move) for item in state], state.maxlen)
+    if isinstance(state, (list, tuple)):
+        return type(state)([_map(item, move) for item in state])
+    return state

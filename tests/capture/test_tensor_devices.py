@@ -1,0 +1,111 @@
+"""Tensors of the program's own objects come back to the devices they were on. The device "meta" stands in for one."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture import collector as collector_module
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
+
+CPU, META = torch.zeros(2), torch.zeros(2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("state", "devices"),
+    [
+        ({"step": 3, "values": [1.0, None]}, ""),
+        ({"a": CPU, "b": (CPU, 1)}, ""),
+        ({"a": META, "b": deque([META, META], 4)}, "meta"),
+        ({"a": META, 7: [CPU, {"b": META}]}, ["meta", "cpu", "meta"]),
+        (META, "meta"),
+    ],
+)
+def test_what_is_noted(state: Any, devices: str | list[str]) -> None:
+    assert devices_of(state) == devices
+
+
+def kinds(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.device.type
+    if isinstance(state, dict):
+        return {key: kinds(item) for key, item in state.items()}
+    return [kinds(item) for item in state] if isinstance(state, (list, tuple, deque)) else state
+
+
+def test_each_tensor_goes_where_it_was() -> None:
+    state = {"a": CPU, "b": (CPU, 1), "c": deque([CPU, CPU], 5)}
+    moved = put_on(state, ["meta", "cpu", "meta", "cpu"])
+    assert kinds(moved) == {"a": "meta", "b": ["cpu", 1], "c": ["meta", "cpu"]}
+    assert moved["b"][0] is CPU and type(moved["b"]) is tuple and moved["c"].maxlen == 5
+    assert kinds(state) == {"a": "cpu", "b": ["cpu", 1], "c": ["cpu", "cpu"]}
+    assert kinds(put_on(state, "meta")) == {"a": "meta", "b": ["meta", 1], "c": ["meta", "meta"]}
+
+
+def test_what_cannot_be_said_stays_in_host_memory() -> None:
+    state = {"a": CPU}
+    assert put_on(state, "") is state and put_on(state, ["meta", "meta"]) is state
+    if not torch.cuda.is_available():
+        assert kinds(put_on(state, "cuda")) == {"a": "cpu"}
+
+
+class Averages:
+    """As people write it: the tensors that it is given are its tensors."""
+
+    def __init__(self, device: str) -> None:
+        self.shadow = [torch.zeros(2, device=device)]
+        self.count = torch.zeros(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow, self.count = state["shadow"], state["count"]
+
+
+def test_an_object_is_given_tensors_on_its_devices() -> None:
+    model = nn.Linear(2, 2)
+    with mock.patch.object(collector_module, "are_in_use", return_value=True):
+        state = Collector({"model": model, "ema": Averages("meta")}).state()
+    assert state["tensor_devices"] == {"ema": ["meta", "cpu"]}
+    state["ema"] = {"shadow": [CPU], "count": torch.zeros(())}  # as it is read from a file
+    resumed = Averages("cpu")
+    Collector({"model": nn.Linear(2, 2), "ema": resumed}).load(state)
+    assert (resumed.shadow[0].device.type, resumed.count.device.type) == ("meta", "cpu")
+
+
+class Scaled(nn.Linear):
+    """Keeps a tensor that is no buffer."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(2, 2)
+        self.amax = torch.ones(3, device=device)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"amax": self.amax}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.amax = state["amax"]
+
+
+def test_so_is_a_modules_extra_state() -> None:
+    with mock.patch.object(collector_module, "are_in_use", return_value=True):
+        state = Collector({"model": nn.Sequential(Scaled("cpu"), Scaled("meta"))}).state()
+    assert state["tensor_devices"] == {"model": {"1._extra_state": "meta"}}
+    for number in range(2):
+        state["model"][f"{number}._extra_state"] = {"amax": torch.ones(3)}
+    resumed = nn.Sequential(Scaled("cpu"), Scaled("cpu"))
+    Collector({"model": resumed}).load(state)
+    assert [kinds(each.amax) for each in resumed if isinstance(each, Scaled)] == ["cpu", "meta"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="there is a device")
+def test_nothing_is_looked_at_without_a_device() -> None:
+    assert not are_in_use()
+    assert "tensor_devices" not in Collector({"model": nn.Linear(2, 2), "ema": Averages("cpu")}).state()
