@@ -265,18 +265,18 @@ def overlaps(guard: mx.Guard, training: Training, floor: float) -> dict[str, flo
 
 
 def measure_dcp(training: Training) -> dict[str, float]:
-    """The staging alone: `async_save` of torch 2.11 closes a stager that it was given, and its next save fails."""
+    """The staging alone, each time with a new stager: that of torch 2.11 forgets its memory and its table of types
+    behind each staging, and a second one fails."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     options = StagingOptions(
         use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
     )
-    stager = DefaultStager(options)
     found = []
     for _ in range(4):
         torch.cuda.synchronize()
         began = _clock()
-        stager.stage(plain(training.state()))
+        DefaultStager(options).stage(plain(training.state()))
         found.append(_clock() - began)
     return {"first": found[0], "later": statistics.median(found[1:])}
 

@@ -50,6 +50,7 @@ class GraphReplays:
         self._collector, self._gate, self._class = collector, gate, graphs
         self._graphs: weakref.WeakKeyDictionary[Any, _Graph] = weakref.WeakKeyDictionary()
         self._original: Any = None
+        self._instead: Any = None
 
     def watch(self) -> None:
         """See replays from here on, until `unwatch`."""
@@ -57,12 +58,18 @@ class GraphReplays:
 
         @functools.wraps(original)
         def replay(graph: Any) -> None:
-            self._replay(graph, self._graphs.setdefault(graph, _Graph()))
+            if self._instead is None:
+                original(graph)
+            else:
+                self._replay(graph, self._graphs.setdefault(graph, _Graph()))
 
-        self._class.replay = replay
+        self._instead = self._class.replay = replay
 
     def unwatch(self) -> None:
-        self._class.replay = self._original
+        # Another guard that was entered later, and is not left yet, goes on to call ours.
+        if self._class.replay is self._instead:
+            self._class.replay = self._original
+        self._instead = None
 
     def _replay(self, graph: Any, known: _Graph) -> None:
         known.num_replays = number = known.num_replays + 1

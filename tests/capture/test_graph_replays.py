@@ -135,6 +135,28 @@ def test_what_fails_in_a_look_leaves_the_gate_as_it_was(job: Job) -> None:
         assert problem is None
 
 
+def test_two_guards_need_not_be_left_in_turn() -> None:
+    jobs = [Job(), Job()]
+    original, graph = Graph.replay, Graph(lambda: [job.weight.mul_(0.5) for job in jobs])
+    watching = [GraphReplays(job.collector, job.gate, Graph) for job in jobs]
+    for each in watching:
+        each.watch()
+    graph.replay()
+    assert [job.state for job in jobs] == [GateState.DIRTY] * 2
+    for job in jobs:
+        job.end_step()
+    watching[0].unwatch()
+    graph.replay()
+    assert [job.state for job in jobs] == [GateState.CLEAN, GateState.DIRTY]
+    watching[1].unwatch()
+    jobs[1].end_step()
+    graph.replay()
+    assert jobs[1].state is GateState.CLEAN and Graph.replay is not original  # it calls the original one alone
+    Graph.replay = original  # type: ignore[method-assign]
+    for job in jobs:
+        job.gate.unwatch()
+
+
 # --- what a graph was captured with outlives a resume ---
 
 
