@@ -240,6 +240,49 @@ def test_the_arrow_check_sees_what_it_must(name: str, source: str, wrong: list[s
     assert forbidden_arrows(module, known={f"{PACKAGE}.{part}" for part in parts}) == wrong
 
 
+def test_the_checks_do_not_know_the_loops() -> None:
+    """What both need to read of a program's source is with the checks, which the loops may import."""
+    checks = [module for module in MODULES if module.name.startswith(f"{PACKAGE}.guard.checks.")]
+    imports = {str(module): imported_names(module, nodes=ast.walk) for module in checks}
+    loops = f"{PACKAGE}.guard.loops"
+    assert checks
+    assert not {name: found for name, found in imports.items() if any(each.startswith(loops) for each in found)}
+
+
+def private_imports(module: Module, *, known: set[str] = NAMES) -> list[str]:
+    """Names with a leading underscore that the module imports from another one of the package, by line."""
+    found = []
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = node.module or ""
+        if not node.level and base.split(".")[0] != PACKAGE:
+            continue
+        names = [alias.name for alias in node.names if f"{base}.{alias.name}" not in known]
+        own = [name for name in names if name.startswith("_") and not name.endswith("__")]
+        found += [f"line {node.lineno}: {name}" for name in own]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from mindx_elastic.guard.a import b, _c as d", ["line 1: _c"]),
+        ("def f():\n    from mindx_elastic.guard.a import _B", ["line 2: _B"]),
+        ("if TYPE_CHECKING:\n    from .a import _B", ["line 2: _B"]),
+        ("from mindx_elastic import _version\nfrom mindx_elastic._version import __version__", []),
+        ("from torch.utils.data import _utils\nfrom mindx_elastic.guard.a import b as _b", []),
+    ],
+)
+def test_the_check_of_private_imports_sees_what_it_must(source: str, found: list[str]) -> None:
+    module = Module(ROOT / PACKAGE / "guard" / "x.py", f"{PACKAGE}.guard.x", source)
+    assert private_imports(module, known={f"{PACKAGE}._version"}) == found
+
+
+def test_what_a_module_shares_has_a_public_name() -> None:
+    assert not offenders(private_imports)
+
+
 def test_pure_deciders_touch_nothing() -> None:
     pure = [module for module in MODULES if module.path in {ROOT / PACKAGE / name for name in PURE}]
     assert len(pure) == len(PURE), "PURE names a file that does not exist"

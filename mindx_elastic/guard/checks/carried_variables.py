@@ -35,19 +35,26 @@ from torch import nn
 
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
 from mindx_elastic.guard.checks.changed_in_place import ChangedInPlace
-from mindx_elastic.guard.checks.epoch_sums import STEPS, find_epoch_sums
+from mindx_elastic.guard.checks.epoch_sums import find_epoch_sums
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.rebound import content_of
-from mindx_elastic.guard.checks.source_reads import logs, parents_of, steering_reads
+from mindx_elastic.guard.checks.running_source import Entry, Loop, entry_of, loops_around, spans, tree_of, value_of
+from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.checks.surroundings import place_of
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, entry_of, spans, tree_of, value_of
-from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
+from mindx_elastic.guard.checks.training_words import (
+    STEPS,
+    logs,
+    name_of,
+    names_a_log,
+    names_a_setting,
+    sets_a_rate,
+    trains,
+)
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["CarriedVariables"]
 
-_Loop = ast.For | ast.While
 _SIMPLE = (int, float, np.number, torch.Tensor, np.ndarray)
 _COPIES = re.compile(r"save|checkpoint|deepcopy|clone|copy|state_dict|export")
 _ADDS = ("append", "appendleft", "extend", "add", "push", "insert", "put", "store", "remember")
@@ -154,15 +161,15 @@ def _is_named(value: Any, kept: Kept) -> bool:
     return isinstance(value, (np.ndarray, list)) and id(value) in kept.objects
 
 
-def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tuple[FrameType, list[_Loop]]]:
+def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tuple[FrameType, list[Loop]]]:
     """The functions that run inside of the block with the loops in them that do, the innermost first."""
-    found: dict[FrameType, list[_Loop]] = {}
-    for loop, place in _loops_around(frame, entry) or ():
+    found: dict[FrameType, list[Loop]] = {}
+    for loop, place in loops_around(frame, entry) or ():
         found.setdefault(place, []).append(loop)
     yield from found.items()
 
 
-def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
+def _find(frame: FrameType, loops: list[Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
     outer = loops[-1]
     nodes = list(ast.walk(outer))
     tree = tree_of(frame)
@@ -277,7 +284,7 @@ def _pairs(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[tuple[a
 
 def _best_in(node: ast.AST) -> Iterator[str]:
     """The variable of ``best = max(value, best)``, or of ``if value < best: best = value``."""
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _name(node.value.func) in ("max", "min"):
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and name_of(node.value.func) in ("max", "min"):
         given = {name for part in node.value.args for name in _reads(part)}
         yield from (each.id for target in node.targets for each in _targets(target) if each.id in given)
     elif isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
@@ -298,7 +305,7 @@ def _first_in(node: ast.AST) -> Iterator[str]:
             yield from names & {node.test.left.id}
 
 
-def _saves(outer: _Loop | ast.FunctionDef, name: str) -> int | None:
+def _saves(outer: Loop | ast.FunctionDef, name: str) -> int | None:
     """The line in which it decides what is saved or copied."""
     nodes = [node for statement in outer.body for node in ast.walk(statement)]
     flags = {
@@ -312,8 +319,8 @@ def _saves(outer: _Loop | ast.FunctionDef, name: str) -> int | None:
     for node in nodes:
         if isinstance(node, ast.If) and _reads(node.test) & {name, *flags}:
             inner = [each for statement in node.body for each in ast.walk(statement)]
-            lines += [n.lineno for n in inner if isinstance(n, ast.Call) and _COPIES.search(_name(n.func))]
-        elif isinstance(node, ast.Call) and _COPIES.search(_name(node.func)):
+            lines += [n.lineno for n in inner if isinstance(n, ast.Call) and _COPIES.search(name_of(n.func))]
+        elif isinstance(node, ast.Call) and _COPIES.search(name_of(node.func)):
             given = (name for part in (*node.args, *node.keywords) for name in _reads(part))
             lines += [node.lineno] if flags & set(given) else []
     return min(lines, default=None)
@@ -332,7 +339,7 @@ def _targets(node: ast.AST) -> Iterator[ast.Name]:
 def _reads(node: ast.AST) -> set[str]:
     """The variables that an expression reads, without what it only logs and the length of things."""
     if isinstance(node, ast.Call) and (
-        _LOGS.search(_name(node.func)) or _name(node.func) in ("len", "time", "isinstance")
+        names_a_log(name_of(node.func)) or name_of(node.func) in ("len", "time", "isinstance")
     ):
         return set()
     if isinstance(node, ast.Name):
@@ -340,7 +347,7 @@ def _reads(node: ast.AST) -> set[str]:
     return {name for child in ast.iter_child_nodes(node) for name in _reads(child)}
 
 
-def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int]) -> bool:
+def _is_begun_from(name: str, frame: FrameType, outer: Loop, origins: set[int]) -> bool:
     """Whether a statement sets it from one of `origins`."""
     inside = {id(node) for node in ast.walk(outer)}
     for node in _function(frame):
@@ -354,7 +361,7 @@ def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int])
             begins_anew = {  # observation = world.reset(), where `world` is kept
                 id(part)
                 for call in ast.walk(value)
-                if isinstance(call, ast.Call) and "reset" in _name(call.func)
+                if isinstance(call, ast.Call) and "reset" in name_of(call.func)
                 for part in ast.walk(call.func)
             }
             for part in ast.walk(value):
@@ -374,7 +381,7 @@ def _function(frame: FrameType) -> list[ast.AST]:
     return list(ast.walk(own[-1])) if own else nodes
 
 
-def _sink(outer: _Loop, name: str, frame: FrameType, kept: set[int]) -> int | None:
+def _sink(outer: Loop, name: str, frame: FrameType, kept: set[int]) -> int | None:
     """The line in which it steers the training."""
     nodes = [node for statement in outer.body for node in ast.walk(statement)]
     tainted: set[str] = {name}
@@ -386,7 +393,7 @@ def _sink(outer: _Loop, name: str, frame: FrameType, kept: set[int]) -> int | No
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if _reads(node.value) & tainted:
                     tainted |= {each.id for target in targets for each in _targets(target)}
-            elif isinstance(node, ast.Call) and _name(node.func) in _ADDS and isinstance(node.func, ast.Attribute):
+            elif isinstance(node, ast.Call) and name_of(node.func) in _ADDS and isinstance(node.func, ast.Attribute):
                 if any(_reads(part) & tainted for part in node.args):
                     tainted |= _reads(node.func.value)
             elif isinstance(node, ast.If) and _reads(node.test) & tainted:
@@ -412,7 +419,7 @@ def _only_counts(nodes: list[ast.AST], name: str) -> bool:
 def _leaves(statement: ast.stmt) -> bool:
     """``if count >= total: break`` may agree with the end of the loops around it: `prove` tells."""
     if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Call) and bool(_LOGS.search(_name(statement.value.func)))
+        return isinstance(statement.value, ast.Call) and names_a_log(name_of(statement.value.func))
     return isinstance(statement, (ast.Break, ast.Return))
 
 
@@ -423,37 +430,37 @@ def _is_sink(
         only_ends = counts and (isinstance(node, ast.While) or all(map(_leaves, node.body)))
         if only_ends or not _reads(node.test) & tainted:
             return False
-        return any(_trains(statement) or _loads(statement) for statement in node.body)
+        return any(trains(statement) or _loads(statement) for statement in node.body)
     if isinstance(node, (ast.Assign, ast.AugAssign)):
-        return _sets_rate(node) and bool(_reads(node.value) & tainted)
+        return sets_a_rate(node) and bool(_reads(node.value) & tainted)
     if not isinstance(node, ast.Call):
         return False
-    called = _name(node.func)
+    called = name_of(node.func)
     given = {name for part in (*node.args, *node.keywords) for name in _reads(part)} & tainted
     if called == "backward":
         return isinstance(node.func, ast.Attribute) and bool((_reads(node.func.value) | given) & tainted)
-    if not given or _LOGS.search(called):
+    if not given or names_a_log(called):
         return False
-    if called in STEPS or _SETS.search(called):
+    if called in STEPS or names_a_setting(called):
         return True
     value = value_of(node.func, frame)
     return isinstance(value, nn.Module) and id(value) in kept
 
 
 def _loads(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Call) and _name(node.func) in _LOADS for node in ast.walk(statement))
+    return any(isinstance(node, ast.Call) and name_of(node.func) in _LOADS for node in ast.walk(statement))
 
 
 def _moduli(nodes: list[ast.AST], name: str, frame: FrameType) -> tuple[int, ...]:
     """The n of ``name % n`` where nothing else of it is used; a test of another kind, or an n not known: none."""
     own = {id(part) for node in nodes if _own_updates(node) for part in ast.walk(node)}
-    logs = {
+    logged = {
         id(part)
         for node in nodes
-        if isinstance(node, ast.Call) and _LOGS.search(_name(node.func))
+        if isinstance(node, ast.Call) and names_a_log(name_of(node.func))
         for part in ast.walk(node)
     }
-    reads = {id(node) for node in nodes if isinstance(node, ast.Name) and node.id == name} - own - logs
+    reads = {id(node) for node in nodes if isinstance(node, ast.Name) and node.id == name} - own - logged
     found: list[int] = []
     for node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):

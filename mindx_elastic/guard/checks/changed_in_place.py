@@ -29,8 +29,8 @@ from mindx_elastic.guard.checks.carried_names import variable
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients
 from mindx_elastic.guard.checks.rebound import content_of
+from mindx_elastic.guard.checks.running_source import tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
-from mindx_elastic.guard.loops.own_counters import tree_of, value_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ChangedInPlace"]

@@ -26,24 +26,21 @@ import torch
 from torch import nn
 
 from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, spans, tree_of, value_of
-from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
+from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
-__all__ = ["STEPS", "find_epoch_sums"]
+__all__ = ["find_epoch_sums"]
 
 _FILLS = ("append", "appendleft", "extend", "add", "update", "push", "put", "insert", "accumulate")
-STEPS = ("step", "step_update", "step_frac")
-"""Methods of schedulers, timm's among them."""
 _OF_NO_VALUE = ("len", "time", "isinstance", "reset", "clear")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-_Loop = ast.For | ast.While
 _Body: TypeAlias = Sequence[ast.stmt]
 
 
 def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) -> Iterator[tuple[str, str]]:
     """What is known against each, and what to write. At a boundary, which is passed in `frame`."""
-    loops = _loops_around(frame, entry) or []
+    loops = loops_around(frame, entry) or []
     if not loops:
         return
     steps, place = loops[0]
@@ -53,7 +50,7 @@ def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) ->
         if line is None:
             continue
         told.add(key)
-        name = _name(node)
+        name = name_of(node)
         what = f"{key} ({place_of(place)}) is filled by the steps of an epoch, steers the training in line {line}, and "
         what += "is not kept: an epoch that is resumed in the middle begins with an empty one"
         keep = f'Guard(stateful={{"{name}": {name}}}, ...)'
@@ -67,7 +64,7 @@ def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) ->
             yield f"{what}is not kept", f'Write Guard(stateful={{"{owner}": {owner}}}, ...)'
 
 
-def _own_values(outer: _Loop, place: FrameType, kept: Kept) -> Iterator[tuple[str, str]]:
+def _own_values(outer: Loop, place: FrameType, kept: Kept) -> Iterator[tuple[str, str]]:
     """What is only ever set from its own last value, ``settings["lr"] *= 0.9``: its text, and that of the dict."""
     goes_on: dict[str, ast.expr] = {}
     anew: set[str] = set()
@@ -87,7 +84,7 @@ def _own_values(outer: _Loop, place: FrameType, kept: Kept) -> Iterator[tuple[st
             yield key, ast.unparse(owner)
 
 
-def _filled(steps: _Loop, place: FrameType, kept: Kept) -> dict[str, ast.expr]:
+def _filled(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.expr]:
     """The variables and attributes that the loop fills, by their text."""
     found: dict[str, ast.expr] = {}
     nodes = list(_inside(steps.body))
@@ -114,7 +111,7 @@ def _filled_by(node: ast.AST) -> Iterator[ast.expr]:
         is_plain = isinstance(whole, ast.Name) or (
             isinstance(whole, ast.Attribute) and isinstance(whole.value, ast.Name)
         )
-        if is_plain and not _LOGS.search(_name(whole)) and ast.unparse(whole) != "self":
+        if is_plain and not names_a_log(name_of(whole)) and ast.unparse(whole) != "self":
             yield whole
 
 
@@ -161,7 +158,7 @@ def _inside_node(node: ast.AST) -> Iterator[ast.AST]:
 # --- behind the loop ---
 
 
-def _steering_line(loops: Sequence[tuple[_Loop, FrameType]], key: str) -> int | None:
+def _steering_line(loops: Sequence[tuple[Loop, FrameType]], key: str) -> int | None:
     """The line in the innermost loop or behind it in which `key` steers the training; None: nowhere."""
     steps, place = loops[0]
     if (line := _sink(steps.body, {key})[0]) is not None:  # a window of the last losses
@@ -179,14 +176,14 @@ def _steering_line(loops: Sequence[tuple[_Loop, FrameType]], key: str) -> int | 
         outer, caller = callers[0]
         called, statement = place.f_code.co_name, _statement_at(outer.body, caller.f_lineno)
         if statement is None or not any(
-            isinstance(n, ast.Call) and _name(n.func) == called for n in ast.walk(statement)
+            isinstance(n, ast.Call) and name_of(n.func) == called for n in ast.walk(statement)
         ):
             return None
         tainted = {f"{called}()"}
         behind, place = [statement, *_behind(statement, caller, outer)], caller
 
 
-def _caller_of(place: FrameType, loops: Sequence[tuple[_Loop, FrameType]]) -> FrameType | None:
+def _caller_of(place: FrameType, loops: Sequence[tuple[Loop, FrameType]]) -> FrameType | None:
     """The frame that has called `place`, if a loop of `loops` runs in it."""
     frame, known = place.f_back, {id(where) for _, where in loops}
     return frame if frame is not None and id(frame) in known else None
@@ -202,7 +199,7 @@ def _statement_at(body: _Body, line: int) -> ast.stmt | None:
     return None
 
 
-def _behind(node: ast.stmt, place: FrameType, outer: _Loop | None) -> Iterator[ast.stmt]:
+def _behind(node: ast.stmt, place: FrameType, outer: Loop | None) -> Iterator[ast.stmt]:
     """The statements that come behind `node`, up to the end of `outer`, or of the function."""
     tree = tree_of(place)
     root: ast.AST | None = outer if outer is not None else _function_at(tree, place)
@@ -246,26 +243,26 @@ def _sink(behind: _Body, tainted: set[str]) -> tuple[int | None, bool]:
 
 def _is_sink(node: ast.AST, tainted: set[str]) -> bool:
     if isinstance(node, (ast.If, ast.While)):
-        return _reads(node.test, tainted) and any(map(_trains, node.body))
+        return _reads(node.test, tainted) and any(map(trains, node.body))
     if isinstance(node, (ast.Assign, ast.AugAssign)):
-        return _sets_rate(node) and _reads(node.value, tainted)
+        return sets_a_rate(node) and _reads(node.value, tainted)
     if not isinstance(node, ast.Call):
         return False
-    called = _name(node.func)
-    if _LOGS.search(called) or not any(
+    called = name_of(node.func)
+    if names_a_log(called) or not any(
         _reads(part, tainted) for part in (*node.args, *(k.value for k in node.keywords))
     ):
         return False
-    return called in STEPS or bool(_SETS.search(called))
+    return called in STEPS or names_a_setting(called)
 
 
 def _reads(node: ast.AST, tainted: set[str]) -> bool:
     """Whether an expression reads something of `tainted`, without what it only logs and the length of things."""
     if isinstance(node, ast.Call):
-        called = _name(node.func)
+        called = name_of(node.func)
         if f"{called}()" in tainted:
             return True
-        if _LOGS.search(called) or called in _OF_NO_VALUE:
+        if names_a_log(called) or called in _OF_NO_VALUE:
             return False
     is_one = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Load)
     if is_one and ast.unparse(node) in tainted:

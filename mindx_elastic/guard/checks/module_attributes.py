@@ -30,7 +30,7 @@ from torch import nn
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.own_tensors import carries
-from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
+from mindx_elastic.guard.checks.source_reads import Sources, Tree, sets_from_itself, steering_reads
 
 __all__ = ["ModuleAttributes"]
 
@@ -202,7 +202,7 @@ class _Classes:
         if any(_is_flag(tree, is_it) for tree, _, _ in own):
             return True
         places = [*own, *((tree, up, from_outside) for tree, up in self._sources.trees())]
-        goes_on = [node for tree, _, is_this in places for node in ast.walk(tree) if _goes_on(node, is_this)]
+        goes_on = [node for tree, _, is_this in places for node in ast.walk(tree) if sets_from_itself(node, is_this)]
         if not goes_on:
             return False
         if _is_torchs(module):
@@ -236,24 +236,6 @@ def _is_attribute_of_another(name: str, node: ast.AST) -> bool:
     return _is_attribute(name, node) and not (
         isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     )
-
-
-def _goes_on(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
-    """``self.x += 1`` and ``self.x = f(self.x)``."""
-    if isinstance(node, ast.AugAssign):
-        return is_it(node.target)
-    if not isinstance(node, ast.Assign):
-        return False
-    targets = [inner for target in node.targets for inner in _targets(target)]
-    return any(map(is_it, targets)) and any(map(is_it, ast.walk(node.value)))
-
-
-def _targets(node: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(node, (ast.Tuple, ast.List)):
-        for element in node.elts:
-            yield from _targets(element)
-    else:
-        yield node
 
 
 def _is_flag(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:

@@ -20,12 +20,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from mindx_elastic.guard.checks.epoch_sums import STEPS
-from mindx_elastic.guard.checks.module_attributes import _goes_on
-from mindx_elastic.guard.checks.own_tensors import _classes, _is_plain
-from mindx_elastic.guard.checks.source_reads import Sources, steering_reads
+from mindx_elastic.guard.checks.remedies import can_be_named
+from mindx_elastic.guard.checks.source_reads import Sources, sets_from_itself, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
-from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
+from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["OwnNumbers"]
 
@@ -101,7 +99,7 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
         return isinstance(node, ast.Attribute) and node.attr == name and not _is_self(node.value)
 
     places: list[tuple[ast.AST, _Parents, _Test]] = []
-    for tree, parents in _classes(type(value), sources):
+    for tree, parents in sources.classes_of(type(value)):
         methods = [node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.FunctionDef)]
         places += [(method, parents, of_self) for method in methods if method.name not in _BEGINS]
     outside = [(tree, parents, of_another) for tree, parents in sources.trees()]
@@ -110,7 +108,7 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
         for tree, _, is_it in [*places, *outside]
         if not (data and isinstance(tree, ast.FunctionDef) and tree.name in _MAKES_SAMPLES)
         for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and (_goes_on(node, is_it) or _adds_to(node, is_it))
+        if isinstance(node, ast.stmt) and (sets_from_itself(node, is_it) or _adds_to(node, is_it))
     ]
     if not updates:
         return None
@@ -147,21 +145,21 @@ def _steers(read: ast.AST, parents: _Parents) -> bool:
         if isinstance(parent, ast.Return):
             return compares
         if isinstance(parent, (ast.If, ast.While)):
-            return node is parent.test and not isinstance(node, ast.Attribute) and any(map(_trains, parent.body))
+            return node is parent.test and not isinstance(node, ast.Attribute) and any(map(trains, parent.body))
         if isinstance(parent, ast.Call) and node is not parent.func:
-            called = _name(parent.func)
-            if _LOGS.search(called):
+            called = name_of(parent.func)
+            if names_a_log(called):
                 return False
-            if called in STEPS or _SETS.search(called):
+            if called in STEPS or names_a_setting(called):
                 return True
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult):
             scales = True
             other = parent.right if node is parent.left else parent.left
-            if any(isinstance(n, ast.Call) and "rand" in _name(n.func) for n in ast.walk(other)):
+            if any(isinstance(n, ast.Call) and "rand" in name_of(n.func) for n in ast.walk(other)):
                 return True
         if isinstance(parent, (ast.Assign, ast.AugAssign)):
             targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            return _sets_rate(parent) or (scales and any("loss" in _name(t) for t in targets))
+            return sets_a_rate(parent) or (scales and any("loss" in name_of(t) for t in targets))
         if isinstance(parent, ast.stmt):
             return False
         node = parent
@@ -178,7 +176,7 @@ def _words(found: Found, name: str, line: int, line_of: Callable[[list[str]], st
     what = f'"{found.name}.{name}" ({whose}) is carried from one step into another, {how}, and is not kept'
     if data:
         return what, "Work it out from the epoch, at the head of each epoch"
-    if all(_is_plain(value) for value in attributes_of(found.value).values()):
+    if can_be_named(found.value):
         return what, f"Write {line_of([found.name])}"
     return (
         what,

@@ -24,7 +24,6 @@ Single numbers are left alone: most of them are statistics, and nothing tells wh
 from __future__ import annotations
 
 import ast
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
 
@@ -111,7 +111,7 @@ class OwnTensors:
                 continue
             self._done.update((type(one.value), name) for name in moved)
             sources = sources or Sources(files())
-            trees = list(_classes(type(one.value), sources))
+            trees = list(sources.classes_of(type(one.value)))
             own = attributes_of(one.value)
             carried = [
                 name
@@ -142,7 +142,7 @@ class OwnTensors:
                     continue
                 self._looked_for_first.add(key)
                 sources = sources or Sources(files())
-                for tree, parents in _classes(type(one.value), sources):
+                for tree, parents in sources.classes_of(type(one.value)):
                     if _takes_the_first(tree, parents, name) and _line_in_a_loss(tree, sources, name):
                         self._done.add(key)
                         yield _words(one, [name], line_of)
@@ -177,7 +177,7 @@ def _words(found: Found, names: list[str], line_of: Callable[[list[str]], str]) 
         return what, f"{why} {kind.__name__} state_dict() and load_state_dict(), which the loader then keeps"
     if any(hasattr(kind, method) for method in ("__getitem__", "__iter__", "__next__")):
         return what, f"If the training depends on it, write {line_of([f'{found.name}.{name}' for name in names])}"
-    if all(_is_plain(value) for value in attributes_of(found.value).values()):
+    if can_be_named(found.value):
         return what, f"If the training depends on it, write {line_of([found.name])}"
     own = f"{found.name}.state"
     return what, (
@@ -186,32 +186,7 @@ def _words(found: Found, names: list[str], line_of: Callable[[list[str]], str]) 
     )
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether an object of such attributes can be named as it is."""
-    if isinstance(value, (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.random.Generator)):
-        return True
-    if type(value) in (torch.Tensor, torch.Generator, torch.dtype, torch.device, torch.Size):
-        return True
-    if isinstance(value, (list, tuple, dict)) and depth < 3:
-        return all(_is_plain(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
-    return False
-
-
 # --- source ---
-
-
-def _classes(kind: type, sources: Sources) -> Iterator[Tree]:
-    for each in kind.__mro__:
-        try:
-            file = None if each.__module__ == "builtins" else inspect.getsourcefile(each)
-        except (TypeError, OSError):
-            # A class of a script that was run by another program.
-            file = next(iter(sources.files), None)
-        found = None if file is None else sources.tree(file)
-        if found is not None:
-            for node in ast.walk(found[0]):
-                if isinstance(node, ast.ClassDef) and node.name == each.__name__:
-                    yield node, found[1]
 
 
 def _of_self(name: str) -> Callable[[ast.AST], bool]:

@@ -29,6 +29,7 @@ from mindx_elastic.capture.tables import parameters
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
 from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import (
     attributes_of,
@@ -38,7 +39,6 @@ from mindx_elastic.guard.checks.surroundings import (
     program_frames,
     variables_of,
 )
-from mindx_elastic.guard.loops.own_counters import spans, tree_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ReboundState", "content_of", "paths_of"]

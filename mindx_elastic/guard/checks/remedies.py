@@ -6,10 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.guard.checks.surroundings import Found, Names, Seen
+import numpy as np
+import torch
 
-__all__ = ["Remedies"]
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.guard.checks.surroundings import Found, Names, Seen, attributes_of
+
+__all__ = ["Remedies", "can_be_named"]
 
 
 class Remedies:
@@ -93,3 +96,19 @@ class Remedies:
                 found = self._known_names.of(target) or kinds[argument].get(id(target))
                 names.append(found.name if found is not None and found.place else name)
         return names
+
+
+def can_be_named(value: object) -> bool:
+    """Whether an object can be named in `stateful` as it is: all its attributes are plain."""
+    return all(_is_plain(each) for each in attributes_of(value).values())
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Numbers, text, tensors, arrays, and containers of these."""
+    if isinstance(value, (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.random.Generator)):
+        return True
+    if type(value) in (torch.Tensor, torch.Generator, torch.dtype, torch.device, torch.Size):
+        return True
+    if isinstance(value, (list, tuple, dict)) and depth < 3:
+        return all(_is_plain(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
+    return False

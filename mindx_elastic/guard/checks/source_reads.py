@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import os
 import re
@@ -11,22 +12,15 @@ from functools import cache, lru_cache
 from itertools import islice
 from pathlib import PurePath
 
-__all__ = ["Sources", "Tree", "logs", "parents_of", "steering_reads"]
+from mindx_elastic.guard.checks.training_words import logs
+
+__all__ = ["Sources", "Tree", "parents_of", "sets_from_itself", "steering_reads"]
 
 Tree = tuple[ast.AST, dict[int, ast.AST]]
 """A file's syntax tree, and the parents of its nodes."""
 
 _MOST_BYTES = 200_000  # about 5,000 lines
 _MOST_FILES = 64
-_LOGS = frozenset(
-    """
-    print printf format log log_dict log_metrics log_scalar log_step info debug warning warn error exception critical
-    add_scalar add_scalars add_image add_histogram set_postfix set_postfix_str set_description set_description_str
-    update_postfix write writerow info_rank0 scalar track display print_rank_0 print_rank0 progress
-    """.split()  # noqa: SIM905
-)
-_LOGGERS = frozenset({"logger", "logging", "log", "wandb", "writer", "tqdm", "pbar", "progress", "bar", "tb", "mlflow"})
-_OWN_LOGS = ("step_end", "record_boundary")
 
 
 class Sources:
@@ -52,6 +46,20 @@ class Sources:
         files = self.files if place is None else [f for f in self.files if PurePath(f).name == place.split()[-1]]
         found = [_parsed(file) for file in files if name in _words(file)]
         return [tree for tree, names in found if tree is not None and name in names]
+
+    def classes_of(self, kind: type) -> Iterator[Tree]:
+        """The definitions of a class and of those that it inherits from, each with the parents in its file."""
+        for each in kind.__mro__:
+            try:
+                file = None if each.__module__ == "builtins" else inspect.getsourcefile(each)
+            except (TypeError, OSError):
+                # A class of a script that was run by another program.
+                file = next(iter(self.files), None)
+            found = None if file is None else self.tree(file)
+            if found is not None:
+                for node in ast.walk(found[0]):
+                    if isinstance(node, ast.ClassDef) and node.name == each.__name__:
+                        yield node, found[1]
 
 
 def _first(files: Iterable[str]) -> Iterator[str]:
@@ -135,18 +143,6 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def logs(call: ast.Call) -> bool:
-    """Whether it prints or logs."""
-    func = call.func
-    if isinstance(func, ast.Name):
-        return func.id in _LOGS
-    if not isinstance(func, ast.Attribute):
-        return False
-    owner = func.value
-    name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
-    return func.attr in _LOGS or func.attr in _OWN_LOGS or name.strip("_").lower() in _LOGGERS
-
-
 def _only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool]) -> bool:
     """Whether a statement prints, logs, evaluates or works out what is printed: it may not touch the training."""
     if isinstance(statement, ast.Expr):
@@ -158,3 +154,21 @@ def _only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool]) -> bool:
     if isinstance(statement, ast.With):
         return all(_only_logs(inner, is_off) for inner in statement.body)
     return isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass))
+
+
+def sets_from_itself(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    """Whether a statement sets what `is_it` accepts from its last value: ``self.x += 1``, ``self.x = f(self.x)``."""
+    if isinstance(node, ast.AugAssign):
+        return is_it(node.target)
+    if not isinstance(node, ast.Assign):
+        return False
+    targets = [inner for target in node.targets for inner in _targets(target)]
+    return any(map(is_it, targets)) and any(map(is_it, ast.walk(node.value)))
+
+
+def _targets(node: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for element in node.elts:
+            yield from _targets(element)
+    else:
+        yield node

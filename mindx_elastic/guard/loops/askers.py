@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterator
 from types import CodeType, FrameType
 from typing import TypeAlias
 
+from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.surroundings import is_library
-from mindx_elastic.guard.loops.own_counters import spans, tree_of
 
 __all__ = ["Askers"]
 

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import Any
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.guard.checks.running_source import Entry, entry_of
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.own_counters import Entry, entry_of
 from mindx_elastic.guard.loops.tail_reads import Place, TailReads, places_of, tail_reads
 from mindx_elastic.guard.loops.tail_values import put_back_values, values_of
 

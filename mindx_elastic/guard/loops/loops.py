@@ -32,17 +32,11 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_values
 from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
-from mindx_elastic.guard.loops.own_counters import (
-    Entry,
-    entry_of,
-    find_counter_in_epoch,
-    find_inner_counter,
-    find_own_counter,
-    has_source,
-)
+from mindx_elastic.guard.loops.own_counters import find_counter_in_epoch, find_inner_counter, find_own_counter
 from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
 from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,

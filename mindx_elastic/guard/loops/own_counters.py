@@ -18,37 +18,25 @@ any other ``while``                                             unknown
 from __future__ import annotations
 
 import ast
-import inspect
-import linecache
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from types import FrameType
+from typing import Any
 
-from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.checks.running_source import (
+    Entry,
+    Loop,
+    loop_in_words,
+    loops_around,
+    spans,
+    tree_of,
+    value_of,
+)
 
-__all__ = [
-    "Entry",
-    "OwnCounter",
-    "entry_of",
-    "find_counter_in_epoch",
-    "find_inner_counter",
-    "find_own_counter",
-    "has_source",
-    "spans",
-    "tree_of",
-    "tree_of_file",
-    "value_of",
-]
+__all__ = ["OwnCounter", "find_counter_in_epoch", "find_inner_counter", "find_own_counter"]
 
-_Loop: TypeAlias = "ast.For | ast.While"
-Entry: TypeAlias = "tuple[CodeType, int]"
-"""Where the guard was entered: a function's code, and a line of it."""
 _COUNTS = {"range", "count", "trange"}
 _PLAIN = {*_COUNTS, "len", "int", "min", "max", "tqdm", "enumerate"}
-_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -57,17 +45,6 @@ class OwnCounter:
 
     what: str
     remedy: str
-
-
-def entry_of(frame: FrameType | None) -> Entry | None:
-    """Where the program is, as seen from `frame`."""
-    found = next(program_frames(frame), None)
-    return None if found is None else (found.f_code, found.f_lineno)
-
-
-def has_source(frame: FrameType | None, entry: Entry | None) -> bool:
-    """Whether the source of the code in the guard's block is there; not for what comes from stdin or `exec`."""
-    return _loops_around(frame, entry) is not None
 
 
 def find_own_counter(
@@ -84,7 +61,7 @@ def find_own_counter(
     `kept`: `id` of the guard and of what it keeps. `follows_loader`: a named loader is iterated. `asked_first`,
     `asked_later`: the program has asked the guard where it is, before or after its first boundary.
     """
-    loops = _loops_around(frame, entry)
+    loops = loops_around(frame, entry)
     if not loops:
         return None
     outer, place = loops[-1]
@@ -104,7 +81,7 @@ def find_own_counter(
         form = "epochs" if inner else "steps"
         remedy = f"Write for {name} in guard.{form}({_bounds(outer.iter)}):"
     return OwnCounter(
-        f"the loop at {_where(outer, place)} begins anew after a resume, for it counts by itself",
+        f"the loop at {loop_in_words(outer, place)} begins anew after a resume, for it counts by itself",
         f"{remedy}. A program that keeps its count in an object of stateful= reads guard.step once before the loop",
     )
 
@@ -114,7 +91,7 @@ def find_inner_counter(
 ) -> str | None:
     """The innermost of several loops around the call in `frame`, in words, where it begins anew for certain: over
     numbers or batches at hand, or with a count. Arguments as for `find_own_counter`."""
-    loops = _loops_around(frame, entry)
+    loops = loops_around(frame, entry)
     if loops is None or len(loops) < 2:
         return None
     loop, place = loops[0]
@@ -122,7 +99,7 @@ def find_inner_counter(
         return None
     if has_asked and not (isinstance(loop, ast.For) and _is_fixed(loop, place)):
         return None
-    return _where(loop, place) if isinstance(loop, ast.For) or _own_count(loop) else None
+    return loop_in_words(loop, place) if isinstance(loop, ast.For) or _own_count(loop) else None
 
 
 def find_counter_in_epoch(
@@ -135,7 +112,7 @@ def find_counter_in_epoch(
     batches makes an epoch. Otherwise the loop takes them by itself: ``for i in range(len(loader)): next(batches)``.
     `may_follow`: the program has asked the guard where it is, or keeps counts of its own: only fixed numbers count.
     """
-    for number, (loop, place) in enumerate(_loops_around(frame, entry) or []):
+    for number, (loop, place) in enumerate(loops_around(frame, entry) or []):
         if _is_over_epochs(loop) or (number and not wraps):
             break
         if isinstance(loop, ast.For):
@@ -151,8 +128,8 @@ def find_counter_in_epoch(
             continue
         name = ast.unparse(loop.target) if isinstance(loop, ast.For) else "step"
         return OwnCounter(
-            f"the loop at {_where(loop, place)} begins anew when its epoch is resumed in the middle, for it counts by "
-            "itself",
+            f"the loop at {loop_in_words(loop, place)} begins anew when its epoch is resumed in the middle, for "
+            "it counts by itself",
             f"Write for {name} in guard.steps({bounds}): there"
             if not number
             else "Loop over guard.epochs(epochs * passes), with one pass over the loader in each, and work out from "
@@ -202,7 +179,7 @@ def _has_name(node: ast.AST, name: str) -> bool:
     return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
-def _takes_all(loop: _Loop, frame: FrameType, kept: Collection[int]) -> bool:
+def _takes_all(loop: Loop, frame: FrameType, kept: Collection[int]) -> bool:
     """Whether it goes through fixed numbers, or as many as something is long, and skips none."""
     if isinstance(loop, ast.While):
         return _is_as_long(loop, frame, kept)
@@ -223,7 +200,7 @@ def _asked(node: ast.AST, frame: FrameType) -> Iterator[Any]:
         yield from _asked(child, frame)
 
 
-def _expects_an_end(loop: _Loop) -> bool:
+def _expects_an_end(loop: Loop) -> bool:
     """Whether it does something of its own when no batch is left: ``except StopIteration``, ``next(batches, None)``."""
     for node in ast.walk(loop):
         if isinstance(node, ast.Name) and node.id == "StopIteration":
@@ -233,7 +210,7 @@ def _expects_an_end(loop: _Loop) -> bool:
     return False
 
 
-def _is_over_epochs(loop: _Loop) -> bool:
+def _is_over_epochs(loop: Loop) -> bool:
     calls = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
     return any(isinstance(node, ast.Attribute) and node.attr == "epochs" for node in calls)
 
@@ -242,80 +219,13 @@ def _is_literal(node: ast.expr) -> bool:
     return isinstance(node, (ast.Tuple, ast.List)) and all(isinstance(each, ast.Constant) for each in node.elts)
 
 
-def _where(loop: _Loop, frame: FrameType) -> str:
-    if isinstance(loop, ast.For):
-        head = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
-    else:
-        head = f"while {ast.unparse(loop.test)}"
-    return f"{Path(frame.f_code.co_filename).name}:{loop.lineno} ({head})"
-
-
-def _loops_around(frame: FrameType | None, entry: Entry | None) -> list[tuple[_Loop, FrameType]] | None:
-    """The loops inside of the guard's block that run, innermost first; None where some source is missing."""
-    found: list[tuple[_Loop, FrameType]] = []
-    for place in program_frames(frame):
-        tree = tree_of(place)
-        if tree is None:
-            return None
-        entered = entry[1] if entry is not None and place.f_code is entry[0] else None
-        inside = [
-            loop
-            for loop in _loops_at(tree, place.f_code.co_name, place.f_lineno)
-            if entered is None or not spans(loop, entered)
-        ]
-        found += [(loop, place) for loop in reversed(inside)]
-        if entered is not None:
-            break
-    return found
-
-
-def tree_of(frame: FrameType) -> ast.Module | None:
-    """The syntax tree of the file of a running function; None where there is no source."""
-    return tree_of_file(frame.f_code.co_filename, frame.f_globals)
-
-
-def tree_of_file(file: str, variables: dict[str, Any]) -> ast.Module | None:
-    """`variables`: the module's; without a file they may know their source."""
-    lines = linecache.getlines(file, variables)
-    return _parsed("".join(lines)) if lines else None
-
-
-@lru_cache(maxsize=4)
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):  # a template, or not Python
-        return None
-
-
-def _loops_at(tree: ast.Module, function: str, line: int) -> list[_Loop]:
-    """The loops of the running function whose bodies span `line`, outermost first."""
-    found: list[_Loop] = []
-    node: ast.AST = tree
-    while True:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
-            found = []  # loops around the definition do not run
-        if isinstance(node, (ast.For, ast.While)) and any(spans(statement, line) for statement in node.body):
-            found.append(node)
-        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
-        if inner is None or isinstance(inner, ast.Lambda):
-            return found
-        node = inner
-
-
-def spans(node: ast.AST, line: int) -> bool:
-    """Whether `line` is one of the node's."""
-    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
-    return first is not None and last is not None and first <= line <= last
-
-
 def _counts(node: ast.AST) -> bool:
     """Whether an iterable is made of numbers: ``range(n)``, ``tqdm(range(n))``, ``itertools.count()``."""
     names = (getattr(n, "id", None) or getattr(n, "attr", None) for n in ast.walk(node))
     return any(name in _COUNTS for name in names)
 
 
-def _ends(loop: _Loop) -> Iterator[ast.expr]:
+def _ends(loop: Loop) -> Iterator[ast.expr]:
     """The expressions that decide how long the loop runs; not the loader that it goes through."""
     if isinstance(loop, ast.While):
         yield loop.test
@@ -328,7 +238,7 @@ def _ends(loop: _Loop) -> Iterator[ast.expr]:
             yield node.test
 
 
-def _asks(loop: _Loop, frame: FrameType, kept: Collection[int], *, strictly: bool) -> bool:
+def _asks(loop: Loop, frame: FrameType, kept: Collection[int], *, strictly: bool) -> bool:
     """Whether one of those expressions looks at something that the guard keeps, or at the guard.
 
     `strictly`: a function that is called there counts as looking, because the program has asked the guard somewhere.
@@ -338,11 +248,7 @@ def _asks(loop: _Loop, frame: FrameType, kept: Collection[int], *, strictly: boo
     nodes = [node for end in _ends(loop) for node in ast.walk(end)]
     if strictly and any(isinstance(node, ast.Call) and not _is_plain(node) for node in nodes):
         return True
-    for node in nodes:
-        value = value_of(node, frame) if isinstance(node, (ast.Name, ast.Attribute)) else _UNKNOWN
-        if id(value) in kept:
-            return True
-    return False
+    return any(isinstance(node, (ast.Name, ast.Attribute)) and id(value_of(node, frame)) in kept for node in nodes)
 
 
 def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
@@ -368,15 +274,6 @@ def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
 
 def _is_plain(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id in _PLAIN
-
-
-def value_of(node: ast.expr, frame: FrameType) -> Any:
-    """What a name or an attribute of one stands for, without running the program's code."""
-    if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _UNKNOWN))
-    if isinstance(node, ast.Attribute):
-        return inspect.getattr_static(value_of(node.value, frame), node.attr, _UNKNOWN)
-    return _UNKNOWN
 
 
 def _own_count(loop: ast.While) -> str | None:

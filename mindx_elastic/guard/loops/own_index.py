@@ -7,7 +7,6 @@ file is left alone, and so is an index whose windows (``(i + 1) % n``) end where
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
@@ -15,28 +14,12 @@ from typing import Any
 
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.checks.running_source import Entry, Loop, loop_in_words, loops_around, spans, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _where, spans, value_of
+from mindx_elastic.guard.checks.training_words import name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["Numbered", "find_own_index"]
 
-_TRAINS = frozenset(
-    [
-        "backward",
-        "step",
-        "zero_grad",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "unscale_",
-        "update_parameters",
-        "no_sync",
-        "requires_grad_",
-    ]
-)
-_SETS = re.compile(
-    r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)|^clip_grad"
-)
-_LOGS = re.compile(r"log|print|save|plot|write|report|bar|display|summary|record")
 _WRAPS = {"tqdm", "trange", "track"}
 _ARITHMETIC = (
     ast.Name,
@@ -55,7 +38,7 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
 
     `kept`: `id` of what the guard keeps, the named loaders among it.
     """
-    for loop, place in _loops_around(frame, entry) or ():
+    for loop, place in loops_around(frame, entry) or ():
         found = _enumerated(loop)
         if found is None:
             continue
@@ -77,8 +60,8 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         line = _steering_line(loop, index, place.f_lineno, divides, is_off, starts_at_1=starts_at_1)
         if line is None:
             continue
-        what = f"the index {index} of the loop at {_where(loop, place)} begins anew when its epoch is resumed in the "
-        what += f"middle, and steers the training in line {line}"
+        what = f"the index {index} of the loop at {loop_in_words(loop, place)} begins anew when its epoch is resumed "
+        what += f"in the middle, and steers the training in line {line}"
         first = "" if start is None else f", start={ast.unparse(start)}"
         is_pair = isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple)
         target = ", ".join(map(ast.unparse, loop.target.elts)) if is_pair else index  # type: ignore[union-attr]
@@ -96,27 +79,27 @@ def _is_off(loop: ast.AST, place: FrameType, test: ast.expr) -> bool:
     value = value_of(test, place)
     if not (value is None or value is False or (type(value) is int and value == 0)):
         return False
-    own = _name(test)
+    own = name_of(test)
     return not any(
-        isinstance(node, (ast.Name, ast.Attribute)) and _name(node) == own and not isinstance(node.ctx, ast.Load)
+        isinstance(node, (ast.Name, ast.Attribute)) and name_of(node) == own and not isinstance(node.ctx, ast.Load)
         for node in ast.walk(loop)
     )
 
 
-def _enumerated(loop: ast.For | ast.While) -> tuple[str, ast.expr, ast.expr | None] | None:
+def _enumerated(loop: Loop) -> tuple[str, ast.expr, ast.expr | None] | None:
     """Index, batches and start of ``for i, batch in enumerate(batches, start)``, also inside of ``tqdm``. The batches
     may be a call that passes those of a loader on."""
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple) or len(loop.target.elts) != 2:
         return None
     index, call = loop.target.elts[0], loop.iter
-    if isinstance(call, ast.Call) and _name(call.func) in _WRAPS and call.args:
+    if isinstance(call, ast.Call) and name_of(call.func) in _WRAPS and call.args:
         call = call.args[0]
     if not isinstance(index, ast.Name) or not isinstance(call, ast.Call) or not call.args:
         return None
     if not isinstance(call.func, ast.Name) or call.func.id != "enumerate":
         return None
     batches = call.args[0]
-    if isinstance(batches, ast.Call) and _name(batches.func) in _WRAPS and batches.args:
+    if isinstance(batches, ast.Call) and name_of(batches.func) in _WRAPS and batches.args:
         batches = batches.args[0]
     start = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "start"), None)
     return index.id, batches, start
@@ -189,7 +172,7 @@ def _is_last_of_window(node: ast.Compare, index: str) -> bool:
 
 def _is_arithmetic(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        return _name(node.func) in ("len", "int", "float", "min", "max")
+        return name_of(node.func) in ("len", "int", "float", "min", "max")
     return isinstance(node, _ARITHMETIC)
 
 
@@ -211,63 +194,16 @@ def _in_modulo(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
 def _steers(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
     for child, parent in _up(node, parents):
         if isinstance(parent, ast.Call) and child is not parent.func:
-            name = _name(parent.func)
-            if _LOGS.search(name):
+            name = name_of(parent.func)
+            if names_a_log(name):
                 return False
-            if name == "step" or _SETS.search(name):
+            if name == "step" or names_a_setting(name):
                 return True
         if isinstance(parent, ast.If) and child is parent.test:
-            return any(map(_trains, (*parent.body, *parent.orelse)))
+            return any(map(trains, (*parent.body, *parent.orelse)))
         if isinstance(parent, ast.stmt):
-            return _sets_rate(parent)
+            return sets_a_rate(parent)
     return False
-
-
-def _trains(statement: ast.stmt) -> bool:
-    """Whether a statement is of the training: a backward, a step, a break, a learning rate."""
-    nodes = list(_of_this_loop(statement))
-    if any(isinstance(node, (ast.Break, ast.Continue, ast.Return)) for node in nodes):
-        return True
-    return any(
-        (
-            isinstance(n, ast.Call)
-            and isinstance(n.func, ast.Attribute)
-            and n.func.attr in _TRAINS
-            and not _is_profiler(n)
-        )
-        or (isinstance(n, ast.stmt) and _sets_rate(n))
-        for n in ast.walk(statement)
-    )
-
-
-def _is_profiler(call: ast.Call) -> bool:
-    owner = _name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    return "prof" in owner or bool(_LOGS.search(owner))
-
-
-def _of_this_loop(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below, without those of loops and functions inside."""
-    yield node
-    if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
-        for child in ast.iter_child_nodes(node):
-            yield from _of_this_loop(child)
-
-
-def _sets_rate(statement: ast.stmt) -> bool:
-    """``group["lr"] = ...``, ``group["lr"] *= ...``"""
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AugAssign):
-        targets = [statement.target]
-    return any(isinstance(t, ast.Subscript) and ast.unparse(t.slice).strip("'\"") in _RATES for t in targets)
-
-
-_RATES = ("lr", "momentum", "weight_decay", "betas")
-
-
-def _name(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 # --- the index to write in its place ---

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from mindx_elastic.guard.checks.running_source import Entry, spans, tree_of, tree_of_file, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import is_library, program_frames
-from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, tree_of_file, value_of
 
 __all__ = ["Place", "TailReads", "attribute_read", "function_of", "places_of", "tail_reads"]
 

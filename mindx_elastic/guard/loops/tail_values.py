@@ -22,8 +22,8 @@ import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.guard.checks.running_source import Entry, value_of
 from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
-from mindx_elastic.guard.loops.own_counters import Entry, value_of
 from mindx_elastic.guard.loops.tail_reads import function_of
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
