@@ -331,9 +331,10 @@ class Collector:
 
     def _tensor_devices(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Of the program's own objects; of a module by the places of its extra states."""
-        found: dict[str, Any] = {name: devices_of(state[name]) for name, _ in self._plain}
+        own = self.devices.device
+        found: dict[str, Any] = {name: devices_of(state[name], own) for name, _ in self._plain}
         for name, module in self._modules.items():
-            extras = {place: devices_of(own) for place, own in module.extras.items()}
+            extras = {place: devices_of(extra, own) for place, extra in module.extras.items()}
             found[name] = {place: devices for place, devices in extras.items() if devices}
         return {name: devices for name, devices in found.items() if devices}
 
@@ -541,7 +542,7 @@ class Collector:
         wanted = set(names)
         modules = {name: module for name, module in self._modules.items() if name in wanted}
         # Neither is in files of older versions.
-        beside, devices = state.get("module_extras", {}), state.get("tensor_devices", {})
+        beside, devices, own = state.get("module_extras", {}), state.get("tensor_devices", {}), self.devices.device
         for name, module in modules.items():
             module.prepare(beside.get(name, {}), state[name])
         self._arrange_groups(state)
@@ -549,10 +550,11 @@ class Collector:
             if name in wanted and live and isinstance(component, (ModuleComponent, OptimizerComponent)):
                 component.load_live(state[name])
             elif name in wanted and isinstance(component, ModuleComponent):
-                extras = {p: put_on(state[name][p], d) for p, d in devices.get(name, {}).items() if p in state[name]}
+                there = [(place, each) for place, each in devices.get(name, {}).items() if place in state[name]]
+                extras = {place: put_on(state[name][place], each, own) for place, each in there}
                 component.load({**state[name], **extras} if extras else state[name])
             elif name in wanted:
-                component.load(put_on(state[name], devices.get(name, "")))
+                component.load(put_on(state[name], devices.get(name, ""), own))
         for name, module in modules.items():
             module.load_beside(beside.get(name, {}))
 

@@ -6,16 +6,16 @@ been updated while gradients are there: an accumulation window without an end, i
 
 What a graph changes is found out by looking. Before and after some of its replays (the first three, and those whose
 number is a power of two) the bytes of the job's tensors are summed up. A graph that has once changed a parameter or a
-tensor of an optimizer's state is an update: from then on each of its replays passes the update gate. What may have
-changed gets its version counter moved, as outside of a graph.
+tensor of an optimizer's state is an update: from then on each of its replays passes the update gate. What it has been
+seen to change gets its version counter moved at each replay, as outside of a graph.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ class _Graph:
     num_replays: int = 0
     updates: bool = False
     """It changes parameters or optimizer state."""
-    changes_others: bool = False
-    """It changes buffers, or tensors that were named."""
+    changed: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    """By id: the tensors that it has been seen to change."""
 
 
 class GraphReplays:
-    """One per entered guard. Training thread."""
+    """One per entered guard. `watch` and `unwatch`: training thread. Replays may come from autograd's threads."""
 
     def __init__(self, collector: Collector, gate: UpdateGate, graphs: type[Any] = torch.cuda.CUDAGraph) -> None:
         """`graphs`: the class whose ``replay`` it is."""
@@ -73,46 +73,49 @@ class GraphReplays:
 
     def _replay(self, graph: Any, known: _Graph) -> None:
         known.num_replays = number = known.num_replays + 1
-        if known.updates:
+        if number <= _FIRST_LOOKS or number & (number - 1) == 0:
+            self._look(graph, known)
+        elif known.updates:
             self._gate.begin_update()
             self._original(graph)
-            self._move_versions(known)
+            _move_versions(known)
             self._gate.end_update(id(graph))
-        elif number <= _FIRST_LOOKS or number & (number - 1) == 0:
-            self._look(graph, known)
         else:
             self._original(graph)
-            self._move_versions(known)
+            _move_versions(known)
 
     def _look(self, graph: Any, known: _Graph) -> None:
-        """Replay it, and compare."""
+        """Replay it, and compare. The devices are told first that it may be an update."""
         self._collector.devices.wait_for_update()  # a look waits for the device
+        self._gate.on_update(None)
+        stable, others = self._collector.stable_tensors(), self._collector.other_tensors()
         with self._gate.perhaps_updating():
-            before = self._sums()
+            before = _sums_of([*stable, *others])
             self._original(graph)
-            after = self._sums()
-            known.updates = before[0] != after[0]
-            known.changes_others |= before[1] != after[1]
-            self._move_versions(known)
+            after = _sums_of([*stable, *others])
+            for number, (tensor, *sums) in enumerate(zip([*stable, *others], before, after, strict=True)):
+                if sums[0] != sums[1]:
+                    known.changed[id(tensor)] = weakref.ref(tensor)
+                    known.updates |= number < len(stable)
+            _move_versions(known)
         if known.updates:
             self._gate.begin_update()
             self._gate.end_update(id(graph))
 
-    def _sums(self) -> tuple[list[int], list[int]]:
-        return _sums_of(self._collector.stable_tensors()), _sums_of(self._collector.other_tensors())
 
-    def _move_versions(self, known: _Graph) -> None:
-        """After a replay."""
-        if known.updates:
-            _move_versions(self._collector.stable_tensors())
-        if known.updates or known.changes_others:
-            _move_versions(self._collector.other_tensors())
-
-
-def _sums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """For each, all its bytes, taken as numbers."""
-    with torch.no_grad():
-        return [int(_words(local_part(tensor)).sum(dtype=torch.int64)) for tensor in tensors]
+@torch.no_grad()
+def _sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each, all its bytes, taken as numbers; 0 for what has none of its own. Waits once for each device."""
+    found = [0] * len(tensors)
+    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(map(local_part, tensors)):
+        if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta) and tensor.numel():
+            total = _words(tensor).sum(dtype=torch.int64)
+            on_devices.setdefault(total.device, []).append((number, total))
+    for sums in on_devices.values():
+        for (number, _), total in zip(sums, torch.stack([each for _, each in sums]).tolist(), strict=True):
+            found[number] = total
+    return found
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,6 +125,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_WORDS.get(flat.element_size(), torch.int32))
 
 
-def _move_versions(tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        increment_version(tensor)
+def _move_versions(known: _Graph) -> None:
+    """After a replay. Only of what it changes: of anything else a backward may still be to come."""
+    for reference in known.changed.values():
+        if (tensor := reference()) is not None:
+            increment_version(tensor)

@@ -232,11 +232,12 @@ class OptimizerComponent:
     def load_live(self, state: dict[str, Any]) -> None:
         """Put back a boundary of this very optimizer's, from a `state` whose tensors are the live ones: the options of
         the groups."""
+        used: set[int] = set()
         for shown, own, saved in zip(
             self.optimizer.param_groups, self.local.param_groups, state["param_groups"], strict=True
         ):
             options = {key: copy_tree(value) for key, value in saved.items() if key != "params"}
-            _fill(own, options)
+            _load_into(own, options, used)
             own.update(options)
             if shown is not own:
                 shown.update(options)
@@ -368,7 +369,7 @@ def _tables(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, A
 def _tensors_by_place(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
     """The tensors in its state and in the options of its groups (a learning rate) as they are now."""
     return {
-        place: {key: value for key, value in table.items() if type(value) is torch.Tensor}
+        place: {key: value for key, value in table.items() if isinstance(value, torch.Tensor)}
         for place, table in _tables(optimizer)
     }
 
@@ -377,27 +378,43 @@ def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[Any, Mapping
     """Put what was loaded into the tensors that were there `before`.
 
     `Optimizer.load_state_dict` makes new ones. A CUDA graph that was captured with the old ones would go on with them,
-    and so would who else holds them.
+    and so would who else holds them. An optimizer that does more than that when it loads has tensors of its own.
     """
-    filled: set[int] = set()
+    hooks = vars(optimizer).get("_optimizer_load_state_dict_post_hooks")
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or hooks:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    used = {_own(p).data_ptr() for p in parameters}
     for place, table in _tables(optimizer):
-        _fill(before.get(place, {}), table, filled)
+        _load_into(before.get(place, {}), table, used)
 
 
 @torch.no_grad()
-def _fill(old: Mapping[str, Any], new: dict[str, Any], filled: set[int] | None = None) -> None:
-    """Copy tensors of `new` into those of `old` where they fit, and have these in `new`. `filled`: the memory that has
-    been used so."""
-    for key, value in new.items():
-        there = old.get(key)
-        if type(value) is not torch.Tensor or type(there) is not torch.Tensor or value is there:
+def _load_into(kept: Mapping[str, Any], loaded: dict[str, Any], used: set[int]) -> None:
+    """Copy the tensors of `loaded` into those of `kept` where they fit, and have these in `loaded`. `used`: memory that
+    is not to be written (the parameters), or has been; there only what is equal is taken over."""
+    for key, value in loaded.items():
+        there = kept.get(key)
+        if not (isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor)) or value is there:
             continue
-        is_alike = (value.shape, value.dtype, value.stride()) == (there.shape, there.dtype, there.stride())
-        if not is_alike or there.is_inference() or (filled is not None and there.data_ptr() in filled):
+        own, new = _own(there), _own(value)
+        if type(there) is not type(value) or there.shape != value.shape:
             continue
-        if filled is not None and there.numel():
-            filled.add(there.data_ptr())
-        new[key] = there.copy_(value)
+        if (own.shape, own.dtype) != (new.shape, new.dtype) or own.is_inference() or own.is_meta or not own.numel():
+            continue
+        if 0 in own.stride() or own.layout is not torch.strided:
+            continue  # its elements may share their memory
+        if own.data_ptr() in used:
+            if own.numel() == 1 and torch.equal(own.cpu(), new.cpu()):
+                loaded[key] = there
+            continue
+        used.add(own.data_ptr())
+        own.copy_(new)
+        loaded[key] = there
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _named_instead(places: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
 A file has bytes, and reading it gives tensors in host memory. A model and an optimizer of torch move what they load to
 where their parameters are; an object of the program that keeps averages on a GPU takes what `load_state_dict` is given,
 and would go on with tensors that do not fit the model's. So the devices are kept beside the state: for each tensor, in
-the order in which it stands in the state, ``cpu``, ``cuda`` (the rank's own device, whose number may be another one
-after a resume) or ``cuda:1`` (another one); a single name where all are on the same device.
+the order in which it stands in the state, ``cpu``, ``cuda`` (that of the rank's own weights, whose number may be
+another one after a resume) or ``cuda:1`` (another one); a single name where all are on the same device.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ def are_in_use() -> bool:
     return private or torch.cuda.is_initialized() or torch.xpu.is_initialized()
 
 
-def devices_of(state: Any) -> str | list[str]:
-    """Where the tensors in nested containers are; empty: all in host memory, or there are none."""
-    names: dict[torch.device, str] = {}
-    found = [names.get(t.device) or names.setdefault(t.device, _name(t.device)) for t in _tensors(state)]
+def devices_of(state: Any, own: torch.device | None) -> str | list[str]:
+    """Where the tensors in nested containers are; empty: all in host memory, or there are none. `own`: the device of
+    this rank's weights; None: they are in host memory."""
+    names: dict[torch.device, str] = {} if own is None else {own: own.type}
+    found = [names.get(t.device) or names.setdefault(t.device, str(t.device)) for t in _tensors(state)]
     if len(kinds := {*found}) <= 1:
         return "" if kinds <= {"cpu"} else kinds.pop()
     return found
 
 
-def put_on(state: Any, devices: str | Sequence[str]) -> Any:
+def put_on(state: Any, devices: str | Sequence[str], own: torch.device | None = None) -> Any:
     """`state` with its tensors on the `devices` that `devices_of` has named, as far as they are there; else where they
-    are. Containers are new where something moves."""
+    are. Containers are new where something moves. `own`: as for that, in this process."""
     if not devices:
         return state
     names = iter(devices) if not isinstance(devices, str) else None
@@ -47,18 +48,11 @@ def put_on(state: Any, devices: str | Sequence[str]) -> Any:
         name = devices if names is None else next(names)
         assert isinstance(name, str)
         if name not in known:
-            known[name] = _device(name)
+            known[name] = own if own is not None and name == own.type else _device(name)
         device = known[name]
         return tensor if device is None else tensor.to(device)
 
     return _map(state, move)
-
-
-def _name(device: torch.device) -> str:
-    if device.type in ("cpu", "meta"):
-        return device.type
-    own = torch.get_device_module(device.type).current_device()
-    return device.type if device.index in (None, own) else str(device)
 
 
 def _device(name: str) -> torch.device | None:

@@ -78,6 +78,7 @@ class UpdateGate:
         self._hopeless = False
         self.state = GateState.CLEAN
         self._running = 0
+        self._before = GateState.CLEAN  # what `perhaps_updating` goes back to
         self.waited_s = 0.0
         """How long updates have waited for copies so far, in seconds."""
         self.unguarded = False
@@ -166,7 +167,7 @@ class UpdateGate:
             if self._readers:
                 self._wait_for_readers()
             self._running += 1
-            self.state = GateState.UPDATING
+            self.state = self._before = GateState.UPDATING
 
     def end_update(self, optimizer: int = 0) -> None:
         """It has stepped. `optimizer`: its `id`."""
@@ -174,6 +175,7 @@ class UpdateGate:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
             self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
+            self._before = GateState.DIRTY
             if self._running == 0:
                 self.state = GateState.DIRTY
             look = self.at_last_update
@@ -184,18 +186,21 @@ class UpdateGate:
     @contextmanager
     def perhaps_updating(self) -> Iterator[None]:
         """Around what may be an update, which nobody knows yet: as in one, nobody reads inside, and the readers are
-        waited for. Training thread."""
+        waited for. Any thread that updates; several at once."""
         with self._lock:
             if self._readers:
                 self._wait_for_readers()
+            if self._running == 0:
+                self._before = self.state
             self._running += 1
-            before, self.state = self.state, GateState.UPDATING
+            self.state = GateState.UPDATING
         try:
             yield
         finally:
             with self._lock:
                 self._running -= 1
-                self.state = before
+                if self._running == 0 and self.state is GateState.UPDATING:
+                    self.state = self._before
                 if self._waiters:
                     self._changed.notify_all()
 
@@ -317,10 +322,17 @@ class UpdateGate:
             self.give_back()
 
     def window_open(self) -> bool:
-        """Whether there are gradients and no update since the boundary (gradient accumulation)."""
-        if self.state is not GateState.CLEAN or self.changed_since_boundary():
+        """Whether there are gradients and no update since the boundary (gradient accumulation). What has no gradient
+        may have changed: the weights of a momentum encoder follow in each forward."""
+        if self.state is not GateState.CLEAN:
             return False
-        return any(p.grad is not None for p in self._parameters)
+        has_gradients = False
+        for parameter, version in zip(self._parameters, self._versions, strict=True):
+            if parameter.grad is not None:
+                if parameter._version != version:
+                    return False
+                has_gradients = True
+        return has_gradients
 
     def is_clean(self) -> bool:
         """Whether the live state is that of the last boundary, as far as hooks and counters tell. Training thread."""

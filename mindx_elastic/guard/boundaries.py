@@ -71,7 +71,7 @@ class Boundaries:
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
-        self._unseen = UnseenUpdates(collector, unmanaged)
+        self.unseen = UnseenUpdates(collector, unmanaged)
         self.has_warned_of_window = False
         """`warn_of_window` has nothing left to do."""
 
@@ -81,12 +81,9 @@ class Boundaries:
         self._collector.devices.begin_update(self.gate.changed_since_boundary, is_long=fills_queue(optimizer))
 
     def is_inside_accumulation(self) -> bool:
-        """Whether there are gradients without an update: the step that has ended is no boundary. Once a step. Raises
-        UnmanagedStateError."""
+        """Whether there are gradients without an update: the step that has ended is no boundary."""
         gate = self.gate
-        is_inside = gate.state is _CLEAN and self._accumulates and gate.window_open()
-        self._unseen.at_step(is_inside=is_inside)
-        return is_inside
+        return gate.state is _CLEAN and self._accumulates and gate.window_open()
 
     def cut(self, position: Position) -> None:
         """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""

@@ -448,7 +448,9 @@ class Guard(LayeredGuard):
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
         self._finished_step = False
-        self._cut = self._known and not self._boundaries.is_inside_accumulation()
+        is_inside = self._boundaries.is_inside_accumulation()
+        self._boundaries.unseen.at_step(is_inside=is_inside)
+        self._cut = self._known and not is_inside
         self._cut = self._cut and loops.is_boundary()
         if self._cut:
             self._pass_boundary()

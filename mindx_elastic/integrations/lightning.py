@@ -37,6 +37,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
@@ -402,9 +403,8 @@ def _state_of_metric(metric: Any) -> dict[str, Any]:
 
 
 def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
-    for name, value in state["states"].items():
-        many = isinstance(value, (list, tuple))
-        setattr(metric, name, [each.to(metric.device) for each in value] if many else value.to(metric.device))
+    for name, value in put_on(state["states"], str(metric.device)).items():
+        setattr(metric, name, list(value) if isinstance(value, (list, tuple)) else value)
     metric._update_count, metric._computed = state["updates"], None
 
 

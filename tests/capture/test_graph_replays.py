@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,6 +102,33 @@ def test_a_forward_moves_the_counters_of_its_buffers(job: Job) -> None:
         assert job.state is GateState.CLEAN and job.gate.window_open()
 
 
+def test_what_it_does_not_change_may_still_be_in_a_backward(job: Job) -> None:
+    """A generator whose loss comes from behind the graph of its critic."""
+    other = nn.Linear(3, 3)
+    collector = Collector({"model": job.model, "other": other, "optimizer": job.optimizer})
+    replays = GraphReplays(collector, job.gate, Graph)
+    replays.watch()
+    loss = other(torch.randn(2, 3, requires_grad=True)).sum()
+    Graph(lambda: job.weight.mul_(0.5)).replay()
+    loss.backward()
+    replays.unwatch()
+
+
+def test_looks_of_two_threads_leave_the_gate_as_it_was(job: Job) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        inside.set()
+        assert leave.wait(60)
+
+    thread = threading.Thread(target=Graph(work).replay)
+    thread.start()
+    assert inside.wait(60)
+    Graph(leave.set).replay()
+    thread.join(60)
+    assert job.state is GateState.CLEAN and job.gate.window_open()
+
+
 def test_a_graph_that_changes_nothing_of_the_job_stays_unseen(job: Job) -> None:
     versions = [tensor._version for tensor in job.collector.stable_tensors()]
     graph = Graph(lambda: torch.zeros(3).add_(1.0))
@@ -182,6 +210,45 @@ def test_a_load_fills_the_tensors_that_were_there(kind: Any) -> None:
     for key, tensor in before.items():
         assert after[key] is tensor and torch.equal(tensor, wanted["state"][0][key])
     assert live.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.03)
+
+
+def test_weights_that_the_state_refers_to_are_not_written() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = parameter.data
+    component = Collector({"optimizer": optimizer}).components["optimizer"]
+    wanted = component.state()
+    wanted["state"] = {0: {"momentum_buffer": torch.full((2,), 7.0)}}
+    component.load(wanted)
+    assert parameter.tolist() == [1.0, 1.0] and optimizer.state[parameter]["momentum_buffer"].tolist() == [7.0, 7.0]
+
+
+def test_an_optimizer_that_makes_its_state_when_it_loads_keeps_that() -> None:
+    class Flat(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            for values in self.state.values():
+                self.flat = values["momentum_buffer"].clone()
+                values["momentum_buffer"] = self.flat.view(-1)
+
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Flat([parameter], lr=0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.zeros(2)
+    component = Collector({"optimizer": optimizer}).components["optimizer"]
+    component.load(component.state())
+    assert optimizer.state[parameter]["momentum_buffer"].data_ptr() == optimizer.flat.data_ptr()
+
+
+def test_a_learning_rate_that_groups_share_stays_shared() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))]}], rate
+    )
+    component = Collector({"optimizer": optimizer}).components["optimizer"]
+    wanted = component.state()
+    wanted["param_groups"] = [{**group, "lr": torch.tensor(0.03)} for group in wanted["param_groups"]]
+    component.load(wanted)
+    assert all(group["lr"] is rate for group in optimizer.param_groups) and float(rate) == pytest.approx(0.03)
 
 
 def test_state_that_shares_memory_is_not_filled_twice() -> None:

@@ -28,7 +28,7 @@ CPU, META = torch.zeros(2), torch.zeros(2, device="meta")
     ],
 )
 def test_what_is_noted(state: Any, devices: str | list[str]) -> None:
-    assert devices_of(state) == devices
+    assert devices_of(state, None) == devices
 
 
 def kinds(state: Any) -> Any:
@@ -53,6 +53,13 @@ def test_what_cannot_be_said_stays_in_host_memory() -> None:
     assert put_on(state, "") is state and put_on(state, ["meta", "meta"]) is state
     if not torch.cuda.is_available():
         assert kinds(put_on(state, "cuda")) == {"a": "cpu"}
+
+
+def test_the_device_of_the_ranks_weights_has_no_number() -> None:
+    own, other = torch.device("meta", 1), torch.device("cuda", 0)
+    state = mock.Mock(spec=torch.Tensor, device=own), mock.Mock(spec=torch.Tensor, device=other)
+    assert devices_of(state, own) == ["meta", "cuda:0"] and devices_of(state, other) == ["meta:1", "cuda"]
+    assert put_on([CPU], "meta", own)[0].device == torch.zeros(1, device=own).device
 
 
 class Averages:

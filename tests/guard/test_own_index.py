@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.guard.test_loops import Program
 from tests.guarded import no_traces, plain_environment
@@ -61,6 +62,46 @@ def breaks_by_what_it_finds(p: Program) -> None:
             p.guard.step_end()
 
 
+def schedules_every_second(p: Program) -> None:
+    """An update in each batch: a resumed run would count the batches between two changes of the rate anew."""
+    scheduler = torch.optim.lr_scheduler.StepLR(p.opt, 1)
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            p.step(*batch)
+            if (i + 1) % 3 == 0 and i > 90:
+                scheduler.step()
+            p.guard.step_end()
+
+
+def second_optimizer_every_third(p: Program) -> None:
+    optimizer, other = p.opt, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            p.step(*batch)
+            optimizer.step()
+            if i % 3 == 2:
+                other.step()
+            p.guard.step_end()
+
+
+def but_for_every_fourth(p: Program, optimizer: Any = None) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            p.step(*batch)
+            if not (i % 3 == 2) and optimizer is not None:  # noqa: SIM201
+                optimizer.step()
+            p.guard.step_end()
+
+
+def begins_at_5(p: Program, optimizer: Any = None) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader, 5):
+            p.step(*batch)
+            if i % 3 == 2 and optimizer is not None:
+                optimizer.step()
+            p.guard.step_end()
+
+
 class MetricLogger:
     """As torchvision's references have one."""
 
@@ -100,13 +141,25 @@ def test_numbered_batches_have_the_length_of_the_loader(tmp_path: Path) -> None:
             assert p.guard.step == len(p.guard.enumerate(p.loader))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("program", [every_second, breaks, sets_the_rate, breaks_by_what_it_finds])
+@pytest.mark.parametrize(
+    "program",
+    [
+        every_second,
+        breaks,
+        sets_the_rate,
+        breaks_by_what_it_finds,
+        schedules_every_second,
+        second_optimizer_every_third,
+        but_for_every_fourth,
+        begins_at_5,
+    ],
+)
 def test_told(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
     p = Program(tmp_path)
     with p.guard:
         program(p)
     (told,) = [r.getMessage() for r in caplog.records if "the index i of" in r.getMessage()]
-    start = ", start=1" if program is sets_the_rate else ""
+    start = {"sets_the_rate": ", start=1", "begins_at_5": ", start=5"}.get(program.__name__, "")
     assert f"Write for i, batch in guard.enumerate(p.loader{start}):" in told
 
 

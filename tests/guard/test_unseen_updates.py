@@ -48,3 +48,25 @@ def test_one_that_begins_later_is_seen_later(tmp_path: Path) -> None:
 
 def test_a_long_accumulation_is_one(tmp_path: Path) -> None:
     assert train(tmp_path, changes=False, steps=70) == 70
+
+
+def test_a_momentum_encoder_under_accumulation_is_no_update(tmp_path: Path) -> None:
+    """Its weights follow in each forward, with version counters and without: the window stays open, and ends with the
+    optimizer's step."""
+    model, slow = nn.Linear(3, 3), nn.Linear(3, 3)
+    slow.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cuts = []
+    with Guard(model=[model, slow], optimizer=optimizer, directory=tmp_path, final_save=False) as guard:
+        for step in guard.steps(40):
+            with torch.no_grad():
+                for mine, theirs in zip(slow.parameters(), model.parameters(), strict=True):
+                    mine.mul_(0.9).add_(theirs, alpha=0.1)
+                    mine.data = 0.9 * mine.data + 0.1 * theirs.data
+            model(torch.ones(2, 3)).sum().backward()
+            if step % 20 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            guard.step_end()
+            cuts.append(guard.position.step if guard._cut else 0)
+    assert [step for step in cuts if step] == [20, 40]

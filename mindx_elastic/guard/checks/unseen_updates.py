@@ -1,11 +1,13 @@
 """Updates that move no version counter and run no optimizer's hook: ``p.data.add_(...)``, code in C++ or CUDA.
 
 Where gradients are kept, each step of such a program looks like a part of one accumulation window, in which no run can
-be resumed: nothing would ever be saved. So in a window of many steps some weights are compared from one step to the
-next.
+be resumed: nothing would ever be saved. So in a long window at the start some weights with gradients are compared from
+one step to the next. Once a window has ended with an update that was seen, windows are what they seem to be.
 """
 
 from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.guard.checks.movements import Movement, TensorsLook
@@ -23,18 +25,23 @@ class UnseenUpdates:
     def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
         self._collector, self._unmanaged = collector, unmanaged
         self._num_steps = 0
+        self._is_over = False
         self._before: TensorsLook | None = None
 
     def at_step(self, *, is_inside: bool) -> None:
         """A step has ended. `is_inside`: with gradients, and without an update. Raises UnmanagedStateError."""
-        if not is_inside:
-            self._num_steps, self._before = 0, None
+        if self._is_over or not is_inside:
+            self._is_over = True
             return
         self._num_steps += 1
         if self._before is None and self._num_steps not in _LOOKS:
             return
+        weights = [p for p in self._collector.parameters if p.grad is not None]
+        if any(isinstance(each, DTensor) for each in weights):  # FSDP2 has them whole at times
+            self._is_over = True
+            return
         self._collector.devices.wait_for_update()  # a look reads from them
-        before, now = self._before, TensorsLook.at(self._collector.parameters)
+        before, now = self._before, TensorsLook.at(weights)
         self._before = now if before is None else None
         if before is not None and before.movement(now) is Movement.MOVED:
             self._unmanaged.certain(

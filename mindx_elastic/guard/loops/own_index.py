@@ -12,6 +12,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
+
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loop_in_words, loops_around, spans, value_of
@@ -19,6 +21,8 @@ from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.checks.training_words import name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["Numbered", "find_own_index"]
+
+_OPTIMIZERS = (torch.optim.Optimizer, torch.amp.GradScaler)
 
 _WRAPS = {"tqdm", "trange", "track"}
 _ARITHMETIC = (
@@ -55,17 +59,17 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
             by = node.right.value if isinstance(node.right, ast.Constant) else value_of(node.right, place)
             return isinstance(by, int) and by > 0 and size > 0 and size % by == 0
 
-        starts_at_1 = isinstance(start, ast.Constant) and start.value == 1
+        first = 0 if start is None else start.value if isinstance(start, ast.Constant) else None
         is_off = partial(_is_off, loop, place)
-        line = _steering_line(loop, index, place.f_lineno, divides, is_off, starts_at_1=starts_at_1)
+        line = _steering_line(loop, index, place, divides, is_off, first=first)
         if line is None:
             continue
         what = f"the index {index} of the loop at {loop_in_words(loop, place)} begins anew when its epoch is resumed "
         what += f"in the middle, and steers the training in line {line}"
-        first = "" if start is None else f", start={ast.unparse(start)}"
+        begins = "" if start is None else f", start={ast.unparse(start)}"
         is_pair = isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple)
         target = ", ".join(map(ast.unparse, loop.target.elts)) if is_pair else index  # type: ignore[union-attr]
-        own = f"guard.enumerate({ast.unparse(named)}{first})"
+        own = f"guard.enumerate({ast.unparse(named)}{begins})"
         if isinstance(batches, ast.Call):  # metric_logger.log_every(loader, 10)
             own = ast.unparse(batches).replace(ast.unparse(named), own, 1)
         return what, f"Write for {target} in {own}:"
@@ -108,15 +112,15 @@ def _enumerated(loop: Loop) -> tuple[str, ast.expr, ast.expr | None] | None:
 def _steering_line(
     loop: ast.AST,
     index: str,
-    boundary: int,
+    place: FrameType,
     divides: Callable[[ast.AST], bool],
     is_off: Callable[[ast.expr], bool],
     *,
-    starts_at_1: bool,
+    first: object,
 ) -> int | None:
-    """A line of the loop in which the index steers the training. `boundary`: the line of ``step_end()``. `divides`:
+    """A line of the loop in which the index steers the training. `place`: the frame of ``step_end()``. `divides`:
     whether an expression is a modulo whose divisor the length of the epoch is a multiple of. `is_off`: see
-    `steering_reads`."""
+    `steering_reads`. `first`: the index of the first batch, if it is known."""
     names = {index}
     for node in ast.walk(loop):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -131,8 +135,8 @@ def _steering_line(
     inside: set[int] = set()  # of tests whose windows end where the boundaries are
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
-            holds = any(spans(statement, boundary) for statement in node.body)
-            if holds or _is_window(node, index, starts_at_1=starts_at_1):
+            holds = any(spans(statement, place.f_lineno) for statement in node.body)
+            if holds or (_ends_window(node.test, index, first) and _has_all_updates(node, loop, place)):
                 fits = any(map(divides, ast.walk(node.test)))
                 reads = [n for n in ast.walk(node.test) if is_it(n)]
                 inside |= {id(n) for n in reads if fits or _in_modulo(n, parents)}
@@ -140,23 +144,24 @@ def _steering_line(
     return min((read.lineno for read in rest if _steers(read, parents)), default=None)
 
 
-def _is_window(node: ast.If, index: str, *, starts_at_1: bool) -> bool:
-    """``if (i + 1) % n == 0: optimizer.step()`` of an accumulation, or with ``i % n == n - 1``: the job stops at the
-    ends of such windows only."""
-    count = index if starts_at_1 else f"{index} + 1"
-    counts = any(
-        isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and ast.unparse(n.left) in (count, f"({count})")
-        for n in ast.walk(node.test)
-    )
-    if not starts_at_1:
-        counts |= any(isinstance(n, ast.Compare) and _is_last_of_window(n, index) for n in ast.walk(node.test))
-    called = {
-        n.func.attr
-        for statement in node.body
-        for n in ast.walk(statement)
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
-    }
-    return counts and "step" in called and "backward" not in called
+def _ends_window(test: ast.expr, index: str, first: object) -> bool:
+    """``(i + 1) % n == 0`` or ``i % n == n - 1`` of an accumulation, where the batches count from 0, and ``i % n == 0``
+    where they count from 1. The job stops at the ends of such windows only."""
+    if first not in (0, 1):
+        return False
+    count = f"{index} + 1" if first == 0 else index
+    modulos = (node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod))
+    if any(ast.unparse(node.left) in (count, f"({count})") for node in modulos):
+        return True
+    return first == 0 and any(isinstance(n, ast.Compare) and _is_last_of_window(n, index) for n in _operands(test))
+
+
+def _operands(test: ast.expr) -> Iterator[ast.expr]:
+    """What is true where `test` is, or may be."""
+    yield test
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _operands(value)
 
 
 def _is_last_of_window(node: ast.Compare, index: str) -> bool:
@@ -168,6 +173,31 @@ def _is_last_of_window(node: ast.Compare, index: str) -> bool:
         return False
     divisor, last = ast.unparse(left.right), ast.unparse(right)
     return last == f"{divisor} - 1" or (divisor.isdigit() and last == str(int(divisor) - 1))
+
+
+def _has_all_updates(window: ast.If, loop: ast.AST, place: FrameType) -> bool:
+    """Whether what the loop updates is updated in the body of `window`, and nowhere else. Else each batch ends with a
+    boundary, and what the window has (a scheduler, the second optimizer of a GAN) goes by the index alone."""
+    inside = [node for statement in window.body for node in ast.walk(statement)]
+    calls = [node for node in inside if isinstance(node, ast.Call)]
+    if any(name_of(call.func) == "backward" for call in calls) or not any(_may_update(call, place) for call in calls):
+        return False
+    ids = set(map(id, calls))
+    outside = (node for node in ast.walk(loop) if isinstance(node, ast.Call) and id(node) not in ids)
+    return not any(isinstance(_stepped(call, place), _OPTIMIZERS) for call in outside)
+
+
+def _may_update(call: ast.Call, place: FrameType) -> bool:
+    """``x.step()`` of anything that is no scheduler."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    return not hasattr(_stepped(call, place), "get_last_lr") and "sched" not in name_of(call.func.value).lower()
+
+
+def _stepped(call: ast.Call, place: FrameType) -> Any:
+    """The object whose ``step`` is called, if it is known; else None."""
+    is_step = isinstance(call.func, ast.Attribute) and call.func.attr == "step"
+    return value_of(call.func.value, place) if is_step else None  # type: ignore[attr-defined]
 
 
 def _is_arithmetic(node: ast.AST) -> bool:

@@ -57,7 +57,14 @@ _CONTAINERS = (list, dict, set, deque)
 _NEED_ONE = frozenset("max min mean fmean median average mode stdev std stack cat concat concatenate".split())  # noqa: SIM905
 _OF_TENSORS = {"data", "grad", "requires_grad", "training"}  # an evaluation exchanges weights, too
 _GATHERS = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "setdefault"})
-_LIBRARY_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Dataset, DataLoader)
+_LIBRARY_OBJECTS = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    Dataset,
+    DataLoader,
+)
 _DEPTH = 3  # of calls that are followed
 
 
@@ -273,7 +280,7 @@ class _Gathered:
                     self.attributes |= {inner.attr} - _OF_TENSORS
                 elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
                     owner = inner.func.value
-                    if inner.func.attr in _GATHERS and isinstance(owner, ast.Attribute):
+                    if inner.func.attr in _GATHERS and isinstance(owner, ast.Attribute) and _may_fill(owner, frame):
                         self.attributes.add(owner.attr)
 
     def _add(self, owner: ast.expr, frame: FrameType) -> None:
@@ -294,6 +301,12 @@ class _Gathered:
         if isinstance(value, _CONTAINERS):
             return True
         return not callable(value) and not is_library(type(value).__module__) and hasattr(value, "__dict__")
+
+
+def _may_fill(owner: ast.Attribute, frame: FrameType | None) -> bool:
+    """Whether a call like ``self.x.update(...)`` may fill what is called `owner` in `frame`: not where that is a scaler,
+    say. In a function that is called from there `self` may be another object; then it has its names."""
+    return frame is None or not isinstance(value_of(owner, frame), _LIBRARY_OBJECTS)
 
 
 def _is_self(name: str, frame: FrameType) -> bool:
