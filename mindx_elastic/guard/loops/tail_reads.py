@@ -304,8 +304,8 @@ class _Gathered:
 
 
 def _may_fill(owner: ast.Attribute, frame: FrameType | None) -> bool:
-    """Whether a call like ``self.x.update(...)`` may fill what is called `owner` in `frame`: not where that is a scaler,
-    say. In a function that is called from there `self` may be another object; then it has its names."""
+    """Whether a call like ``self.x.update(...)`` may fill what is called `owner` in `frame`: not where that is a
+    scaler. In a function that is called from there `self` is taken for the same object."""
     return frame is None or not isinstance(value_of(owner, frame), _LIBRARY_OBJECTS)
 
 
