@@ -209,6 +209,10 @@ def _end_frames(error: BaseException | None) -> None:
         if error is None:
             break
         traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # Up to Python 3.12 a look at a frame's variables (the checks take some) leaves a dict of them in it, which
+            # holds them until it is asked for again.
+            frame.f_locals  # noqa: B018
         error = error.__cause__ or error.__context__
 
 
