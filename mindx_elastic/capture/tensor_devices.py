@@ -48,24 +48,28 @@ def put_on(state: Any, devices: str | Sequence[str], own: torch.device | None = 
         name = devices if names is None else next(names)
         assert isinstance(name, str)
         if name not in known:
-            known[name] = own if own is not None and name == own.type else _device(name)
+            known[name] = _device(name, own)
         device = known[name]
         return tensor if device is None else tensor.to(device)
 
     return _map(state, move)
 
 
-def _device(name: str) -> torch.device | None:
-    """None: it is not there."""
+def _device(name: str, own: torch.device | None) -> torch.device | None:
+    """The rank's own one where `name` has no number, or one that is not there. None: there is none of its type."""
     device = torch.device(name)
-    if device.type in ("cpu", "meta"):
+    if device.type == "cpu":
+        return device
+    if own is not None and own.type == device.type and device.index is None:
+        return own
+    if device.type == "meta":
         return device
     module = torch.get_device_module(device.type)
     if not module.is_available():
         return None
-    return (
-        torch.device(device.type, module.current_device()) if (device.index or 0) >= module.device_count() else device
-    )
+    if (device.index or 0) < module.device_count():
+        return device
+    return own if own is not None and own.type == device.type else torch.device(device.type, module.current_device())
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
