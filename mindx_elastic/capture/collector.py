@@ -22,7 +22,7 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
-from mindx_elastic.capture.copying import device_tensors
+from mindx_elastic.capture.copying import copy_tree, device_tensors
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
@@ -97,6 +97,9 @@ class Collector:
         """Called at a boundary at which modules, parameters or groups have changed."""
         self.at_first_boundary: Callable[[], None] | None = None
         """Called once, by `leave_head`."""
+        self.before_keeping: Callable[[], None] = lambda: None
+        """Called in the training thread before the last boundary is kept outside of this object: what is not worth the
+        time at every boundary is made part of it (`add_to_boundary`)."""
         self.problems: list[str] = []
         """What the last such boundary has that a start cannot make again, in words."""
         self.structure_is_new = False
@@ -306,6 +309,7 @@ class Collector:
 
     def return_to_boundary(self) -> None:
         """The program asks for a save between two steps: what is not copied at boundaries is taken as it is now."""
+        self.before_keeping()
         for component in self._adapted:
             component.at_boundary = True
 
@@ -364,6 +368,25 @@ class Collector:
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
         return state
+
+    @property
+    def loop_at_boundary(self) -> Mapping[str, Any]:
+        """`loop` as it was at the boundary."""
+        return self._loop
+
+    def copy_of_small(self) -> dict[str, Any]:
+        """A copy of the boundary's small state that outlives the next `copy`: for `compose`, to go back to it while
+        the weights are still those. Without objects that are too slow to copy (`slow_objects`). Waits for the devices.
+        Call it where `state` may be called."""
+        state = self.volatile()
+        state["on_device"] = self.copied_from_device()
+        state["beside"] = {name: module.beside() for name, module in self._modules.items()}
+        copied: dict[str, Any] = copy_tree(state)
+        return copied
+
+    def slow_objects(self) -> list[str]:
+        """The names of objects that are not copied at each boundary."""
+        return [name for name, component in self._plain if component.is_heavy or component.is_on_device]
 
     def device_nbytes(self, modules: Collection[str]) -> int:
         """How much `copy_from_device` would give."""
@@ -442,8 +465,8 @@ class Collector:
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
 
-        `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators, buffers and some named objects;
-        the rest is the other rank's).
+        `volatile` comes from `volatile` (everything), from `copy_of_small` (of the same rank, too), or from
+        `copy_ahead` (generators, buffers and some named objects; the rest is the other rank's).
         """
         own = {**state, "rng": unpack_raw_rng(volatile["rng"]), "progress": volatile.get("progress", state["progress"])}
         plain = volatile.get("plain", {})
@@ -462,7 +485,9 @@ class Collector:
                     theirs = state[name]["param_groups"]
                     merged = [{**mine, "params": g["params"]} for mine, g in zip(groups, theirs, strict=True)]
                     own[name] = {**state[name], "param_groups": merged}
-        if loose := volatile.get("loose"):
+        if beside := volatile.get("beside"):
+            own["module_extras"] = state.get("module_extras", {}) | beside
+        elif loose := volatile.get("loose"):
             beside = state.get("module_extras", {})
             own["module_extras"] = beside | {
                 name: {**beside[name], "buffers": beside[name].get("buffers", {}) | buffers}

@@ -1,6 +1,6 @@
 """How the block of a guard ends: the training is done, the job stops as it was told to, or an exception leaves it.
 
-`Guard` decides which of them it is. Training thread.
+Training thread.
 
 A training that has ended by itself saves its last boundary: the program may fail after the block (in an evaluation, an
 export), and another rank may still be killed. The same command then finds every step done and runs only what comes
@@ -10,8 +10,9 @@ after the last one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import CANNOT
@@ -20,9 +21,15 @@ from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stages import Stages
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+if TYPE_CHECKING:
+    from mindx_elastic.guard.witness import Witness
 
 __all__ = ["Ending"]
 
@@ -41,11 +48,47 @@ class Ending:
         final: Sequence[ExitPolicy],
         periodic: Sequence[PeriodicPolicy],
         has_resumed: bool,
+        unmanaged: Unmanaged,
+        loops: Loops,
+        loaders: Loaders,
     ) -> None:
         """`final`: the policies that want the last boundary of a training that ends by itself."""
+        self._unmanaged, self._loops, self._loaders = unmanaged, loops, loaders
         self._stopper, self._listeners = stages.stopper, stages.listeners
         self._around, self._saver, self._events = around, saver, saver.events
         self._final, self._periodic, self._has_resumed = final, periodic, has_resumed
+
+    def conclude(
+        self,
+        error: BaseException | None,
+        witness: Witness | None,
+        *,
+        finish: Callable[[], None],
+        complete: Callable[[BaseException], str],
+    ) -> None:
+        """The block is over: finished, stopped gracefully, or failed. Raises what the block is to raise in place of
+        `error`. `finish`: to be called where the training is done. `complete`: see `Boundaries.complete`."""
+        refusal = self._unmanaged.refusal
+        if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
+            # The program has caught it, or has made another exception of it.
+            self.conclude(refusal, witness, finish=finish, complete=complete)
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                raise refusal  # a launcher would take it for the end of the training
+            return
+        if witness is not None:
+            witness.leave("finished" if error is None else type(error).__name__, self._unmanaged.notes)
+        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
+            finish()
+            return
+        if hint := self._loops.why_it_failed(error):
+            logger.error("%s", hint)
+        if not isinstance(error, (GracefulExit, UnmanagedStateError)):
+            self._stopper.save.pending = complete(error)
+        self._loaders.shutdown()  # a stuck worker would delay the exit
+        if isinstance(error, GracefulExit):
+            self.leave()
+        else:
+            self.fail(self._loops.step, error)
 
     def finish(self, step: int, durable: Path | None) -> None:
         """The training is done, with `step`. Raises GracefulExit where an alarm was heard before. `durable`: the file

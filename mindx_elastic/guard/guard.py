@@ -22,7 +22,7 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
-from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import active, check_that_it_is_not_active, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
@@ -309,16 +309,21 @@ class Guard(LayeredGuard):
             final=self._policies if settings.final_save else (),
             periodic=self._periodic,
             has_resumed=self._resumed_from_step is not None,
+            unmanaged=self._unmanaged,
+            loops=self._loops,
+            loaders=self._loaders,
         )
         self._loops.enter(
             self._collector,
             self._unmanaged,
             late_boundary=self._late_boundary,
             after_tail=self._pass_tail,
+            keep_again=self._keep_again,
             stop_here=self._stop_between_steps,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
+            is_alone=self._ranks.world_size == 1,
         )
         stages.listen(stack)
 
@@ -499,10 +504,8 @@ class Guard(LayeredGuard):
         if self._step_gate.arrive(step):
             self._checks.before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
-        for policy in self._periodic:
-            if self._cut and not tail.is_pending and policy.due(self._loops.position):
-                self._checks.before_save(refuse=True)
-                self.save_periodic(policy)
+        if not tail.is_pending:
+            self._save_if_due()
         collector = self._collector
         if collector.devices.is_used:
             collector.devices.end_step()
@@ -523,6 +526,20 @@ class Guard(LayeredGuard):
         else:
             self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
             self._collector.leave_boundary()
+
+    def _keep_again(self) -> None:
+        """The data has ended, unforeseen, and code that belongs to the last boundary follows: what it reads was not
+        part of that boundary when it was kept. It was the place for a stop as well, which waits now."""
+        self._collector.return_to_boundary()
+        self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
+        self._save_if_due()
+        self._collector.leave_boundary()
+
+    def _save_if_due(self) -> None:
+        for policy in self._periodic:
+            if self._cut and policy.due(self._loops.position):
+                self._checks.before_save(refuse=True)
+                self.save_periodic(policy)
 
     def _is_exposed(self) -> bool:
         """Whether the job saves at exceptions, and nothing else protects its steps from them."""
@@ -626,28 +643,10 @@ class Guard(LayeredGuard):
     # --- leaving ---
 
     def _conclude(self, error: BaseException | None) -> None:
-        """The block is over: finished, stopped gracefully, or failed."""
-        refusal = self._unmanaged.refusal
-        if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
-            self._conclude(refusal)  # the program has caught it, or has made another exception of it
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                raise refusal  # a launcher would take it for the end of the training
-            return
-        if self._witness is not None:
-            outcome = "finished" if error is None else type(error).__name__
-            self._witness.leave(outcome, self._unmanaged.notes)
-        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
-            self._finish()
-            return
-        if hint := self._loops.why_it_failed(error):
-            logger.error("%s", hint)
-        if not isinstance(error, (GracefulExit, UnmanagedStateError)):
-            self.stopper.save.pending = self._boundaries.complete(error, self._end_cut_step)
-        self._loaders.shutdown()  # a stuck worker would delay the exit
-        if isinstance(error, GracefulExit):
-            self._ending.leave()
-            return
-        self._ending.fail(self._step, error)
+        self._ending.conclude(error, self._witness, finish=self._finish, complete=self._complete)
+
+    def _complete(self, error: BaseException) -> str:
+        return self._boundaries.complete(error, self._end_cut_step)
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""

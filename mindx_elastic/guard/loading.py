@@ -32,7 +32,9 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.guard.loops.epoch_tail import tail_values_in, with_tail_values
 from mindx_elastic.guard.replicas import DdpModules
+from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.memory.memory_files import SmallRecord
 from mindx_elastic.persist.format import CheckpointInfo
@@ -69,6 +71,7 @@ def load(
     ranks: RankInfo,
     unmanaged: Unmanaged,
     *,
+    tail: TailSide,
     with_flags: bool,
 ) -> tuple[bytes, Callable[[], None]]:
     """Load the state, and copy the boundary. Returns the calls that torch.compile had compiled (empty where they do not
@@ -76,7 +79,8 @@ def load(
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
-    state = _state_of(found, collector, ranks.rank, unmanaged)
+    tail.tell(collector, unmanaged, leads=ranks.rank == 0)
+    state = _state_of(found, collector, ranks.rank, unmanaged, tail)
     if found.plan.resharded:
         state, left_out = collector.without_parts(state)
         if left_out:
@@ -242,16 +246,15 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
     return Choice(donated, "changed in this step for the first time in a while")
 
 
-def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged) -> dict[str, Any]:
+def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged, tail: TailSide) -> dict[str, Any]:
     """The state that `rank` resumes from. Raises CorruptCheckpointError."""
-    state: dict[str, Any] = found.checkpoint.state
+    state = tail.state(collector)
     if found.donor is None or found.plan.resharded:
         return state
-    own = None if found.own is None else found.own.unpack()
+    own, is_whole = tail.own()
     names = {*collector.components, *RESERVED_NAMES}
     known = {name: value for name, value in state.items() if name in names}  # the donor may have objects of its own
     made = known if own is None else collector.compose(known, own)
-    is_whole = own is not None and found.own is not None and not found.own.forecast
     plain = {name: c for name, c in collector.components.items() if isinstance(c, PlainComponent)}
     rings = _Rings(found)
     doubts: dict[str, list[str]] = {}
@@ -277,6 +280,11 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         if choice.doubt:
             what = f"{_OF_MODULES[part]} of {name}"
             doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(what)
+    donated, loop = tail_values_in(state["progress"].get("loop", {})), made["progress"].get("loop", {})
+    if donated and not (is_whole and tail_values_in(loop)):
+        made["progress"] = {**made["progress"], "loop": with_tail_values(loop, donated)}
+        names_read = [name for values in donated.values() for name in values]
+        doubts.setdefault(f"the code behind the epoch reads it; rank {found.donor}'s is used", []).extend(names_read)
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
         unmanaged.risk(

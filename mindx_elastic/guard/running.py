@@ -38,6 +38,7 @@ from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.fewer_in_place import BeforeGuard, new_member, stay
+from mindx_elastic.guard.loops.epoch_tail import front_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -159,7 +160,13 @@ class Place:
             member.events = stopper.saver.events
         groups.devices.look()
         stopper.update_gate.before_update = member.before_update
-        loaders.at_every_ask(member.at_batch)
+
+        def at_batch() -> None:
+            if member.wants_out:  # with what the program's variables have now
+                stopper.saver.collector.before_keeping()
+            member.at_batch()
+
+        loaders.at_every_ask(at_batch)
         member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
         part = member.part_of_node(replicated=stopper.saver.replicated)
         member.page.set(in_place=part, generation=member.generation)
@@ -456,6 +463,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 base=saver.base,
                 saved=saver.newest_step,
                 memory=memory,
+                behind_tail=front_of(collector.loop_at_boundary) is not None,
             )
 
     def donate() -> Path:

@@ -7,11 +7,13 @@ here       the machine and disk of each rank; whole shapes of by-hand layouts; t
            must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
+tail       on which side of the code behind an epoch each rank's state is
 loaded     the state is in the live objects, on every rank; which calls torch.compile had compiled
 entered    every rank is ready to train
 =========  ===================================================================================================
 
-After a recovery in place, where all ranks hold the same state, the ranks meet once (`start_again`).
+After a recovery in place, where all ranks hold the same state, the ranks meet once (`start_again`), or twice where some
+had come to the end of the code behind an epoch.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.reentry import ReentryPart
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -173,7 +176,9 @@ def start_job(
         flags.own = found.checkpoint.info.flags
         if entry is None:
             replay_orders(found, ddp, unmanaged)
-        kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
+        tail = TailSide(found)
+        meet(exchange, "tail", [tail])
+        kept, restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
@@ -204,7 +209,7 @@ def start_again(
 ) -> Start:
     """Load, and meet the others. Main thread, all ranks together. `last_parts`: more for the meeting.
 
-    What to go on from is agreed on already (`rejoin.protocol`), so the ranks meet once, and not five times: when the
+    What to go on from is agreed on already (`rejoin.protocol`), so the ranks meet once, and not six times: when the
     state is back on every rank, and all process groups have their new connections. What a start has to know earlier is
     known here: the directory that names the folder in shared memory (the survivors' reports say it, `Report.home`), and
     the layouts of all tensors (those of the donor's file, or of this process before: the state is the same on all
@@ -225,7 +230,12 @@ def start_again(
     layouts = LayoutRecord.from_json(found.checkpoint.layout).job if entry.live is None else entry.layouts
     collector.layouts.set_job_layouts(layouts)
     known = unmanaged.notes
-    kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
+    tail = TailSide(found)
+    if entry.verdict.behind_tail:
+        meet(around.exchange, "tail", [tail])
+    else:
+        tail.go_back()
+    kept, restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
 
     faults, peers, lengths = FaultsPart(), PeersPart(ranks), LoaderLengthsPart(targets)
     flags, compiled = AnsweredFlagsPart(saver.flags), CompiledPart(kept)

@@ -25,7 +25,8 @@ from mindx_elastic.memory.boundaries import BoundaryLog
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.known_runs import leave_trace
 from mindx_elastic.memory.memory_files import RING_COPY
-from mindx_elastic.memory.snapshots import SnapshotSchedule, Snapshotter, adopt_slots
+from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
+from mindx_elastic.memory.snapshots import Snapshotter, adopt_slots
 from mindx_elastic.persist.format import CheckpointInfo
 
 __all__ = ["Memory", "open_memory"]
@@ -126,12 +127,13 @@ class Memory:
     def at_boundary(self, step: int, *, tail_follows: bool = False, after_tail: bool = False) -> None:
         """Training thread: the boundary `step` was passed.
 
-        `tail_follows`: code that belongs to it is still to come, and snapshots wait for `after_tail`.
+        `tail_follows`: code that belongs to it is still to come, and snapshots wait for `after_tail`: it is the same
+        boundary, with what has come of that code.
         """
         if self._log is not None:
             self._log.at_boundary(after_tail=after_tail)
         if self._snapshotter is not None and not tail_follows:
-            self._snapshotter.at_boundary(step)
+            self._snapshotter.at_boundary(step, again=after_tail)
 
     def take_last(self) -> bool:
         """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""

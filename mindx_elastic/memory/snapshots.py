@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
+from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
@@ -44,7 +44,6 @@ from mindx_elastic.persist.remembered_tables import RememberedTables
 __all__ = [
     "ANY_INTERVAL",
     "SnapshotLayout",
-    "SnapshotSchedule",
     "Snapshotter",
     "adopt_slots",
     "copy_snapshot",
@@ -120,8 +119,9 @@ class Snapshotter:
             self._ahead = nbytes
             self._wake()
 
-    def at_boundary(self, step: int) -> None:
-        """The boundary `step` has just been passed, its volatile state is copied."""
+    def at_boundary(self, step: int, *, again: bool = False) -> None:
+        """The boundary `step` has just been passed, its volatile state is copied. `again`: once more, with more that
+        belongs to it; a snapshot that was taken of it is taken again."""
         if self.broken:
             if self.schedule.every is None:
                 self.schedule.every = 0
@@ -131,7 +131,11 @@ class Snapshotter:
         now = time.perf_counter()
         if self._step_began is not None:
             self.schedule.note(now - self._step_began, extra=self._extra)
-        self._extra = self.schedule.due(step)
+        self._extra = self.schedule.due(step, again=again)
+        if self._extra:
+            self._collector.before_keeping()
+            if again:
+                self.settle()
         if self._extra and self._instead is not None:
             self._instead()
         elif self._extra and (self.schedule.synchronous or self._gate.unguarded):
@@ -592,73 +596,3 @@ def adopt_slots(arena: RankArena) -> list[str]:
 def _empty(file: ArenaFile) -> None:
     file.close()
     file.path.unlink(missing_ok=True)
-
-
-# --- when to take one ---
-
-
-_BUDGET = 0.01  # of the step time
-_PLAIN_STEPS = 8  # measured before the first snapshot
-_TRIALS = 3
-_LONGEST = 1 << 14
-
-
-class SnapshotSchedule:
-    """When to take a snapshot: every N steps, or as often as costs less than one percent of the step time.
-
-    Pure. `due` and `note` belong to the training thread.
-
-    All ranks must take the same steps, so an interval that was measured counts only after all ranks have agreed on it
-    (`proposal`, `agree`); until then the trials are at fixed steps. Intervals are powers of two.
-    """
-
-    def __init__(self, every: int | None, *, start: int = 0) -> None:
-        """`every` steps; 0: never; None: by measuring. `start`: the step that the attempt begins at."""
-        self.every = every
-        self._last = self._newest = start
-        self._boundaries = 0
-        self._plain: list[float] = []
-        self._trials: list[float] = []
-
-    @property
-    def synchronous(self) -> bool:
-        """At every step: the step is not over before its snapshot is, or a kill would cost it."""
-        return self.every == 1
-
-    def due(self, step: int) -> bool:
-        """Whether the boundary `step` is to be kept.
-
-        Boundaries need not come at every step, nor at multiples of anything: inside an accumulation window there is
-        none. So the first one in each stretch of N steps is due; on every rank the same.
-        """
-        self._boundaries += 1
-        if self.every is None:
-            due = self._boundaries > _PLAIN_STEPS and self._boundaries % 4 == 0 and len(self._trials) < _TRIALS
-        else:
-            due = self.every > 0 and step // self.every > self._last // self.every
-        self._newest = step
-        if due:
-            self._last = step
-        return due
-
-    def note(self, step_s: float, *, extra: bool) -> None:
-        """One step took `step_s` seconds; `extra`: it had a snapshot at its start."""
-        if self.every is None:
-            (self._trials if extra else self._plain).append(step_s)
-            del self._plain[:-64]
-
-    def proposal(self) -> int | None:
-        """The interval that the measurements call for; None while there are not enough."""
-        if self.every is not None or len(self._trials) < _TRIALS or len(self._plain) < _PLAIN_STEPS:
-            return None
-        usual = max(median(self._plain), 1e-6)
-        cost = max(0.0, median(self._trials) - usual)
-        interval = 2  # 1 would mean synchronous
-        while interval < _LONGEST and cost > _BUDGET * usual * interval:
-            interval *= 2
-        return interval
-
-    def agree(self, proposals: list[int]) -> None:
-        """What all ranks have proposed; the rarest is taken."""
-        self.every = max(proposals)
-        self._last = self._newest

@@ -105,6 +105,8 @@ class Report:
     saved: int = 0
     """The newest step that it knows to be on disk; 0: none."""
     memory: InMemory = _NOTHING
+    behind_tail: bool = False
+    """It had come to the end of the code behind an epoch, which belongs to that boundary."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,6 +122,7 @@ class Report:
             "base": None if self.base is None else list(self.base),
             "saved": self.saved,
             "memory": self.memory.to_json(),
+            "behind_tail": self.behind_tail,
         }
 
     @classmethod
@@ -142,6 +145,7 @@ class Report:
             base=None if content["base"] is None else _moment(content["base"]),
             saved=int(content["saved"]),
             memory=InMemory.from_json(content["memory"]),
+            behind_tail=bool(content["behind_tail"]),
         )
 
 
@@ -171,6 +175,8 @@ class Verdict:
     """Ranks whose places new processes take."""
     behind: tuple[int, ...] = ()
     """Survivors whose own state is not that of the boundary."""
+    behind_tail: bool = False
+    """Some of the living ranks had come to the end of the code behind an epoch; see `Report.behind_tail`."""
     steps_lost: int = 0
     """How many steps that every rank had passed, as far as is known, are done again."""
 
@@ -249,6 +255,7 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
         donor=min(donors),
         dead=dead,
         behind=behind,
+        behind_tail=any(report.behind_tail for report in whole),
     )
 
 

@@ -319,7 +319,8 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     )
     stages: Any = SimpleNamespace(stopper=stopper, listeners=listeners)
     around: Any = SimpleNamespace(leave=lambda stopper: None)
-    ending = Ending(stages, around, saver, final=(), periodic=(), has_resumed=False)
+    rest: Any = {"unmanaged": SimpleNamespace(), "loops": SimpleNamespace(), "loaders": SimpleNamespace()}
+    ending = Ending(stages, around, saver, final=(), periodic=(), has_resumed=False, **rest)
     if kind == "peer" and on_device:
         with pytest.raises(Left, match="may wait for a rank that is gone"):
             ending.leave()

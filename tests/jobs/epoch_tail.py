@@ -1,7 +1,10 @@
-"""DDP, and code behind each epoch that needs its last loss: ``epoch_tail.py DIRECTORY [--kill RANK]``.
+"""DDP, and code behind each epoch that reads its last loss and has a collective: ``epoch_tail.py DIRECTORY [options]``.
 
-Prints ``READY rank pid resumed_from``, ``LOSS rank epoch sum_over_ranks`` and ``DONE rank sha256``. ``--kill``: that
-rank of a fresh start kills itself with SIGKILL in the code behind epoch 2, and says ``KILLED rank``.
+Prints ``READY rank pid resumed_from``, ``LOSS rank epoch sum_over_ranks`` and ``DONE rank sha256 learning_rate``.
+``--kill``: that rank of a fresh start kills itself with SIGKILL in the code behind epoch 2, and says ``KILLED rank``:
+in front of the collective; with ``--late`` behind it, when all others are in the next epoch already; with
+``--in-update`` in the update of that epoch's last step, which the others have passed. ``--stream``: the loader does not
+know its length. ``--shrink``: that code changes weights.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import mindx_elastic as mx
 
@@ -25,40 +30,87 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
+class Stream(IterableDataset[Any]):
+    """A rank's share, whose length nobody knows."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(dist.get_rank(), len(self.data), dist.get_world_size()))
+
+
+def wait_for(paths: list[str]) -> None:
+    while not all(map(os.path.exists, paths)):
+        time.sleep(0.001)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--late", action="store_true")
+    parser.add_argument("--in-update", action="store_true")
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
     args = parser.parse_args()
+    marks = args.directory
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, others = dist.get_rank(), [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(48, 4), torch.arange(48) % 2)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2)))
+    data = TensorDataset(torch.randn(24 * dist.get_world_size(), 4), torch.arange(24 * dist.get_world_size()) % 2)
+    first = nn.Linear(4, 8)
+    net = nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+    model = nn.parallel.DistributedDataParallel(net)
     torch.manual_seed(rank)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = DataLoader(data, 8, sampler=DistributedSampler(data))
-    with mx.Guard(model=model, optimizer=opt, loader=loader, directory=args.directory) as guard:
+    plan = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5)
+    loader: DataLoader[Any] = DataLoader(data, 8, sampler=DistributedSampler(data))
+    if args.stream:
+        loader = DataLoader(Stream(data), 8)
+
+    guard = mx.Guard(model=model, optimizer=opt, lr_scheduler=plan, loader=loader, directory=args.directory)
+
+    def train() -> None:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
-        for epoch in guard.epochs(3):
+        for epoch in guard.epochs(4):
             for x, y in loader:
+                Path(f"{marks}-in-{epoch}-{rank}").touch()
                 opt.zero_grad()
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
+                if args.in_update and (guard.step, rank) == (5, args.kill) and not os.path.exists(f"{marks}-killed"):
+                    wait_for([f"{marks}-2-{other}" for other in others])
+                    kill(rank)
                 opt.step()
                 guard.step_end()
-            Path(f"{args.directory}-{epoch}-{rank}").touch()
-            if (epoch, rank, guard.resumed_from_step) == (2, args.kill, None):
-                while not Path(f"{args.directory}-2-{1 - rank}").exists():  # both have passed the boundary
-                    time.sleep(0.001)
-                say(f"KILLED {rank}")
-                os.kill(os.getpid(), signal.SIGKILL)
+            Path(f"{marks}-{epoch}-{rank}").touch()
+            is_victim = (epoch, rank) == (2, args.kill) and not os.path.exists(f"{marks}-killed")
+            if is_victim and not (args.late or args.in_update):
+                wait_for([f"{marks}-2-{other}" for other in others])  # all have passed the boundary
+                kill(rank)
             total = loss.detach().clone()
             dist.all_reduce(total)
             say(f"LOSS {rank} {epoch} {float(total).hex()}")
-    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    say(f"DONE {rank} {hashlib.sha256(weights).hexdigest()}")
+            plan.step(float(total) + epoch)
+            torch.rand(rank + 1)  # a stream of each rank's own
+            if args.shrink:
+                with torch.no_grad():
+                    first.weight.mul_(1 - 0.01 * float(total))
+            if is_victim and args.late:
+                wait_for([f"{marks}-in-3-{other}" for other in others])
+                kill(rank)
+
+    def kill(rank: int) -> None:
+        Path(f"{marks}-killed").touch()
+        say(f"KILLED {rank}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    guard.run(train)
+    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in net.state_dict().values()))
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    say(f"DONE {rank} {digest.hexdigest()} {opt.param_groups[0]['lr']}")
     dist.destroy_process_group()
 
 

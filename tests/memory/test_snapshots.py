@@ -29,7 +29,8 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotState
-from mindx_elastic.memory.snapshots import SnapshotSchedule, Snapshotter, adopt_slots
+from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
+from mindx_elastic.memory.snapshots import Snapshotter, adopt_slots
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.harness import events, wait_until
 from tests.persist.states import assert_same

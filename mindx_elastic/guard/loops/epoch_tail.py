@@ -16,6 +16,9 @@ when the next one is asked for              waits for that; if there is a batch,
 
 A second pass within the epoch, or a break out of both loops, ends the wait as well: at the next boundary, or at the end
 of the block.
+
+A boundary that is copied again keeps the small state in front of the tail as well, until the next one: a rank that was
+killed in its tail resumes in front of it, and the tail may have collectives. Then all ranks go back (`tail_side`).
 """
 
 from __future__ import annotations
@@ -31,9 +34,18 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.tail_reads import Place, TailReads, places_of, tail_reads
 from mindx_elastic.guard.loops.tail_values import put_back_values, values_of
 
-__all__ = ["EpochTail", "without_end", "without_values"]
+__all__ = [
+    "EpochTail",
+    "changes_weights",
+    "front_of",
+    "tail_values_in",
+    "with_tail_values",
+    "without_end",
+    "without_step",
+]
 
-_OVER, _VALUES = "epoch_is_over", "tail_values"  # the keys in `Collector.loop`
+_OVER, _VALUES, _FRONT = "epoch_is_over", "tail_values", "in_front_of_tail"  # the keys in `Collector.loop`
+_CHANGES_WEIGHTS = "changes_weights"
 
 
 class EpochTail:
@@ -51,14 +63,23 @@ class EpochTail:
         self._entry: Entry | None = None
         self._values: Mapping[str, Any] = {}  # of the resumed boundary
         self._keep: Callable[[dict[str, Any]], None] = lambda values: None
-        self._is_known = self._has_told = False
+        self._is_known = self._has_told = self._has_kept = False
         self._may_go_on = False
-        self._stop: Callable[[], None] = _nothing
+        self._stop = self._begin = self._keep_again = _nothing
 
-    def enter(self, stop: Callable[[], None], keep: Callable[[dict[str, Any]], None]) -> None:
+    def enter(
+        self,
+        *,
+        stop: Callable[[], None],
+        keep: Callable[[dict[str, Any]], None],
+        begin: Callable[[], None],
+        keep_again: Callable[[], None],
+    ) -> None:
         """`stop`: stops the job at the last boundary, after code that has fetched a batch. `keep`: makes that part of
-        `Collector.loop`, at the boundary too."""
-        self.is_pending, self._stop, self._keep = False, stop, keep
+        `Collector.loop`, at the boundary too. `begin`: called in front of a tail that becomes pending. `keep_again`:
+        the boundary was kept somewhere without what its tail reads."""
+        self.is_pending, self._stop, self._keep, self._begin = False, stop, keep, begin
+        self._keep_again = keep_again
         self._loaders.at_unforeseen_end(self._is_at_end)
 
     def resume(self, loop: Mapping[str, Any]) -> None:
@@ -81,7 +102,7 @@ class EpochTail:
     ) -> None:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
         ``guard.steps(n)`` makes the epoch; None: the first loader does."""
-        self.is_pending = self._may_go_on = False
+        self.is_pending = self._may_go_on = self._has_kept = False
         self._entry, self._values = entry, {}
         at_end, is_foreseen = self._loaders.at_end_of_epoch() if ends is None else (ends, True)
         if at_end or not is_foreseen:
@@ -90,9 +111,17 @@ class EpochTail:
                 layers = None if self.layer_reads is None else TailReads(self.layer_reads, {}, {})
                 self._reads = layers if is_layered else self._look(frame, entry, kept)
             needs = self._reads is not None and bool(self._reads.first)
-            self.is_pending, self._may_go_on = at_end and needs, not is_foreseen and needs
+            self._may_go_on = not is_foreseen and needs
+            if at_end and needs:
+                self._wait()
             if at_end:
                 self._keep_values(frame)
+
+    def before_keeping(self) -> None:
+        """The boundary is to be kept, and may turn out to be the last of its epoch."""
+        if self._may_go_on and not self.is_pending and not self._has_kept:
+            self._has_kept = True
+            self._keep_values(sys._getframe(1))
 
     def _look(self, frame: FrameType, entry: Entry | None, kept: Collection[int]) -> TailReads | None:
         """Reads source: once for each place in the program that ends a step."""
@@ -109,6 +138,11 @@ class EpochTail:
         if values := values_of(frame, self._entry, names):
             self._keep({_VALUES: values})
 
+    def _wait(self) -> None:
+        if not self.is_pending:
+            self.is_pending = True
+            self._begin()
+
     def pass_step(self) -> None:
         """Another step has ended, or the tail."""
         self.is_pending = self._may_go_on = False
@@ -116,7 +150,8 @@ class EpochTail:
     def holds_stop(self) -> bool:
         """At a boundary where the job is to stop: whether it goes on for now."""
         if not self.is_pending and self._may_go_on:
-            self.is_pending = True
+            self.before_keeping()
+            self._wait()
             self._loaders.at_next_batch(self._at_batch)
         if self.is_pending and not self._has_told:
             self._has_told = True
@@ -142,8 +177,12 @@ class EpochTail:
 
     def _is_at_end(self) -> None:
         """There is no other batch, and the boundary was the last of its epoch."""
-        self.is_pending = self.is_pending or self._may_go_on
+        is_unforeseen = self._may_go_on
+        if is_unforeseen:
+            self._wait()
         self._keep_values(sys._getframe(1))  # code behind `step_end` may have counted the last step
+        if is_unforeseen:
+            self._keep_again()
         if self._values:
             self.put_back(sys._getframe(1))
 
@@ -155,14 +194,23 @@ class EpochTail:
 
     # --- what a checkpoint says ---
 
-    def record(self, loop: Mapping[str, Any], epoch: int, left: int) -> dict[str, Any]:
+    def record(
+        self,
+        loop: Mapping[str, Any],
+        epoch: int,
+        left: int,
+        front: Mapping[str, Any] | None,
+        *,
+        has_changed_weights: bool,
+    ) -> dict[str, Any]:
         """`Collector.loop`, when nothing is left of `epoch`. `left`: the number of epochs of a loop that was left
-        before its end, else 0."""
+        before its end, else 0. `front`: see `front_of`. `has_changed_weights`: the tail has."""
         behind = {} if self._reads is None else values_of(sys._getframe(1), self._entry, self._reads.behind)
         values = {_VALUES: behind} if behind else {}
         return {
             **without_end(loop),
             **values,
+            **({} if front is None else {_FRONT: {**front, _CHANGES_WEIGHTS: has_changed_weights}}),
             _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()},
         }
 
@@ -181,12 +229,37 @@ class EpochTail:
 
 def without_end(loop: Mapping[str, Any]) -> dict[str, Any]:
     """`Collector.loop` as a new epoch begins."""
-    return {key: value for key, value in loop.items() if key not in (_OVER, _VALUES)}
+    return {key: value for key, value in loop.items() if key not in (_OVER, _VALUES, _FRONT)}
 
 
-def without_values(loop: dict[str, Any]) -> dict[str, Any]:
-    """The same as another step of the epoch has ended."""
-    return loop if _VALUES not in loop else {key: value for key, value in loop.items() if key != _VALUES}
+def without_step(loop: dict[str, Any]) -> dict[str, Any]:
+    """The same as another step has ended."""
+    if _VALUES not in loop and _FRONT not in loop:
+        return loop
+    return {key: value for key, value in loop.items() if key not in (_VALUES, _FRONT)}
+
+
+def front_of(loop: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Of a boundary that was copied again behind the tail, where there are other ranks: the small state in front of it
+    (`Collector.copy_of_small`). None: any other boundary."""
+    found = loop.get(_FRONT)
+    return found if isinstance(found, Mapping) else None
+
+
+def tail_values_in(loop: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What `loop` has for a tail that comes without a batch, see `tail_values.values_of`."""
+    found = loop.get(_VALUES)
+    return dict(found) if isinstance(found, Mapping) and _OVER not in loop else {}
+
+
+def with_tail_values(loop: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`loop` with those."""
+    return {**loop, _VALUES: dict(values)}
+
+
+def changes_weights(front: Mapping[str, Any] | None) -> bool:
+    """Whether the tail has, so that the weights in front of it are lost."""
+    return front is not None and bool(front.get(_CHANGES_WEIGHTS))
 
 
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:

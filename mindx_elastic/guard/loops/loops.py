@@ -27,20 +27,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
-from mindx_elastic.capture.rng import capture_rng, equal_rng, moved_streams, pack_rng, restore_rng
+from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
-from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_values
+from mindx_elastic.guard.loops.between_steps import BetweenSteps
+from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
 from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.loops.own_counters import find_counter_in_epoch, find_inner_counter, find_own_counter
 from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
 from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,
-    moved_since,
     named_streams,
     put_back_small_state,
     put_back_streams,
@@ -108,29 +108,33 @@ class Loops:
         *,
         late_boundary: Callable[[], None],
         after_tail: Callable[[bool], None],
+        keep_again: Callable[[], None],
         stop_here: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
+        is_alone: bool,
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
         `after_tail`: the code behind an epoch has run, copy its last boundary again; True: the job may stop there.
-        `stop_here`: the job may stop at the last boundary.
+        `keep_again`: the last boundary has more now than when it was kept. `stop_here`: the job may stop at it.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
+        `is_alone`: there are no other ranks.
         """
+        self._is_alone = is_alone
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
-        self._watches_tail = False
-        self._weights_at_tail: Mapping[str, list[torch.Tensor]] = {}
-        self._drawn: tuple[list[str], dict[str, Any]] | None = None
+        self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, self.at_next_batch)
+        self._weights_in_front: Mapping[str, list[torch.Tensor]] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
         self._after_tail = after_tail
-        self.tail.enter(stop_here, collector.add_to_boundary)
+        collector.before_keeping = self.tail.before_keeping
+        self.tail.enter(stop=stop_here, keep=collector.add_to_boundary, begin=self._come_to_tail, keep_again=keep_again)
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -171,13 +175,13 @@ class Loops:
         self._restores = False
         self.tail.pass_step()
         if self._collector.loop:
-            self._collector.loop = without_values(self._collector.loop)
+            self._collector.loop = without_step(self._collector.loop)
         if self.step == self._first + 1:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:
             self._look_for_own_counter()
-        if self._watches_tail:
-            self._watches_tail = False
+        if self._between.is_watching:
+            self._between.leave()
             self._loaders.at_next_ask(None)
 
     def is_boundary(self) -> bool:
@@ -371,24 +375,32 @@ class Loops:
         if self.tail.is_pending:
             self._pass_tail(left=self._left)
 
+    def _come_to_tail(self) -> None:
+        if not self._is_alone:
+            self._weights_in_front = self._samples.take()
+
     def _pass_tail(self, *, left: int) -> None:
         self.tail.pass_step()
         if self._collector.is_other_model():  # made ready for an export: the boundary stays as it was before
             self.tail.tell_of_other_model()
             return
-        self._collector.loop = self.tail.record(self._collector.loop, self.epoch, left)
+        front = None if self._is_alone else self._collector.copy_of_small()
+        sample, self._weights_in_front = self._weights_in_front, {}
+        changed = not self._is_alone and not self._is_clean() and bool(self._samples.changed_since(sample))
+        loop = self._collector.loop
+        self._collector.loop = self.tail.record(loop, self.epoch, left, front, has_changed_weights=changed)
         self._after_tail(not left)
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
         if self._is_late or self.tail.is_pending:
-            self._watches_tail = False  # the boundary is here
+            self._between.leave()  # the boundary is here
         if self.tail.is_pending:
             self._pass_tail(left=0)
         self.leave()
         if self._is_over():
-            self._look_at_tail()
-        self._watches_tail = False
+            self._between.look()
+        self._between.leave()
         self._in_epoch, self._done = False, self.epoch
 
     # --- a loader that goes through its data at a pace of its own ---
@@ -463,8 +475,7 @@ class Loops:
     def at_boundary(self) -> None:
         """The boundary has been copied."""
         self._num_boundaries += 1
-        if self._drawn is not None:
-            self._judge_drawn(*self._drawn)
+        self._between.at_boundary()
         if self._num_boundaries == 2 and not self.is_layered:
             told = find_own_index(sys._getframe(1), self._entry, self._kept)
             if told is not None:
@@ -481,34 +492,8 @@ class Loops:
         """See whether the code between this boundary and the next batch moves what the boundary has. Also after an
         evaluation, whose result such code may note."""
         if not self.is_layered:
-            self._watches_tail = True
-            self._weights_at_tail = self._samples.take() if self._is_clean() else {}
-            self._loaders.at_next_ask(self._look_at_tail)
-
-    def _look_at_tail(self) -> None:
-        if not self._watches_tail:
-            return
-        self._watches_tail = False
-        self.at_next_batch()
-        moved, others = moved_since(self._collector)
-        now = capture_rng()
-        if drawn := moved_streams(self._collector.rng, now):
-            self._drawn = drawn, now
-        sample, self._weights_at_tail = self._weights_at_tail, {}
-        if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
-            moved += self._samples.changed_since(sample)
-        for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
-            if names:
-                tell(*_moves_at_tail(listed(names, 3)))
-
-    def _judge_drawn(self, drawn: list[str], then: dict[str, Any]) -> None:
-        """A step has ended. `drawn`: the streams that had moved in front of it, where `then` was read.
-
-        Numbers that are drawn to print something do no harm where no step draws from that stream."""
-        self._drawn = None
-        steps = moved_streams(then, self._collector.rng)
-        if used := [name for name in drawn if name in steps]:
-            self._unmanaged.certain(*_moves_at_tail(f"a random stream ({listed(used, 3)})"))
+            self._between.watch()
+            self._loaders.at_next_ask(self._between.look)
 
     # --- the streams at the resumed place ---
 
@@ -580,7 +565,7 @@ class Loops:
             self.reach_resumed_step()
             self._boundaries, has_step = 0, True
             yield before + start
-            self._look_at_tail()  # the head of the next step is done again after a resume
+            self._between.look()  # the head of the next step is done again after a resume
             if self._boundaries > 1:
                 self._unmanaged.certain(
                     f"an iteration of guard.steps({num_steps}) has passed {self._boundaries} boundaries, and a run "
@@ -637,17 +622,6 @@ class _WhenReady:
         if self._other is not None:
             self._loader.on_iterator_ready = self._other
             self._other()
-
-
-def _moves_at_tail(names: str) -> tuple[str, str]:
-    what = (
-        f"{names} moves after guard.step_end() and before the next batch, and a run that is stopped at that step goes "
-        "on without it"
-    )
-    return what, (
-        "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws random numbers "
-        "belongs into `with guard.outside_step():`"
-    )
 
 
 def _may_count(name: str, target: object) -> bool:

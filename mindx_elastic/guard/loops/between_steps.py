@@ -1,0 +1,84 @@
+"""Names what the code between a boundary and the next batch moves: a run that is stopped at that boundary goes on
+without it. Looked at after a few boundaries, and after evaluations, whose results such code may note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.rng import capture_rng, moved_streams
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.loops.evaluations import WeightSamples
+from mindx_elastic.guard.loops.resumed_state import moved_since
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["BetweenSteps"]
+
+
+class BetweenSteps:
+    """One per entered guard. Training thread."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        unmanaged: Unmanaged,
+        samples: WeightSamples,
+        is_clean: Callable[[], bool],
+        at_next_batch: Callable[[], None],
+    ) -> None:
+        """`is_clean`: as `UpdateGate.is_clean`. `at_next_batch`: also to be called where this looks."""
+        self._collector, self._unmanaged, self._samples = collector, unmanaged, samples
+        self._is_clean, self._at_next_batch = is_clean, at_next_batch
+        self.is_watching = False
+        self._weights: Mapping[str, list[torch.Tensor]] = {}
+        self._drawn: tuple[list[str], dict[str, Any]] | None = None
+
+    def watch(self) -> None:
+        """From the boundary just copied on."""
+        self.is_watching = True
+        self._weights = self._samples.take() if self._is_clean() else {}
+
+    def leave(self) -> None:
+        """What follows belongs to no boundary yet."""
+        self.is_watching = False
+
+    def look(self) -> None:
+        """The next step begins. Raises UnmanagedStateError."""
+        if not self.is_watching:
+            return
+        self.is_watching = False
+        self._at_next_batch()
+        moved, others = moved_since(self._collector)
+        now = capture_rng()
+        if drawn := moved_streams(self._collector.rng, now):
+            self._drawn = drawn, now
+        sample, self._weights = self._weights, {}
+        if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
+            moved += self._samples.changed_since(sample)
+        for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
+            if names:
+                tell(*_moves(listed(names, 3)))
+
+    def at_boundary(self) -> None:
+        """A step has ended. Numbers that were drawn in front of it to print something do no harm where no step draws
+        from that stream. Raises UnmanagedStateError."""
+        if self._drawn is None:
+            return
+        (drawn, then), self._drawn = self._drawn, None
+        steps = moved_streams(then, self._collector.rng)
+        if used := [name for name in drawn if name in steps]:
+            self._unmanaged.certain(*_moves(f"a random stream ({listed(used, 3)})"))
+
+
+def _moves(names: str) -> tuple[str, str]:
+    what = (
+        f"{names} moves after guard.step_end() and before the next batch, and a run that is stopped at that step goes "
+        "on without it"
+    )
+    return what, (
+        "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws random numbers "
+        "belongs into `with guard.outside_step():`"
+    )
