@@ -99,6 +99,7 @@ class ResumableLoader(DataLoader[Any]):
         self.per_sample_seed = per_sample_seed
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
+        self._split_anew = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self._warned_of_padding = False
         self._use = StreamUse()
@@ -135,8 +136,15 @@ class ResumableLoader(DataLoader[Any]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch for one rank; same as ``len(loader)``."""
-        return len(self)
+        """Batches of a whole epoch for one rank."""
+        return len(self._sampler)
+
+    def __len__(self) -> int:
+        """The same; in an epoch that goes on with another number of ranks, the batches that were handed out and those
+        that are left: ``number == len(loader)`` is true of the last one."""
+        epoch, total = self._split_anew
+        cursor = self._engine.cursor
+        return total if cursor.samples and epoch == cursor.next_epoch else len(self._sampler)
 
     @property
     def is_last(self) -> bool:
@@ -211,16 +219,19 @@ class ResumableLoader(DataLoader[Any]):
             )
         if streams != self._streams:
             logger.info("the position was written by an earlier version: what samples draw is as in that one")
-        batch = state["batch"]
+        batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
+        until = None if finished else self._sampler.plan(size=state["num_samples"]).batches_until(samples)
         if state.get("world_size") != world_size:
-            plan = self._sampler.plan(size=state["num_samples"])
-            until = None if state.get("finished") else plan.batches_until(state["samples"])
             batch = batch if until is None else until  # the place of the same sample, where there is one
             logger.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
-                      state["samples"])  # fmt: skip
-        self._engine.cursor.move_to(
-            state["epoch"], batch=batch, samples=state["samples"], finished=bool(state.get("finished"))
-        )
+                      samples)  # fmt: skip
+        self._split_anew = (0, 0)
+        if batch != until and not finished:  # in this start, or in an earlier one
+            self._split_anew = (
+                state["epoch"],
+                batch + self._sampler.plan(samples, size=state["num_samples"]).num_batches,
+            )
+        self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished)
         self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
         self._streams = streams
         self._lengths = state["num_samples"], size

@@ -89,3 +89,31 @@ def test_a_position_of_all_ranks_is_one_of_fewer(monkeypatch: pytest.MonkeyPatch
         found += [batch.tolist() for batch in fewer]
     assert sorted(found) == sorted(expected)
     assert len(before) == 8
+
+
+@given(
+    size=st.integers(1, 60),
+    batch=st.integers(1, 5),
+    parts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=2, max_size=4),
+    drop_last=st.booleans(),
+)
+def test_the_last_batch_of_an_epoch_has_the_number_that_the_length_says(
+    size: int, batch: int, parts: list[tuple[int, int]], drop_last: bool
+) -> None:
+    """A loop by hand ends its accumulation window there, also where the epoch goes on with other ranks."""
+    state = None
+    for world_size, taken in parts:
+        loader = ResumableLoader(
+            range(size), batch, shuffle=True, seed=1, drop_last=drop_last, rank=0, world_size=world_size
+        )
+        whole = len(loader)
+        if state is not None:
+            loader.load_state_dict(state)
+        number = loader.state_dict()["batch"]
+        for _ in zip(range(taken), loader, strict=False):
+            number += 1
+            assert number <= len(loader) and loader.is_last == (number == len(loader))
+        state = loader.state_dict()
+        if state["finished"]:
+            assert len(loader) == whole  # of the next epoch
+            break

@@ -115,8 +115,9 @@ def test_a_squatted_name_in_shared_memory_stops_nobody_and_costs_nothing() -> No
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=options) as job:
         job.wait_for("HOLD", 2)
         job.process.send_signal(signal.SIGSTOP)  # or it would start new workers
-        for rank in (0, 1):
-            job.signal_rank(rank, signal.SIGKILL)
+        for signum in (signal.SIGSTOP, signal.SIGKILL):  # or the second one would save
+            for rank in (0, 1):
+                job.signal_rank(rank, signum)
         job.process.kill()
         job.wait()
     assert not list(Path("ckpt").rglob("*.safetensors")), job.report()
