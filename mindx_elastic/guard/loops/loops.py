@@ -481,8 +481,7 @@ class Loops:
             if told is not None:
                 self._unmanaged.risk(*told)
         if self._in_epoch:
-            counts = self._steps_of_epoch > 0 and (not self.loaders or self._goes_on())
-            ends = self.step_in_epoch >= self._steps_of_epoch if counts else None
+            ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
             frame, layered = sys._getframe(1), self.is_layered
             self.tail.at_boundary(frame, self._entry, self._kept, is_layered=layered, ends=ends)
         if self.step in self._tail_steps:
