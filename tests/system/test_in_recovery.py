@@ -115,15 +115,13 @@ def test_a_stop_that_a_survivor_hears_when_it_leaves_its_guard_is_not_lost(runs:
     assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
 
 
+@drill
 @pytest.mark.parametrize(
     "where",
     [
         "2:restore",
-        *(
-            pytest.param(f"new:{stage}", marks=drill)
-            for stage in ("start", "out", "connect", "restore", "ready", "guard")
-        ),
-        *(pytest.param(f"0:{stage}", marks=drill) for stage in ("closed", "restore", "ready")),
+        *(f"new:{stage}" for stage in ("start", "out", "connect", "restore", "ready", "guard")),
+        *(f"0:{stage}" for stage in ("closed", "restore", "ready")),
     ],
 )
 def test_a_sigusr1_where_no_guard_is_open_stops_the_job(runs: Runs, where: str) -> None:
