@@ -20,7 +20,7 @@ from mindx_elastic.data.replay import ReplayLoader, is_torchdata
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Adoption", "parts_with_epoch"]
+__all__ = ["Adoption"]
 
 _KEY = "_mindx_resumable"
 _MASK = (1 << 63) - 1
@@ -98,12 +98,6 @@ class Adoption:
         if hasattr(self.loader.sampler, "num_replicas"):
             order += "; its DistributedSampler says which part each rank gets, and need not be told the epoch"
         return f"{what} {order}; what is drawn for a sample is a function of (seed, epoch, index)"
-
-
-def parts_with_epoch(loader: Any) -> list[Any]:
-    """The samplers and data sets of a named loader whose ``epoch`` it puts back."""
-    resumable = getattr(loader, "__dict__", {}).get(_KEY, loader)
-    return resumable.parts_with_epoch() if isinstance(resumable, ReplayLoader) else []
 
 
 def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoader) -> type[DataLoader[Any]]:

@@ -209,7 +209,7 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     if not all(isinstance(each, dict) and {"kind", "start", *_PLACE} <= each.keys() for each in (state, other)):
         return None
     same = all(state[name] == other[name] for name in ("kind", "epoch"))
-    if not same or "following" in state or "following" in other:
+    if not same or state.keys() != other.keys() or "following" in state:
         return None
     return {**state, **{name: other[name] for name in _PLACE}}
 

@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.data.replay import ReplayLoader
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
+from mindx_elastic.guard.loops.loaders import FollowedLoader
 
 counted = 0
 batches: Any = None
@@ -244,7 +245,8 @@ sampler: Any = None
 def test_the_epoch_of_a_sampler_is_not_named_for_the_loader_puts_it_back() -> None:
     global sampler
     sampler = _Parity()
-    loader = ReplayLoader(torch.utils.data.DataLoader(torch.arange(2), sampler=sampler))  # type: ignore[arg-type]
+    stock: Any = torch.utils.data.DataLoader(torch.arange(2), sampler=sampler)  # type: ignore[arg-type]
+    loader = FollowedLoader("loader", ReplayLoader(stock), None)
     try:
         begun = AsBegun({})
         VariablesPart(begun, [loader], 0, is_new=False)  # the first entry
