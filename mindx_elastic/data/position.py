@@ -15,6 +15,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 __all__ = [
     "Cursor",
     "PositionedLoader",
+    "at_place_of",
     "check_numbers",
     "check_unchanged",
     "epoch_reader",
@@ -194,6 +195,23 @@ def check_unchanged(kind: str, state: Mapping[str, Any], expected: Mapping[str, 
             f"the data loader has changed since the checkpoint: {'; '.join(different)}. "
             "Use the values of that run, or start afresh"
         )
+
+
+_PLACE = ("epoch", "batch", "samples", "finished")
+
+
+def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
+    """`state` of a loader, moved on to the batch of `other`: that of another rank's loader, later in the same epoch.
+
+    What begins the epoch again (the streams and the samplers' own generators at its beginning) stays that of `state`.
+    None: they are no states of these loaders, or of two epochs.
+    """
+    if not all(isinstance(each, dict) and {"kind", "start", *_PLACE} <= each.keys() for each in (state, other)):
+        return None
+    same = all(state[name] == other[name] for name in ("kind", "epoch"))
+    if not same or state.keys() != other.keys() or "following" in state:
+        return None
+    return {**state, **{name: other[name] for name in _PLACE}}
 
 
 def check_numbers(state: Mapping[str, Any], *others: str) -> None:

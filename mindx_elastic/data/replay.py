@@ -275,6 +275,10 @@ class ReplayLoader:
         }
         return {name: part for name, part in parts.items() if part is not None}
 
+    def parts_with_epoch(self) -> list[Any]:
+        """The objects whose ``epoch`` is part of the state."""
+        return [part for part in self._parts().values() if isinstance(_epoch_of(part), int)]
+
     def _capture(self) -> dict[str, Any]:
         return {
             "length": self._length(),

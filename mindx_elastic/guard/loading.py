@@ -32,6 +32,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.data.position import at_place_of
 from mindx_elastic.guard.loops.epoch_tail import tail_values_in, with_tail_values
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.tail_side import TailSide
@@ -42,7 +43,7 @@ from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Choice", "RingStates", "choose", "load", "replay_orders"]
+__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "load", "replay_orders"]
 
 MISSING: Any = object()
 _THEIRS = object()
@@ -246,6 +247,21 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
     return Choice(donated, "changed in this step for the first time in a while")
 
 
+def choose_of_loader(donated: Any, kept: RingStates) -> Any:
+    """This rank's own state of a loader that differs from rank to rank, moved on to the donor's batch. MISSING: it does
+    not differ, or it is not known how far it has come.
+
+    A sampler of each rank's own begins an epoch from generators of its own; the batches are counted alike. Pure.
+    """
+    if not kept.mine or all(map(same_tree, kept.mine, kept.theirs)):
+        return MISSING
+    pairs = zip(kept.mine, kept.theirs, strict=True)
+    if not all(same_tree(at_place_of(mine, theirs), mine) for mine, theirs in pairs):
+        return MISSING
+    moved = at_place_of(kept.mine[0], donated)
+    return MISSING if moved is None else moved
+
+
 def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged, tail: TailSide) -> dict[str, Any]:
     """The state that `rank` resumes from. Raises CorruptCheckpointError."""
     state = tail.state(collector)
@@ -264,6 +280,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         donated = state.get(name, MISSING)
         is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
         choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
+        if choice.doubt and is_alike and (own_way := choose_of_loader(donated, rings.of(name))) is not MISSING:
+            choice = Choice(own_way)
         value = choice.value
         doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
         used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"

@@ -46,10 +46,12 @@ _NUMBERS = (int, float)
 _ASK_OTHERS = ("iterator", "callable_iterator", "reversed")
 
 
-def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: bool = False) -> dict[str, str]:
+def own_variables(
+    frame: FrameType | None, kept: Collection[int], *, positions: bool = False, without_epoch: Collection[int] = ()
+) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out. `positions`: also
     where iterators stand, how many items queues have, what only functions and classes of the program have, and samples
-    of large tensors and arrays."""
+    of large tensors and arrays. `without_epoch`: `id` of objects of which all but the ``epoch`` is noted."""
     found: dict[str, str] = {}
     known = set(kept)
     left: float = _MOST_BYTES_IN_ALL
@@ -94,7 +96,9 @@ def own_variables(frame: FrameType | None, kept: Collection[int], *, positions: 
             known.add(id(value))
             if type(value) in _CONTAINERS:  # `isinstance` with an abstract class takes 0.1 ms for each new type
                 found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
-            waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in _children(value))
+            left_out = ".epoch" if id(value) in without_epoch else None
+            children = (each for each in _children(value) if each[0] != left_out)
+            waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in children)
             if positions and type(value) is deque:  # a full one has the same length for ever
                 items = [("[0]", value[0]), ("[-1]", value[-1])] if value else []
                 waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in items)

@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
+from mindx_elastic.data.replay import ReplayLoader
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
+from mindx_elastic.guard.loops.loaders import FollowedLoader
 
 counted = 0
 batches: Any = None
@@ -219,6 +221,40 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
 
     again = VariablesPart(new, [], 1, is_new=False)  # nothing has changed here since its beginning
     assert again.say() == {"changed": []}
+
+
+class _Parity(torch.utils.data.Sampler[int]):
+    """Each epoch has its own order; `begun` is nobody's business but the program's."""
+
+    def __init__(self) -> None:
+        self.epoch = self.begun = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.begun = epoch, self.begun + 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch % 2, 1 - self.epoch % 2])
+
+    def __len__(self) -> int:
+        return 2
+
+
+sampler: Any = None
+
+
+def test_the_epoch_of_a_sampler_is_not_named_for_the_loader_puts_it_back() -> None:
+    global sampler
+    sampler = _Parity()
+    stock: Any = torch.utils.data.DataLoader(torch.arange(2), sampler=sampler)  # type: ignore[arg-type]
+    loader = FollowedLoader("loader", ReplayLoader(stock), None)
+    try:
+        begun = AsBegun({})
+        VariablesPart(begun, [loader], 0, is_new=False)  # the first entry
+        sampler.set_epoch(3)
+        named = [name for name, _ in VariablesPart(begun, [loader], 0, is_new=False).say()["changed"]]
+    finally:
+        sampler = None
+    assert named == ['"sampler.begun" (test_as_begun.py)']
 
 
 def _numbers() -> Iterator[int]:

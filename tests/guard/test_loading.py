@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose
+from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader
 
 
 def chosen(donated: Any, kept: RingStates, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
@@ -56,3 +57,32 @@ def test_loaders_and_schedulers_move_alike_unless_they_are_seen_to_differ() -> N
     for kept in (RingStates(), RingStates(newest=5), RingStates([6, 6], [6, 6], newest=6)):
         assert chosen(7, kept, is_alike=True) == (7, False)
     assert chosen(7, RingStates([5], [6], newest=5), is_alike=True) == (7, True)
+
+
+def loader_at(batch: int, start: int, **others: Any) -> dict[str, Any]:
+    place = {"epoch": 2, "batch": batch, "samples": 0, "finished": False}
+    return {"kind": "replay", "seed": 7, **place, "start": {"streams": np.full(3, start)}, **others}
+
+
+def test_a_loader_that_begins_its_epochs_otherwise_on_each_rank_goes_on_from_its_own_beginning() -> None:
+    mine, theirs = [loader_at(4, 1), loader_at(3, 1)], [loader_at(4, 0), loader_at(3, 0)]
+    own_way = choose_of_loader(loader_at(5, 0), RingStates(mine, theirs, newest=mine[0]))
+    assert same_tree(own_way, loader_at(5, 1))
+
+
+@pytest.mark.parametrize(
+    ("donated", "mine"),
+    [
+        (loader_at(5, 0), [loader_at(4, 0)]),
+        (loader_at(1, 0, epoch=3), [loader_at(4, 1)]),
+        (loader_at(5, 0), [loader_at(2, 1)]),
+        (loader_at(5, 0, following=[{}]), [loader_at(4, 1)]),
+        ({"batch": 5}, [{"batch": 3}]),
+        (MISSING, [loader_at(4, 1)]),
+        (loader_at(5, 0), []),
+    ],
+    ids=["alike", "next epoch", "another batch", "fetched ahead", "its own format", "held by one", "unknown"],
+)
+def test_elsewhere_nothing_is_said_about_a_loader(donated: Any, mine: list[Any]) -> None:
+    theirs = [loader_at(4, 0) if "kind" in each else {"batch": 4} for each in mine]
+    assert choose_of_loader(donated, RingStates(mine, theirs)) is MISSING

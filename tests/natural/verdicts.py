@@ -469,6 +469,7 @@ LOOPS: Sequence[Loop] = (
         [Cut("loader=loader, ", Refused("steps use batches of a "))],
         ranks=2,
     ),
+    Loop("ddp_own_sampler", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))], ranks=2),
     Loop("ddp_accumulate", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
     Loop("ddp_hand_averaged", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
     Loop("ddp_local_later", Warned("gradients that DDP has not reduced"), ranks=2),

@@ -56,6 +56,10 @@ class FollowedLoader(GivesCopies):
         self.has_told = False
         """How its order arises has been said."""
 
+    def parts_with_epoch(self) -> list[Any]:
+        """The samplers and data sets of the program whose ``epoch`` is part of the state."""
+        return self.loader.parts_with_epoch() if isinstance(self.loader, ReplayLoader) else []
+
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
         if self.is_native:
