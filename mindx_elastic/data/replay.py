@@ -29,7 +29,7 @@ from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock"]
+__all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "parts_with_epoch"]
 
 _KIND = "replay"
 _STREAMS = "datasets.iterable_dataset"
@@ -275,10 +275,6 @@ class ReplayLoader:
         }
         return {name: part for name, part in parts.items() if part is not None}
 
-    def parts_with_epoch(self) -> list[Any]:
-        """The objects whose ``epoch`` is part of the state."""
-        return [part for part in self._parts().values() if isinstance(_epoch_of(part), int)]
-
     def _capture(self) -> dict[str, Any]:
         return {
             "length": self._length(),
@@ -460,6 +456,11 @@ def _generators(part: Any, loader: Any) -> dict[str, Any]:
         return {name: value for name, value in getattr(part, "__dict__", {}).items() if is_generator(value)}
     dataset = getattr(loader, "dataset", None)
     return find_generators(part, beside=None if part is dataset else dataset)
+
+
+def parts_with_epoch(loader: ReplayLoader) -> list[Any]:
+    """The samplers and data sets of the program whose ``epoch`` is part of the state of `loader`."""
+    return [part for part in loader._parts().values() if isinstance(_epoch_of(part), int)]
 
 
 def _epoch_of(part: Any) -> Any:

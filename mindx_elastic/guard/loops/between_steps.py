@@ -34,7 +34,8 @@ class BetweenSteps:
         self._is_clean, self._at_next_batch = is_clean, at_next_batch
         self.is_watching = False
         self._weights: Mapping[str, list[torch.Tensor]] = {}
-        self._drawn: tuple[list[str], dict[str, Any]] | None = None
+        self.drawn: tuple[list[str], dict[str, Any]] | None = None
+        """The streams that had moved at the last look, and how all were then; for `judge_drawn`."""
 
     def watch(self) -> None:
         """From the boundary just copied on."""
@@ -54,7 +55,7 @@ class BetweenSteps:
         moved, others = moved_since(self._collector)
         now = capture_rng()
         if drawn := moved_streams(self._collector.rng, now):
-            self._drawn = drawn, now
+            self.drawn = drawn, now
         sample, self._weights = self._weights, {}
         if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
             moved += self._samples.changed_since(sample)
@@ -62,12 +63,10 @@ class BetweenSteps:
             if names:
                 tell(*_moves(listed(names, 3)))
 
-    def at_boundary(self) -> None:
+    def judge_drawn(self, drawn: list[str], then: dict[str, Any]) -> None:
         """A step has ended. Numbers that were drawn in front of it to print something do no harm where no step draws
         from that stream. Raises UnmanagedStateError."""
-        if self._drawn is None:
-            return
-        (drawn, then), self._drawn = self._drawn, None
+        self.drawn = None
         steps = moved_streams(then, self._collector.rng)
         if used := [name for name in drawn if name in steps]:
             self._unmanaged.certain(*_moves(f"a random stream ({listed(used, 3)})"))

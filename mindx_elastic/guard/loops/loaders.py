@@ -22,7 +22,7 @@ from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import epoch_reader, num_batches
-from mindx_elastic.data.replay import is_stream, is_torchdata
+from mindx_elastic.data.replay import is_stream, is_torchdata, parts_with_epoch
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.surroundings import Found, program_frames
@@ -58,7 +58,7 @@ class FollowedLoader(GivesCopies):
 
     def parts_with_epoch(self) -> list[Any]:
         """The samplers and data sets of the program whose ``epoch`` is part of the state."""
-        return self.loader.parts_with_epoch() if isinstance(self.loader, ReplayLoader) else []
+        return parts_with_epoch(self.loader) if isinstance(self.loader, ReplayLoader) else []
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""

@@ -475,7 +475,8 @@ class Loops:
     def at_boundary(self) -> None:
         """The boundary has been copied."""
         self._num_boundaries += 1
-        self._between.at_boundary()
+        if self._between.drawn is not None:
+            self._between.judge_drawn(*self._between.drawn)
         if self._num_boundaries == 2 and not self.is_layered:
             told = find_own_index(sys._getframe(1), self._entry, self._kept)
             if told is not None:
