@@ -27,7 +27,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, kind_of, program_files, variables_of
-from mindx_elastic.guard.loops.loaders import FollowedLoader
+from mindx_elastic.guard.loops.loaders import with_epochs_put_back
 from mindx_elastic.guard.variables import own_variables
 
 __all__ = ["AsBegun", "VariablesPart"]
@@ -129,9 +129,8 @@ class VariablesPart(Part):
 
     def __init__(self, begun: AsBegun, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
         """`kept`: what the guard keeps, which is put back. `is_new`: this process takes a dead rank's place."""
-        # The loaders put back the epochs of their samplers.
-        samplers = {id(part) for each in kept if isinstance(each, FollowedLoader) for part in each.parts_with_epoch()}
-        now = own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=samplers)
+        without_epoch = with_epochs_put_back(kept)
+        now = own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
         self._is_new, self._rank = is_new, rank
         self._now = now
         self._said: dict[str, str] = {}

@@ -33,7 +33,7 @@ from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.as_begun import AsBegun
-from mindx_elastic.guard.loops.loaders import FollowedLoader
+from mindx_elastic.guard.loops.loaders import with_epochs_put_back
 from mindx_elastic.guard.process_end import shorten_interpreter_exit
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.variables import own_variables
@@ -64,13 +64,8 @@ class BeforeGuard:
     def changed(self, begun: AsBegun) -> str:
         """The program's own variables that the training has changed, and that a new process would begin anew."""
         before, kept = begun.variables or {}, {*map(id, self._targets.values())}
-        samplers = {
-            id(part)
-            for each in self._targets.values()
-            if isinstance(each, FollowedLoader)
-            for part in each.parts_with_epoch()
-        }
-        now = own_variables(sys._getframe(), kept, positions=True, without_epoch=samplers)
+        without_epoch = with_epochs_put_back(self._targets.values())
+        now = own_variables(sys._getframe(), kept, positions=True, without_epoch=without_epoch)
         names = sorted(name for name, digest in now.items() if name in before and before[name] != digest)
         return listed(names, _MOST_NAMED) if names else ""
 

@@ -133,7 +133,7 @@ class Memory:
         if self._log is not None:
             self._log.at_boundary(after_tail=after_tail)
         if self._snapshotter is not None and not tail_follows:
-            self._snapshotter.at_boundary(step, again=after_tail)
+            self._snapshotter.at_boundary(step)
 
     def take_last(self) -> bool:
         """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""

@@ -399,6 +399,14 @@ def train(schedule: SnapshotSchedule, steps: range, *, step_s: float, cost_s: fl
     return taken
 
 
+@pytest.mark.parametrize("every", [1, 3, 0, None])
+def test_a_boundary_that_has_got_more_is_kept_again_if_it_was_kept(every: int | None) -> None:
+    schedule = SnapshotSchedule(every)
+    for step in range(1, 30):
+        assert schedule.due(step) == schedule.due(step) == schedule.due(step)
+    assert not SnapshotSchedule(1, start=5).due(5)  # what was resumed from
+
+
 @pytest.mark.parametrize(("every", "taken"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (100, [])])
 def test_a_given_interval(every: int, taken: list[int]) -> None:
     schedule = SnapshotSchedule(every)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "Loaders"]
+__all__ = ["FollowedLoader", "Loaders", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
@@ -55,10 +55,6 @@ class FollowedLoader(GivesCopies):
         self._told_doubt = False
         self.has_told = False
         """How its order arises has been said."""
-
-    def parts_with_epoch(self) -> list[Any]:
-        """The samplers and data sets of the program whose ``epoch`` is part of the state."""
-        return parts_with_epoch(self.loader) if isinstance(self.loader, ReplayLoader) else []
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -571,6 +567,12 @@ class Loaders:
         for followed in self._followed:
             if followed.track is not None:
                 followed.look_ahead.settle(followed.track.fetches)
+
+
+def with_epochs_put_back(targets: Iterable[Any]) -> set[int]:
+    """The `id` of samplers and data sets of the program whose ``epoch`` the loaders among `targets` put back."""
+    loaders = (each.loader for each in targets if isinstance(each, FollowedLoader))
+    return {id(part) for loader in loaders if isinstance(loader, ReplayLoader) for part in parts_with_epoch(loader)}
 
 
 def _draws_from_the_running_streams(loader: Any) -> bool:
