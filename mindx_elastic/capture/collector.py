@@ -111,7 +111,7 @@ class Collector:
         self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
         self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
         self._streams = [component for component in self._adapted if component.is_stream]
-        self._forecast = Forecast(self._adapted)
+        self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
         """The modules whose buffers have always come out as `copy_ahead` forecast."""
         self._is_at_boundary = False  # the program has not gone on since the last `copy`
@@ -445,6 +445,8 @@ class Collector:
         }
         if loose := {name: own for name, module in ahead.items() if (own := module.loose_ahead())}:
             state["loose"] = loose
+        if self._forecast.epochs:
+            state["epochs"] = self._forecast.epochs
         if self.compiled.kept:
             state["compiled_calls"] = self.compiled.kept
         return state

@@ -1,4 +1,5 @@
-"""Foresees the objects of a rank that the forward is the last to touch: generators, dicts, lists that are named."""
+"""Foresees the objects of a rank that the forward is the last to touch: generators, dicts, lists that are named, and
+how an epoch's order arises."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.capture.plain_component import AdaptedComponent
+from mindx_elastic.capture.plain_component import AdaptedComponent, BeginsEpochs, PlainComponent
 
 __all__ = ["Forecast"]
 
@@ -21,12 +22,19 @@ class Forecast:
     """What is read at the end of a forward (`look`) is what the boundary has, if nothing changes it in between.
 
     `check` finds that out at each boundary. An object that it finds changed is not foreseen any more in this process,
-    so a job without objects that last from forward to boundary pays for one step only. Training thread.
+    so a job without objects that last from forward to boundary pays for one step only. A loader is read in an epoch's
+    first step only: from then on the boundaries have what its order arises from. Training thread.
     """
 
-    def __init__(self, components: Iterable[AdaptedComponent]) -> None:
-        self._foreseen = {component.name: component for component in components}
+    def __init__(self, components: Iterable[PlainComponent]) -> None:
+        known = list(components)
+        self._foreseen = {component.name: component for component in known if isinstance(component, AdaptedComponent)}
+        self._loaders = [(c.name, c.target) for c in known if isinstance(c.target, BeginsEpochs) and c.target.draws]
         self._seen: dict[str, Any] = {}
+        self._beginnings: dict[str, object] = dict.fromkeys(name for name, _ in self._loaders)
+        """What the epoch of each loader arises from, as of the last boundary."""
+        self.epochs: dict[str, Any] = {}
+        """The state, as `look` found it, of each loader whose epoch no boundary has seen yet."""
 
     def look(self) -> dict[str, Any]:
         """The state now of each object that has always come out as it was foreseen."""
@@ -40,6 +48,9 @@ class Forecast:
                 del self._foreseen[name]
             else:
                 self._seen[name] = state
+        for name, loader in self._loaders:
+            if loader.beginning is not self._beginnings[name]:
+                self.epochs[name] = loader.state_dict()
         return self._seen
 
     def check(self) -> None:
@@ -48,6 +59,8 @@ class Forecast:
             if not same_tree(state, self._foreseen[name].seen):
                 del self._foreseen[name]
         self._seen = {}
+        if self.epochs:
+            self._beginnings, self.epochs = {name: loader.beginning for name, loader in self._loaders}, {}
 
 
 def _size(state: Any) -> int:

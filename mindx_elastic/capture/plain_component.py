@@ -15,7 +15,7 @@ from mindx_elastic.capture.copying import copy_items, copy_tree
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["AdaptedComponent", "GivesCopies", "PlainComponent", "Stateful"]
+__all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "PlainComponent", "Stateful"]
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
@@ -35,6 +35,21 @@ class GivesCopies(ABC):
 
     gives_copies: bool
     """Whether it does now."""
+
+    @abstractmethod
+    def state_dict(self) -> Any: ...
+
+
+class BeginsEpochs(ABC):
+    """Base of classes of ours that go through data in epochs."""
+
+    draws: bool
+    """Each epoch's order arises from random numbers that its beginning draws."""
+
+    @property
+    @abstractmethod
+    def beginning(self) -> object:
+        """What has been drawn for this epoch: another object in each one."""
 
     @abstractmethod
     def state_dict(self) -> Any: ...

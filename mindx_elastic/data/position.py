@@ -204,14 +204,15 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     """`state` of a loader, moved on to the batch of `other`: that of another rank's loader, later in the same epoch.
 
     What begins the epoch again (the streams and the samplers' own generators at its beginning) stays that of `state`.
+    So it does where `state` is from the middle of that epoch's first step, and lacks what only a boundary has.
     None: they are no states of these loaders, or of two epochs.
     """
     if not all(isinstance(each, dict) and {"kind", "start", *_PLACE} <= each.keys() for each in (state, other)):
         return None
     same = all(state[name] == other[name] for name in ("kind", "epoch"))
-    if not same or state.keys() != other.keys() or "following" in state:
+    if not same or not state.keys() <= other.keys() or "following" in other:
         return None
-    return {**state, **{name: other[name] for name in _PLACE}}
+    return {**other, **{name: value for name, value in state.items() if name not in _PLACE}}
 
 
 def check_numbers(state: Mapping[str, Any], *others: str) -> None:

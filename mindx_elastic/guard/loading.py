@@ -247,12 +247,15 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
     return Choice(donated, "changed in this step for the first time in a while")
 
 
-def choose_of_loader(donated: Any, kept: RingStates) -> Any:
+def choose_of_loader(donated: Any, kept: RingStates, begun: Any) -> Any:
     """This rank's own state of a loader that differs from rank to rank, moved on to the donor's batch. MISSING: it does
     not differ, or it is not known how far it has come.
 
-    A sampler of each rank's own begins an epoch from generators of its own; the batches are counted alike. Pure.
+    A sampler of each rank's own begins an epoch from generators of its own; the batches are counted alike. `begun`: the
+    loader's state in the middle of the step, where that is an epoch's first, else MISSING. Pure.
     """
+    if (moved := at_place_of(begun, donated)) is not None:
+        return moved
     if not kept.mine or all(map(same_tree, kept.mine, kept.theirs)):
         return MISSING
     pairs = zip(kept.mine, kept.theirs, strict=True)
@@ -280,7 +283,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         donated = state.get(name, MISSING)
         is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
         choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
-        if choice.doubt and is_alike and (own_way := choose_of_loader(donated, rings.of(name))) is not MISSING:
+        own_way = choose_of_loader(donated, rings.of(name), rings.of(name, "epochs").foreseen)
+        if own_way is not MISSING:
             choice = Choice(own_way)
         value = choice.value
         doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt

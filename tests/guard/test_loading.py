@@ -66,8 +66,17 @@ def loader_at(batch: int, start: int, **others: Any) -> dict[str, Any]:
 
 def test_a_loader_that_begins_its_epochs_otherwise_on_each_rank_goes_on_from_its_own_beginning() -> None:
     mine, theirs = [loader_at(4, 1), loader_at(3, 1)], [loader_at(4, 0), loader_at(3, 0)]
-    own_way = choose_of_loader(loader_at(5, 0), RingStates(mine, theirs, newest=mine[0]))
+    own_way = choose_of_loader(loader_at(5, 0), RingStates(mine, theirs, newest=mine[0]), MISSING)
     assert same_tree(own_way, loader_at(5, 1))
+
+
+def test_an_epoch_that_no_boundary_has_seen_begins_as_it_was_found_in_the_middle_of_its_first_step() -> None:
+    begun = loader_at(1, 1)
+    donated = loader_at(1, 0, ahead=0, per_step=1)  # found out at the end of the training's first step
+    for mine in ([], [loader_at(9, 1, epoch=1)]):
+        own_way = choose_of_loader(donated, RingStates(mine, mine), begun)
+        assert same_tree(own_way, loader_at(1, 1, ahead=0, per_step=1))
+    assert choose_of_loader(loader_at(1, 0, epoch=3), RingStates(), begun) is MISSING
 
 
 @pytest.mark.parametrize(
@@ -85,4 +94,4 @@ def test_a_loader_that_begins_its_epochs_otherwise_on_each_rank_goes_on_from_its
 )
 def test_elsewhere_nothing_is_said_about_a_loader(donated: Any, mine: list[Any]) -> None:
     theirs = [loader_at(4, 0) if "kind" in each else {"batch": 4} for each in mine]
-    assert choose_of_loader(donated, RingStates(mine, theirs)) is MISSING
+    assert choose_of_loader(donated, RingStates(mine, theirs), MISSING) is MISSING

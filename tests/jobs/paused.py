@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hold-resumed", action="store_true", help="also in the attempts that follow")
     parser.add_argument("--hold-rank", type=int, default=-1, help="only this rank holds")
     parser.add_argument("--wait-for", default="", help="STEP:RANK:FILE: that rank stays in that step until the file is")
+    parser.add_argument("--wait-resumed", action="store_true", help="it does so also in the attempts that follow")
     parser.add_argument("--start-after", default="", help="a file that must be there before the guard is entered")
     parser.add_argument("--eval", default="", help="poll or plain: in an evaluation after each epoch until a file `go`")
     parser.add_argument("--tail", action="store_true", help="code behind the last step, until a file `go`")
@@ -84,7 +85,7 @@ def main() -> None:
                     guard.stopper.step_gate.wait_for_limit(300)
                 where, _, rest = args.wait_for.partition(":")
                 who, _, file = rest.partition(":")
-                if fresh and (where, who) == (str(step), str(rank)):
+                if (fresh or args.wait_resumed) and (where, who) == (str(step), str(rank)):
                     say(f"WAITS {rank} {step}")
                     wait_for_file(file)
                 guard.step_end()

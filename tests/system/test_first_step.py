@@ -61,7 +61,10 @@ def test_the_step_that_an_attempt_began_at_is_exact_and_goes_first(
     assert resumed_from(job) == {"6"}, job.report()
     assert job.matches("KILLED in update 7" if how == "kill" else "RuntimeError: injected after backward")
     survivors = {(rank, 1, 7) for rank in range(ranks) if rank != victim}
-    assert moments(directory) >= survivors, f"the others did not finish the step\n{job.report()}"
+    finished = moments(directory) & survivors
+    # A killed rank's sockets are cut: of two others, one may be told of that before it has its last gradients.
+    enough = finished == survivors if how == "raise" else finished
+    assert enough, f"the others did not finish the step\n{job.report()}"
     again = run_job("loop.py", directory, ranks=ranks, env=env)
     assert not again.matches("random numbers begin anew"), again.report()
     assert again.hashes() == reference(ranks).hashes(), f"{job.report()}\n{again.report()}"

@@ -84,7 +84,8 @@ def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Referen
     with place.start("--kill", f"forward:8:{victim}", "--say-passed", ranks=ranks) as job:
         job.expect(1)
     assert len(job.matches("KILLED in forward 8")) == 1
-    assert passed(job) == dict.fromkeys(range(ranks), 7), job.report()
+    seen = passed(job)
+    assert seen.pop(victim) == 7 and set(seen.values()) <= {6, 7}, job.report()  # one that stops at 7 prints it no more
     assert {path.parent.name for path in place.files()} == {f"rank_{r}" for r in range(ranks) if r != victim}
     resumed = place.run(ranks=ranks)
     assert resumed_from(resumed) == {"7"}, resumed.report()

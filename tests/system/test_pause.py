@@ -366,7 +366,8 @@ def test_a_rank_dies_on_its_way_to_a_pause(victim: int) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_dies_while_a_pause_is_being_ended(victim: int, when: str) -> None:
     whole = undisturbed(2)
-    with agent("--hold-at", "4", "--wait-for", "6:1:go", "--run", ranks=2, options=IN_PLACE) as job:
+    holds = ("--hold-at", "4", "--wait-for", "6:1:go", "--wait-resumed")  # not at its end before the command has looked
+    with agent(*holds, "--run", ranks=2, options=IN_PLACE) as job:
         pause_at_4(job, 2)
         if when == "before":
             with command("resume", RUN) as resume:

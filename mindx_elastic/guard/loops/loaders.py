@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from mindx_elastic.capture.plain_component import GivesCopies
+from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies
 from mindx_elastic.core.events import logger
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
@@ -36,12 +36,13 @@ _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
 
 
-class FollowedLoader(GivesCopies):
+class FollowedLoader(GivesCopies, BeginsEpochs):
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
     def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
         self.name, self.loader, self.adoption = name, loader, adoption
         self.gives_copies = isinstance(loader, ResumableLoader)  # numbers and words, in a new dict
+        self.draws = isinstance(loader, ReplayLoader)
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
@@ -78,6 +79,10 @@ class FollowedLoader(GivesCopies):
             return self.loader.state_dict()
         at, *later = track.marks_from(used)
         return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
+
+    @property
+    def beginning(self) -> object:
+        return self.engine.cursor.start
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.adoption is not None:
