@@ -157,8 +157,9 @@ def _new_gloo(group: _Group, position: int, store: Any, timeout_s: float, timeou
 
     prefix = dist.PrefixStore(f"gloo/{group.name}", store)
     backend = ProcessGroupGloo(prefix, position, len(group.ranks), timeout=timedelta(seconds=timeout_s))
-    backend.options.global_ranks_in_group = [] if group.name == "0" else list(group.ranks)
-    backend.options.group_name = group.name  # type: ignore[assignment]
+    if hasattr(backend.options, "global_ranks_in_group"):  # torch 2.6 has neither field for gloo
+        backend.options.global_ranks_in_group = [] if group.name == "0" else list(group.ranks)
+        backend.options.group_name = group.name  # type: ignore[assignment]
     if timeout is not None:
         backend._set_default_timeout(timeout)
     return backend
