@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from mindx_elastic.rejoin import sharded
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
+CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
+needs_reset = pytest.mark.skipif(not CAN_RESET, reason="before torch 2.13 FSDP cannot be taken up again: a restart")
 
 
 def build() -> Any:
@@ -41,6 +44,7 @@ def cut_off(*_: Any) -> None:
     raise Cut
 
 
+@needs_reset
 @pytest.mark.parametrize("where", ["forward", "backward", "before the reduction"])
 def test_a_step_after_one_that_was_cut_off_has_its_own_gradients(where: str) -> None:
     expected = step(build())
@@ -65,6 +69,7 @@ def test_a_step_after_one_that_was_cut_off_has_its_own_gradients(where: str) -> 
         assert torch.equal(mine, theirs)
 
 
+@needs_reset
 def test_modules_that_have_not_run_yet_can_be_reset() -> None:
     network = build()
     assert sharded.reset([network, nn.Linear(2, 2)]) == ""
@@ -73,7 +78,8 @@ def test_modules_that_have_not_run_yet_can_be_reset() -> None:
 
 def test_what_cannot_be_taken_up_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     network = build()
-    assert sharded.problem([network, nn.Linear(2, 2)]) == ""
-    monkeypatch.delattr(FSDPModule, "reset_iter_state")
-    assert "lacks reset_iter_state" in sharded.problem([network])
+    if CAN_RESET:
+        assert sharded.problem([network, nn.Linear(2, 2)]) == ""
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    assert re.search("FSDP of this torch .* lacks .*reset_iter_state", sharded.problem([network]))
     assert sharded.problem([nn.Linear(2, 2)]) == ""

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.harness import Job, events
 from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faults, victims
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
+CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
+needs_reset = pytest.mark.skipif(not CAN_RESET, reason="before torch 2.13 FSDP cannot be taken up again: a restart")
 
 EVERY_STEP = ("--snapshot-every", "1", "--rejoin-timeout", "100")
 """The first death may come before the zygote is ready, and this program imports much."""
@@ -44,6 +48,7 @@ FOUR = ("1:3:start", "2:4:inside", "0:6:mid", "3:7:backward", "1:9:update", "2:1
 
 
 @drill
+@needs_reset
 def test_fsdp_is_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
     folder = check(runs, 2, TWO, "--layout", "fsdp")
     told = rejoins(folder)
@@ -55,12 +60,12 @@ def test_fsdp_is_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout", "more"),
     [
-        (3, "fsdp", ("--clip",)),
-        (4, "fsdp", ("--num-workers", 1)),
-        (4, "hsdp", ()),
+        pytest.param(3, "fsdp", ("--clip",), marks=needs_reset),
+        pytest.param(4, "fsdp", ("--num-workers", 1), marks=needs_reset),
+        pytest.param(4, "hsdp", (), marks=needs_reset),
         (2, "tp", ()),
         (4, "tp", ()),
-        (4, "fsdp_tp", ()),
+        pytest.param(4, "fsdp_tp", (), marks=needs_reset),
         (2, "zero", ()),
         (3, "zero", ()),
         (4, "zero", ()),
@@ -72,6 +77,7 @@ def test_other_layouts_are_killed_in_turn(runs: Runs, ranks: int, layout: str, m
 
 
 @drill
+@needs_reset
 def test_a_rank_takes_its_part_from_its_replica(runs: Runs) -> None:
     """HSDP, without snapshots: rank 0 has what rank 2 has, rank 1 what rank 3 has."""
     orders = ("1:3:start", "2:5:mid")
@@ -82,6 +88,7 @@ def test_a_rank_takes_its_part_from_its_replica(runs: Runs) -> None:
 
 
 @drill
+@needs_reset
 def test_a_survivor_that_is_behind_takes_its_part_from_its_replica(runs: Runs) -> None:
     """Rank 1 waits for rank 2, which is killed, while ranks 0 and 3 pass the boundary: they have both parts."""
     orders = ("2:5:share", "2:9:share", "1:11:mid")
@@ -90,12 +97,14 @@ def test_a_survivor_that_is_behind_takes_its_part_from_its_replica(runs: Runs) -
 
 
 @drill
+@needs_reset
 def test_three_replicas(runs: Runs) -> None:
     orders = ("1:3:start", "0:5:mid", "2:7:update", "1:9:backward")
     check(runs, 3, orders, "--layout", "hsdp_replicas", "--epochs", 3, options=EVERY_STEP[2:])
 
 
 @drill
+@needs_reset
 def test_snapshots_as_often_as_they_pay(runs: Runs) -> None:
     orders = ("1:7:mid", "0:15:start")
     options = ("--snapshot-every", "auto", *EVERY_STEP[2:])
@@ -104,6 +113,7 @@ def test_snapshots_as_often_as_they_pay(runs: Runs) -> None:
 
 
 @drill
+@needs_reset
 def test_a_part_of_which_no_replica_lives_restarts_the_job(runs: Runs) -> None:
     orders = ("1:5:start", "3:5:start")
     job, _ = runs.run(4, "--layout", "hsdp", *faults(*orders), options=EVERY_STEP[2:])
@@ -119,6 +129,7 @@ def test_a_survivor_that_is_cut_off_in_its_update_goes_back_to_the_dead_ranks_sn
 
 
 @drill
+@needs_reset
 def test_a_snapshot_every_few_steps_costs_the_steps_since(runs: Runs) -> None:
     orders = ("1:7:mid", "0:9:start", "1:15:backward")
     folder = check(
@@ -128,19 +139,31 @@ def test_a_snapshot_every_few_steps_costs_the_steps_since(runs: Runs) -> None:
 
 
 @drill
+@needs_reset
 def test_accumulated_gradients_are_forgotten(runs: Runs) -> None:
     orders = ("1:4:mid", "0:7:inside", "1:10:backward")
     check(runs, 2, orders, "--layout", "fsdp", "--accumulate", 2, "--epochs", 3)
 
 
 @drill
+@needs_reset
 def test_without_snapshots_a_death_restarts_the_job_with_the_reason(runs: Runs) -> None:
     job, _ = runs.run(2, "--layout", "fsdp", *faults("1:6:mid"))
     check_restart(job, "--snapshot-every")
 
 
 @drill
+@needs_reset
 def test_all_ranks_but_one_are_killed_at_once(runs: Runs) -> None:
     orders = ("0:6:start", "1:6:start", "2:6:start")
     job, _ = runs.run(4, "--layout", "fsdp", "--epochs", 3, *faults(*orders), options=EVERY_STEP)
     assert job.matches("in place: ranks? 0") or job.matches(WHY), job.report()
+
+
+@drill
+@pytest.mark.skipif(CAN_RESET, reason="from torch 2.13 on FSDP is taken up again")
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 does not train on CPUs")
+def test_a_torch_that_cannot_take_fsdp_up_again_says_so_and_restarts_the_job(runs: Runs) -> None:
+    job, _ = runs.run(2, "--layout", "fsdp", *faults("1:6:mid"), options=EVERY_STEP)
+    assert job.matches(r"FSDP of this torch .* lacks .*reset_iter_state: when a rank dies, the whole job"), job.report()
+    assert job.matches(r"restart 1 of"), job.report()
