@@ -133,7 +133,8 @@ class HiddenChanges:
         self.are_known = True
         logger.info(
             "%d parameters change in front of the step's update and without torch's knowledge (through .data, or by "
-            "code in C++ or CUDA). A step that is cut off behind that is not saved, as no boundary has such weights",
+            "code in C++ or CUDA). A step that is cut off behind that, by an exception or a killed peer, is not saved; "
+            "periodic=... or snapshot_every=1 bounds what that costs",
             count,
         )
         return True
