@@ -103,6 +103,8 @@ class UpdateGate:
         """Whether in every step with updates the parameters were changed in place equally often."""
         self.others: Callable[[], str | None] | None = None
         """In an evaluation: says that the parameters hold other weights now, which no version counter need show."""
+        self.hidden: Callable[[], str | None] | None = None
+        """Where the program changes parameters without torch's knowledge: says that it has since the boundary."""
         self._num_changes: int | None = None
         self._total = 0  # of the version counters at the last boundary
         self._updates: dict[int, int] = {}  # in this step, by optimizer
@@ -315,8 +317,9 @@ class UpdateGate:
             self._readers += 1
             problem = self._why_not_clean()
         try:
-            if problem is None and (others := self.others) is not None:
-                problem = others()  # not under the lock: it may wait for a device
+            for look in (self.others, self.hidden):
+                if problem is None and look is not None:
+                    problem = look()  # not under the lock: it may wait for a device
             yield problem
         finally:
             self.give_back()
@@ -355,6 +358,11 @@ class UpdateGate:
             return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
+
+    def why_changed(self) -> str | None:
+        """As `changed_since_boundary`, and what `hidden` finds. Any thread that keeps updates away."""
+        problem = self.changed_since_boundary()
+        return self.hidden() if problem is None and self.hidden is not None else problem
 
     def _why_not_clean(self) -> str | None:
         if self.state is GateState.UPDATING:

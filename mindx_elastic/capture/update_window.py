@@ -13,6 +13,7 @@ schedulers, scaler, stateful      each value that moved in the step before has m
 objects, options of groups        (a value that also moves before the window proves nothing: refused)
 parameters (EMA, clipping)        each was changed in place as often as in the step before
 random numbers, buffers           never: how many more would have been drawn is not known
+parameters, through ``.data``     never: no counter tells whether they have changed (`hidden_changes`)
 ================================  =====================================================================================
 
 The first steps of a process are looked at, then two in fifty up to about step 1000, then two in 1000 (two, because
@@ -32,6 +33,7 @@ import torch
 from mindx_elastic.capture.buffer_block import BufferBlock
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.hidden_changes import ParameterSamples, Sample, is_capturing
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.printable import listed
@@ -53,6 +55,7 @@ class _Middle:
     rng: dict[str, Any]
     parts: dict[str, Any]
     buffers: dict[str, BufferBlock]
+    sample: Sample | None
 
 
 @dataclass
@@ -62,6 +65,8 @@ class _Learned:
     num_windows: int = 0
     draws: bool = False
     buffers: set[str] = field(default_factory=set)
+    hidden: int = 0
+    """So many parameters change without torch's knowledge."""
     moved: dict[str, set[str]] = field(default_factory=dict)
     """By component: values that have moved in a window."""
     num_moves: dict[str, int] = field(default_factory=dict)
@@ -75,6 +80,7 @@ class UpdateWindow:
 
     def __init__(self, collector: Collector, gate: UpdateGate) -> None:
         self._collector, self._gate = collector, gate
+        self._samples = ParameterSamples(lambda: collector.parameters)
         self._learned = _Learned()
         self._boundaries = 0
         self._middle: _Middle | None = None
@@ -124,6 +130,11 @@ class UpdateWindow:
         found += [
             f"{name}: buffers change between the last optimizer.step() and step_end()" for name in learned.buffers
         ]
+        if learned.hidden:
+            found.append(
+                f"{learned.hidden} parameters are changed between the last optimizer.step() and step_end() without "
+                "torch's knowledge (through .data, say)"
+            )
         for name, values in learned.both.items():
             found.append(f"{name}: {_some(values)} changes before and after the last optimizer.step()")
         return found
@@ -196,7 +207,8 @@ class UpdateWindow:
             modules = {n: c for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
             buffers = {name: component.copy_buffers(self._blocks.get(name)) for name, component in modules.items()}
             self._blocks = buffers
-            self._middle = _Middle(capture_rng(), self._parts(), buffers)
+            sample = None if self._learned.hidden or is_capturing() else self._samples.take()
+            self._middle = _Middle(capture_rng(), self._parts(), buffers, sample)
         except Exception as error:  # a `state_dict` of the program's that raises
             self._middle, self._broken = None, f"the state cannot be looked at ({type(error).__name__}: {error})"
 
@@ -204,6 +216,8 @@ class UpdateWindow:
         learned, collector, base = self._learned, self._collector, self._by_name(self._base)
         learned.num_windows += 1
         learned.draws |= not equal_rng(middle.rng, collector.rng)
+        if middle.sample is not None:
+            learned.hidden = self._samples.num_hidden(middle.sample)
         for name, block in middle.buffers.items():
             component = collector.components[name]
             assert isinstance(component, ModuleComponent)

@@ -15,6 +15,7 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
+from mindx_elastic.capture.hidden_changes import HiddenChanges, ParameterSamples
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.core.events import logger
@@ -56,7 +57,8 @@ class Boundaries:
         if world_size > 1:
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
-            gate.on_update = self._begin_update
+        self._hidden = HiddenChanges(ParameterSamples(lambda: collector.parameters), gate.changed_since_boundary)
+        gate.on_update = self._begin_update
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
         collector.on_new_parameters = gate.follow
@@ -78,7 +80,12 @@ class Boundaries:
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:
             self._unreduced.at_update(optimizer)
-        self._collector.devices.begin_update(self.gate.changed_since_boundary, is_long=fills_queue(optimizer))
+        gate, devices = self.gate, self._collector.devices
+        if not self._hidden.are_known and gate.state is _CLEAN and self._hidden.before_update():
+            gate.hidden = self._hidden.problem
+            gate.unguarded = True  # a snapshot that is copied beside the next forward would have both
+        if self._unreduced is not None:  # several ranks
+            devices.begin_update(gate.changed_since_boundary, is_long=fills_queue(optimizer))
 
     def is_inside_accumulation(self) -> bool:
         """Whether there are gradients without an update: the step that has ended is no boundary."""
@@ -105,6 +112,7 @@ class Boundaries:
                 position.step,
             )
         self._changes.at_boundary()
+        self._hidden.at_boundary(position.step)
 
     # --- an exception between the last update and step_end() ---
 

@@ -171,7 +171,9 @@ def _how_to_restore_rng(
         f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
         "position are the same; its random numbers begin anew, so from here the run is not bit for bit the "
         "uninterrupted one",
-        "Shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the forward",
+        "In DDP jobs shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the "
+        "forward; in others, as with HSDP, snapshots do (MINDX_SNAPSHOT_EVERY=1, or mindx-elastic run "
+        "--snapshot-every 1)",
     )
     return _new_numbers(info, ranks)
 

@@ -271,7 +271,7 @@ class Snapshotter:
         """Why what was copied is no boundary; None: it is."""
         if self._collector.devices.has_gone_back:
             return "the device is behind the program, and an older boundary counts"
-        return self._gate.changed_since_boundary()
+        return self._gate.why_changed()
 
     def _seal(self, index: int) -> None:
         try:
@@ -366,7 +366,7 @@ class Snapshotter:
 
     def _index_of_boundary(self) -> int | None:
         """The slot with the last boundary, where a snapshot of it was due; the copier may just have ended with it."""
-        if self._gate.changed_since_boundary():
+        if self._gate.why_changed():
             return None
         records = {index: self._arena.record(index) for index in range(NUM_SLOTS)}
         return next((index for index, record in records.items() if record.sequence == self._sequence), None)

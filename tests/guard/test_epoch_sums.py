@@ -248,3 +248,56 @@ def test_what_is_kept_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     told, _ = told_by(program, tmp_path, caplog, {"losses": losses})
     assert not told
+
+
+def sum_of_a_function(job: Job, plateau: Any) -> list[str]:
+    def train_epoch() -> tuple[float, float]:
+        total, count, correct = 0.0, 0, 0.0
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            total += loss.item() * len(x)
+            count += len(x)
+            correct += loss.item()
+            job.guard.step_end()
+        print(correct / len(job.loader))
+        mean = total / count
+        return mean, 0.0
+
+    for _ in job.guard.epochs(3):
+        train_loss, _ = train_epoch()
+        plateau.step(train_loss)
+    return ["total", "count"]
+
+
+def sum_of_a_function_for_the_log(job: Job, plateau: Any) -> list[str]:
+    def train_epoch() -> float:
+        total = 0.0
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            total += loss.item()
+            job.guard.step_end()
+        return total / len(job.loader)
+
+    def evaluate() -> float:
+        total = 0.0
+        for _ in range(3):
+            total += 0.5
+        return total
+
+    for _ in job.guard.epochs(3):
+        train_loss = train_epoch()
+        print("train", train_loss)
+        plateau.step(evaluate())
+    return []
+
+
+@pytest.mark.parametrize("program", [sum_of_a_function, sum_of_a_function_for_the_log])
+def test_a_sum_in_a_plain_number_of_a_function(
+    program: Callable[[Job, Any], list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, names = told_by(program, tmp_path, caplog, {})
+    told = [r.getMessage() for r in caplog.records if "adds up over the steps of an epoch" in r.getMessage()]
+    assert [text.split()[2] for text in told] == names
+    assert all("test_epoch_sums.py, and is not kept" in text and 'state["' in text for text in told)

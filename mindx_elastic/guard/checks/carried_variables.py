@@ -8,7 +8,7 @@ That a value changes is not enough: most such variables are sums and counts for 
 - not begun from the guard or from an object that the guard keeps, and
 - used, itself or by what is worked out from it, in one of these places: ``loss.backward()``, a learning rate, a call
   of a named module, an argument of ``step(...)`` or of a function named like ``adjust_lr``, a test above a step or a
-  break.
+  break; behind the loop also in what its function returns, where the caller does that (a mean of the epoch's losses).
 
 So is the best value so far (``best = max(value, best)``, ``if value < best: best = value``), where it decides what is
 saved or copied: a resumed run would take the next value for the best.
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -35,7 +36,7 @@ from torch import nn
 
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
 from mindx_elastic.guard.checks.changed_in_place import ChangedInPlace
-from mindx_elastic.guard.checks.epoch_sums import find_epoch_sums
+from mindx_elastic.guard.checks.epoch_sums import find_epoch_sums, find_steering
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.rebound import content_of
@@ -72,6 +73,10 @@ class _Variable:
     """It does not steer the training, but decides what is kept as the best."""
     is_first: bool = False
     """It keeps what the first step has given."""
+    is_sum: bool = False
+    """The function with the loop begins it and returns what comes of it."""
+    file: str = ""
+    """Of the line."""
     before: object = None
 
 
@@ -99,12 +104,15 @@ class CarriedVariables:
 
     def look(self, frame: FrameType | None, kept: Kept) -> None:
         """At a boundary, which is passed in `frame`."""
-        places = dict(_loops_by_frame(frame, self._entry))
+        around = loops_around(frame, self._entry) or []
+        places = dict(_loops_by_frame(around))
         self._in_place.look(places, kept)
         if self._variables is None:
             for what, remedy in find_epoch_sums(frame, self._entry, kept):
                 self._unmanaged.risk(what, remedy)
-            self._variables = [v for place, loops in places.items() for v in _find(place, loops, self._origins, kept)]
+            found = (_find(place, loops, self._origins, kept) for place, loops in places.items())
+            sums = _find_sums(around) if around else ()
+            self._variables = list({each.name: each for each in chain(sums, *found)}.values())
             known = {each.name for each in self._variables}
             self._variables += [v for v in _find_in_functions(places) if v.name not in known]
         frames = {place_of(place): place for place in places}
@@ -161,10 +169,10 @@ def _is_named(value: Any, kept: Kept) -> bool:
     return isinstance(value, (np.ndarray, list)) and id(value) in kept.objects
 
 
-def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tuple[FrameType, list[Loop]]]:
+def _loops_by_frame(around: Sequence[tuple[Loop, FrameType]]) -> Iterator[tuple[FrameType, list[Loop]]]:
     """The functions that run inside of the block with the loops in them that do, the innermost first."""
     found: dict[FrameType, list[Loop]] = {}
-    for loop, place in loops_around(frame, entry) or ():
+    for loop, place in around:
         found.setdefault(place, []).append(loop)
     yield from found.items()
 
@@ -190,6 +198,18 @@ def _find(frame: FrameType, loops: list[Loop], origins: set[int], kept: Kept) ->
             yield _Variable(name, place_of(frame), line, (), is_best=True)
         elif line is not None:
             yield _Variable(name, place_of(frame), line, _moduli(nodes, name, frame))
+
+
+def _find_sums(around: Sequence[tuple[Loop, FrameType]]) -> Iterator[_Variable]:
+    """What the first loop adds up in a function that returns what comes of it, where the caller steers by that."""
+    loop, place = around[0]
+    if any(where is place for _, where in around[1:]) or len(around) < 2:
+        return  # a loop around it is in the same function, where `_find` looks
+    nodes = [node for statement in loop.body for node in ast.walk(statement)]
+    for name in dict.fromkeys(target.id for node in nodes for target in _own_updates(node)):
+        if is_carried(loop, _other_than_logged(name, nodes)) and (found := find_steering(around, name)) is not None:
+            line, where = found
+            yield _Variable(name, place_of(place), line, (), is_sum=True, file=Path(where.f_code.co_filename).name)
 
 
 def _other_than_logged(name: str, nodes: list[ast.AST]) -> Callable[[ast.AST], bool]:
@@ -473,7 +493,7 @@ def _moduli(nodes: list[ast.AST], name: str, frame: FrameType) -> tuple[int, ...
 
 
 def _words(one: _Variable, value: Any) -> tuple[str, str]:
-    name, file = one.name, Path(one.place.rpartition(" in ")[2]).name
+    name, file = one.name, one.file or Path(one.place.rpartition(" in ")[2]).name
     if one.is_first:
         what = f"the variable {name} ({one.place}) keeps what the first step has given, steers the training in line "
         what += f"{one.line} of {file}, and is not kept: a resumed run takes what its own first step gives"
@@ -486,6 +506,13 @@ def _words(one: _Variable, value: Any) -> tuple[str, str]:
             f"the variable {name} ({one.place}) decides in line {one.line} of {file} what is saved as the best, and is "
         )
         what += "not kept: a resumed run takes the next value for the best"
+    if one.is_sum:
+        what = f"the variable {name} ({one.place}) adds up over the steps of an epoch, steers the training in line "
+        what += (
+            f"{one.line} of {file}, and is not kept: an epoch that is resumed in the middle begins with an empty one"
+        )
+        state = f'state = {{"{name}": 0.0}} before the guard, Guard(stateful={{"state": state}}, ...)'
+        return what, f'Keep it in a dict: {state}, state["{name}"] in its place, set to 0 at the epoch\'s beginning'
     state = f'state = {{"{name}": {name}}} before the guard, Guard(stateful={{"state": state}}, ...)'
     other = (
         ""

@@ -30,7 +30,7 @@ from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around,
 from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
-__all__ = ["find_epoch_sums"]
+__all__ = ["find_epoch_sums", "find_steering"]
 
 _FILLS = ("append", "appendleft", "extend", "add", "update", "push", "put", "insert", "accumulate")
 _OF_NO_VALUE = ("len", "time", "isinstance", "reset", "clear")
@@ -46,9 +46,10 @@ def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) ->
     steps, place = loops[0]
     told: set[str] = set()
     for key, node in _filled(steps, place, kept).items():
-        line = _steering_line(loops, key)
-        if line is None:
+        steering = find_steering(loops, key)
+        if steering is None:
             continue
+        line = steering[0]
         told.add(key)
         name = name_of(node)
         what = f"{key} ({place_of(place)}) is filled by the steps of an epoch, steers the training in line {line}, and "
@@ -57,10 +58,8 @@ def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) ->
         yield what, f"Make it before the guard, write {keep}, and empty it in place at the epoch's beginning"
     outer, place = loops[-1]
     for key, owner in _own_values(outer, place, kept):
-        if owner not in told and (line := _sink(outer.body, {key})[0]) is not None:
-            what = (
-                f"{key} ({place_of(place)}) goes on from its own last value, steers the training in line {line}, and "
-            )
+        if owner not in told and (at := _sink(outer.body, {key})[0]) is not None:
+            what = f"{key} ({place_of(place)}) goes on from its own last value, steers the training in line {at}, and "
             yield f"{what}is not kept", f'Write Guard(stateful={{"{owner}": {owner}}}, ...)'
 
 
@@ -158,17 +157,20 @@ def _inside_node(node: ast.AST) -> Iterator[ast.AST]:
 # --- behind the loop ---
 
 
-def _steering_line(loops: Sequence[tuple[Loop, FrameType]], key: str) -> int | None:
-    """The line in the innermost loop or behind it in which `key` steers the training; None: nowhere."""
+def find_steering(loops: Sequence[tuple[Loop, FrameType]], key: str) -> tuple[int, FrameType] | None:
+    """Where `key` steers the training, in the first of `loops`, the innermost, or behind it: the line and the function
+    that it is in. None: nowhere."""
     steps, place = loops[0]
     if (line := _sink(steps.body, {key})[0]) is not None:  # a window of the last losses
-        return line
+        return line, place
     outer = next((loop for loop, where in loops[1:] if where is place), None)
     tainted, behind = {key}, list(_behind(steps, place, outer))
     while True:
         line, is_returned = _sink(behind, tainted)
-        if line is not None or not is_returned or outer is not None:
-            return line
+        if line is not None:
+            return line, place
+        if not is_returned or outer is not None:
+            return None
         # The function with the loop is called in one around it: go on with what it returns.
         callers = [(loop, where) for loop, where in loops if where is not place]
         if not callers or callers[0][1] is not _caller_of(place, loops):

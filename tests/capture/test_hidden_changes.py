@@ -1,0 +1,83 @@
+"""What a sample of the parameters shows, and what version counters do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.hidden_changes import HiddenChanges, ParameterSamples
+
+
+def by_data(p: nn.Parameter) -> None:
+    p.data.mul_(0.5)
+
+
+def by_other_data(p: nn.Parameter) -> None:
+    p.data = p.data * 0.5
+
+
+def counted(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def as_before(p: nn.Parameter) -> None:
+    p.data = p.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "count"), [(by_data, 1), (by_other_data, 1), (counted, 0), (as_before, 0), (lambda p: None, 0)]
+)
+@pytest.mark.parametrize("shape", [(1,), (3,), (7, 5), (2, 3, 4, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_no_counter_shows_is_counted(
+    change: object, count: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    parameters = [
+        nn.Parameter(torch.ones(shape, dtype=dtype)),
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.empty(0)),
+    ]
+    if len(shape) == 4:
+        parameters[0] = nn.Parameter(parameters[0].detach().to(memory_format=torch.channels_last))
+    samples = ParameterSamples(lambda: parameters)
+    before = samples.take()
+    assert callable(change)
+    change(parameters[0])
+    assert samples.num_hidden(before) == count
+
+
+def test_nan_is_no_change() -> None:
+    parameters = [nn.Parameter(torch.full((3,), float("nan")))]
+    samples = ParameterSamples(lambda: parameters)
+    assert samples.num_hidden(samples.take()) == 0
+
+
+def test_other_parameters_are_not_compared() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    samples = ParameterSamples(lambda: parameters)
+    before = samples.take()
+    parameters.append(nn.Parameter(torch.ones(2)))
+    parameters[0].data.zero_()
+    assert samples.num_hidden(before) == 0
+
+
+def test_once_seen_every_boundary_is_compared() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    hidden = HiddenChanges(ParameterSamples(lambda: parameters), lambda: None)
+    for step in range(7):
+        hidden.at_boundary(step)
+        assert not hidden.before_update()
+        by_data(parameters[0])  # behind the update: the gate is not clean then
+    for step in range(7, 48):
+        hidden.at_boundary(step)
+        by_data(parameters[0])
+        assert not hidden.before_update(), "most steps are not looked at"
+    hidden.at_boundary(49)
+    by_data(parameters[0])
+    assert hidden.before_update()
+    hidden.at_boundary(60)
+    assert hidden.problem() is None
+    by_data(parameters[0])
+    assert "1 parameters were changed" in str(hidden.problem())

@@ -1,0 +1,37 @@
+"""A momentum encoder that follows by ``.data``, which no version counter shows: a step that is cut off behind it is
+not taken for the boundary before it, nor for the one behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_job, start_job
+
+pytestmark = pytest.mark.slow
+SCRIPT = "momentum.py"
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_peer_is_killed_behind_the_hidden_change(tmp_path: Path, every: int) -> None:
+    """Without snapshots the job begins anew, with them it loses no step: in no case it goes on from torn weights."""
+    (tmp_path / "shm").mkdir()
+    env = {"MINDX_ARENA_DIR": str(tmp_path / "shm"), "MINDX_SNAPSHOT_EVERY": str(every)}
+    whole = run_job(SCRIPT, tmp_path / "whole", ranks=2, env=env).hashes()
+    with start_job(SCRIPT, tmp_path / "ckpt", "--kill", "9:1", ranks=2, env=env) as job:
+        job.expect(1)
+    assert job.matches("2 parameters were changed since the boundary without torch's knowledge"), job.report()
+    resumed = run_job(SCRIPT, tmp_path / "ckpt", ranks=2, env=env)
+    assert {m[1] for m in resumed.matches(r"READY \d+ \d+ (\w+)")} == {"8" if every else "None"}, resumed.report()
+    assert resumed.hashes() == whole, resumed.report()
+
+
+def test_an_exception_in_front_of_the_hidden_change(tmp_path: Path) -> None:
+    """Behind the update, where a step counts as done if nothing of it is left to do."""
+    env = {"MINDX_SNAPSHOT_EVERY": "0"}
+    whole = run_job(SCRIPT, tmp_path / "whole", "--behind", env=env).hashes()
+    failed = run_job(SCRIPT, tmp_path / "ckpt", "--behind", "--kill", "9!0", env=env, code=1)
+    assert failed.matches("2 parameters are changed between the last .* without torch's knowledge"), failed.report()
+    assert not failed.matches("counts as done"), failed.report()
+    assert run_job(SCRIPT, tmp_path / "ckpt", "--behind", env=env).hashes() == whole
