@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -109,7 +110,10 @@ class HiddenChanges:
     def __init__(self, samples: ParameterSamples, changes: Callable[[], str | None]) -> None:
         """`changes`: what the version counters tell, as `UpdateGate.changed_since_boundary`."""
         self._samples, self._changes = samples, changes
-        self._sample: Sample | None = None
+        self.sample: Sample | None = None
+        """As of the last boundary, where that was to be looked at."""
+        self.next_look = 0
+        """`at_boundary` has nothing to do at an earlier step, unless there is a sample."""
         self._boundaries = 0
         self.are_known = False
         """They were seen."""
@@ -117,31 +121,32 @@ class HiddenChanges:
     def at_boundary(self, step: int) -> None:
         """Boundary `step` has just been copied."""
         self._boundaries += 1
-        if self.are_known or self._boundaries <= _FIRST or (step + 1) % _EVERY in (0, 1):
-            self._sample = self._samples.take()
-        else:
-            self._sample = None
+        is_due = self.are_known or step >= self.next_look
+        self.sample = self._samples.take() if is_due else None
+        if is_due:
+            is_first = self.are_known or self._boundaries < _FIRST
+            self.next_look = next(s for s in count(step + 1) if is_first or (s + 1) % _EVERY <= 1)
 
     def before_update(self) -> bool:
         """The first optimizer behind a boundary is about to step. Returns whether such changes were found just now."""
-        if self.are_known or self._sample is None or is_capturing() or self._changes() is not None:
+        if self.are_known or self.sample is None or is_capturing() or self._changes() is not None:
             return False
-        count = self._samples.num_hidden(self._sample)
-        if count == 0:
-            self._sample = None
+        num = self._samples.num_hidden(self.sample)
+        if num == 0:
+            self.sample = None
             return False
         self.are_known = True
         logger.info(
             "%d parameters change in front of the step's update and without torch's knowledge (through .data, or by "
             "code in C++ or CUDA). A step that is cut off behind that, by an exception or a killed peer, is not saved; "
             "periodic=... or snapshot_every=1 bounds what that costs",
-            count,
+            num,
         )
         return True
 
     def problem(self) -> str | None:
         """Why the live weights are not those of the last boundary, where `Sample` shows it; None: they may be."""
-        sample = self._sample
-        if not self.are_known or sample is None or (count := self._samples.num_hidden(sample)) == 0:
+        sample = self.sample
+        if not self.are_known or sample is None or (num := self._samples.num_hidden(sample)) == 0:
             return None
-        return f"{count} parameters were changed since the boundary without torch's knowledge (through .data, say)"
+        return f"{num} parameters were changed since the boundary without torch's knowledge (through .data, say)"

@@ -112,7 +112,9 @@ class Boundaries:
                 position.step,
             )
         self._changes.at_boundary()
-        self._hidden.at_boundary(position.step)
+        hidden = self._hidden
+        if hidden.sample is not None or position.step >= hidden.next_look:
+            hidden.at_boundary(position.step)
 
     # --- an exception between the last update and step_end() ---
 
