@@ -61,9 +61,11 @@ def test_a_risk_is_one_warning_and_a_note_in_the_file(
     assert read_header(file).info.unmanaged == (words,)
 
 
-def test_a_named_average_that_is_updated_after_the_boundary_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_data", [False, True], ids=["counted", "by .data"])
+def test_a_named_average_that_is_updated_after_the_boundary_is_refused(by_data: bool, tmp_path: Path) -> None:
+    source = LATE_AVERAGE.replace("e.lerp_(p, 0.1)", "e.data.lerp_(p.data, 0.1)") if by_data else LATE_AVERAGE
     with no_traces(), pytest.raises(UnmanagedStateError, match=r"^model_1 moves after guard.step_end\(\) and before"):
-        run("late", LATE_AVERAGE, tmp_path)
+        run("late", source, tmp_path)
 
 
 def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

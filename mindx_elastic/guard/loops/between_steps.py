@@ -57,8 +57,8 @@ class BetweenSteps:
         if drawn := moved_streams(self._collector.rng, now):
             self.drawn = drawn, now
         sample, self._weights = self._weights, {}
-        if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
-            moved += self._samples.changed_since(sample)
+        # Also where no counter has moved (`.data`). Weights that were exchanged and put back are the same.
+        moved += self._samples.changed_since(sample)
         for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
             if names:
                 tell(*_moves(listed(names, 3)))
