@@ -17,69 +17,17 @@ A step of a program that has none of this costs one comparison of two booleans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
 
-__all__ = ["HiddenChanges", "ParameterSamples", "Sample", "is_capturing"]
+__all__ = ["HiddenChanges", "is_capturing"]
 
-_ELEMENTS = 4
 _FIRST, _EVERY = 4, 50
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A few elements of each parameter, and its version counter."""
-
-    versions: tuple[int, ...]
-    groups: tuple[torch.Tensor, ...]
-    owners: tuple[torch.Tensor, ...]
-    """Whose each element is, by number of the parameter."""
-
-
-class ParameterSamples:
-    """Takes samples. Any thread."""
-
-    def __init__(self, parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self._parameters = parameters
-        self._views: tuple[list[int], list[list[torch.Tensor]], tuple[torch.Tensor, ...]] = ([], [], ())
-
-    @torch.no_grad()
-    def take(self) -> Sample:
-        """Of the parameters as they are now."""
-        parameters = self._parameters()
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        usable = [
-            (number, t)
-            for number, t in enumerate(own)
-            if t.layout is torch.strided and not t.is_meta and not t.is_quantized and t.numel()
-        ]
-        places = [t.data_ptr() for _, t in usable]
-        views = self._views
-        if views[0] != places:
-            self._views = views = (places, *_views_of(usable))
-        groups = tuple(torch.cat(group) for group in views[1])
-        return Sample(tuple(p._version for p in parameters), groups, views[2])
-
-    def num_hidden(self, before: Sample) -> int:
-        """How many parameters are others than in `before` though their version counters have not moved."""
-        now = self.take()
-        if len(now.versions) != len(before.versions) or len(now.groups) != len(before.groups):
-            return 0  # other parameters
-        still = [a == b for a, b in zip(before.versions, now.versions, strict=True)]
-        found: set[int] = set()
-        for owners, one, other in zip(now.owners, before.groups, now.groups, strict=True):
-            if one.shape != other.shape or one.dtype != other.dtype:
-                return 0
-            bits = (one.view(torch.uint8) != other.view(torch.uint8)).view(len(one), -1).any(1)
-            found.update(n for n in owners[bits.cpu()].tolist() if still[n])
-        return len(found)
 
 
 def is_capturing() -> bool:
@@ -87,30 +35,13 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _views_of(tensors: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """Views of some elements of each tensor, by device and type, and whose they are."""
-    groups: dict[Any, list[torch.Tensor]] = {}
-    owners: dict[Any, list[int]] = {}
-    for number, each in tensors:
-        tensor = each.detach()
-        if tensor.is_contiguous():
-            flat = tensor.view(-1)
-            pieces = [flat[:: max(1, -(-len(flat) // _ELEMENTS))], flat[-1:]]
-        else:
-            pieces = [tensor[(at,) * tensor.ndim].reshape(1) for at in (0, -1)]
-        key = (tensor.device, tensor.dtype)
-        groups.setdefault(key, []).extend(pieces)
-        owners.setdefault(key, []).extend(number for piece in pieces for _ in range(len(piece)))
-    return list(groups.values()), tuple(map(torch.tensor, owners.values()))
-
-
 class HiddenChanges:
     """One per guard: those between a boundary and the next update. Training thread; `problem` in any."""
 
-    def __init__(self, samples: ParameterSamples, changes: Callable[[], str | None]) -> None:
+    def __init__(self, samples: WeightSamples, changes: Callable[[], str | None]) -> None:
         """`changes`: what the version counters tell, as `UpdateGate.changed_since_boundary`."""
         self._samples, self._changes = samples, changes
-        self.sample: Sample | None = None
+        self.sample: Mapping[str, WeightSample] | None = None
         """As of the last boundary, where that was to be looked at."""
         self.next_look = 0
         """`at_boundary` has nothing to do at an earlier step, unless there is a sample."""
@@ -145,7 +76,7 @@ class HiddenChanges:
         return True
 
     def problem(self) -> str | None:
-        """Why the live weights are not those of the last boundary, where `Sample` shows it; None: they may be."""
+        """Why the live weights are not those of the last boundary, where a sample shows it; None: they may be."""
         sample = self.sample
         if not self.are_known or sample is None or (num := self._samples.num_hidden(sample)) == 0:
             return None

@@ -33,9 +33,10 @@ import torch
 from mindx_elastic.capture.buffer_block import BufferBlock
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
-from mindx_elastic.capture.hidden_changes import ParameterSamples, Sample, is_capturing
+from mindx_elastic.capture.hidden_changes import is_capturing
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.printable import listed
 
 __all__ = ["UpdateWindow"]
@@ -55,7 +56,7 @@ class _Middle:
     rng: dict[str, Any]
     parts: dict[str, Any]
     buffers: dict[str, BufferBlock]
-    sample: Sample | None
+    sample: Mapping[str, WeightSample] | None
 
 
 @dataclass
@@ -80,7 +81,7 @@ class UpdateWindow:
 
     def __init__(self, collector: Collector, gate: UpdateGate) -> None:
         self._collector, self._gate = collector, gate
-        self._samples = ParameterSamples(lambda: collector.parameters)
+        self._samples = WeightSamples(collector)
         self._learned = _Learned()
         self._boundaries = 0
         self._middle: _Middle | None = None

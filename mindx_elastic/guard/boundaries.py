@@ -15,9 +15,10 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
-from mindx_elastic.capture.hidden_changes import HiddenChanges, ParameterSamples
+from mindx_elastic.capture.hidden_changes import HiddenChanges
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
+from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.checks.changes import Changes
@@ -57,7 +58,7 @@ class Boundaries:
         if world_size > 1:
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
-        self._hidden = HiddenChanges(ParameterSamples(lambda: collector.parameters), gate.changed_since_boundary)
+        self._hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)
         gate.on_update = self._begin_update
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)

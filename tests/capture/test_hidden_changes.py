@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic.capture.hidden_changes import HiddenChanges, ParameterSamples
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.hidden_changes import HiddenChanges
+from mindx_elastic.capture.weight_samples import WeightSamples
+
+
+def samples_of(parameters: list[nn.Parameter]) -> WeightSamples:
+    return WeightSamples(Collector({"model": nn.ParameterList(parameters)}))
 
 
 def by_data(p: nn.Parameter) -> None:
@@ -41,7 +47,7 @@ def test_what_no_counter_shows_is_counted(
     ]
     if len(shape) == 4:
         parameters[0] = nn.Parameter(parameters[0].detach().to(memory_format=torch.channels_last))
-    samples = ParameterSamples(lambda: parameters)
+    samples = samples_of(parameters)
     before = samples.take()
     assert callable(change)
     change(parameters[0])
@@ -50,22 +56,23 @@ def test_what_no_counter_shows_is_counted(
 
 def test_nan_is_no_change() -> None:
     parameters = [nn.Parameter(torch.full((3,), float("nan")))]
-    samples = ParameterSamples(lambda: parameters)
+    samples = samples_of(parameters)
     assert samples.num_hidden(samples.take()) == 0
 
 
 def test_other_parameters_are_not_compared() -> None:
-    parameters = [nn.Parameter(torch.ones(3))]
-    samples = ParameterSamples(lambda: parameters)
+    module = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    collector = Collector({"model": module})
+    samples = WeightSamples(collector)
     before = samples.take()
-    parameters.append(nn.Parameter(torch.ones(2)))
-    parameters[0].data.zero_()
+    module.register_parameter("more", nn.Parameter(torch.ones(2)))
+    module.get_parameter("0").data.zero_()
     assert samples.num_hidden(before) == 0
 
 
 def test_once_seen_every_boundary_is_compared() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
-    hidden = HiddenChanges(ParameterSamples(lambda: parameters), lambda: None)
+    hidden = HiddenChanges(samples_of(parameters), lambda: None)
     for step in range(7):
         hidden.at_boundary(step)
         assert not hidden.before_update()

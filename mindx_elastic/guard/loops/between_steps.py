@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng, moved_streams
+from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.resumed_state import moved_since
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -33,7 +31,7 @@ class BetweenSteps:
         self._collector, self._unmanaged, self._samples = collector, unmanaged, samples
         self._is_clean, self._at_next_batch = is_clean, at_next_batch
         self.is_watching = False
-        self._weights: Mapping[str, list[torch.Tensor]] = {}
+        self._weights: Mapping[str, WeightSample] = {}
         self.drawn: tuple[list[str], dict[str, Any]] | None = None
         """The streams that had moved at the last look, and how all were then; for `judge_drawn`."""
 

@@ -12,21 +12,18 @@ buffers                   cannot be put back, for a program may want the change:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Evaluations", "WeightSamples"]
+__all__ = ["Evaluations"]
 
 
 class Evaluations:
@@ -85,52 +82,3 @@ class Evaluations:
             put_back, gate.others = gate.others() is None, None
             if put_back:
                 gate.accept_changes()
-
-
-class WeightSamples:
-    """Of each parameter of the named modules two elements, to compare with them later: whoever exchanges weights
-    changes some of them. One per guard, so that a sample takes microseconds."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-        self._known: dict[str, tuple[list[int], list[list[torch.Tensor]]]] = {}
-
-    @torch.no_grad()
-    def take(self) -> dict[str, list[torch.Tensor]]:
-        """By module."""
-        modules = self._collector.components.items()
-        return {
-            name: [torch.cat(group) for group in self._views_of(name, c)]
-            for name, c in modules
-            if isinstance(c, ModuleComponent)
-        }
-
-    def changed_since(self, sample: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
-        """The modules of which an element is another now."""
-        now = self.take()
-        return [name for name, before in sample.items() if not _same(before, now[name])]
-
-    def _views_of(self, name: str, component: ModuleComponent) -> list[list[torch.Tensor]]:
-        tensors = [t.to_local() if isinstance(t, DTensor) else t for t in component.live_parameters()]
-        usable = [t for t in tensors if t.layout is torch.strided and not t.is_meta and t.numel() and t.is_contiguous()]
-        places = [t.data_ptr() for t in usable]
-        if name not in self._known or self._known[name][0] != places:
-            self._known[name] = places, _first_and_last(usable)
-        return self._known[name][1]
-
-
-def _first_and_last(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Views of the first and the last element of each tensor, by device and type."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        flat = tensor.detach().view(-1)
-        groups.setdefault((tensor.device, tensor.dtype), []).extend((flat[:1], flat[-1:]))
-    return list(groups.values())
-
-
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Bit for bit, so that nan equals nan."""
-    return len(one) == len(other) and all(
-        a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in zip(one, other, strict=True)
-    )

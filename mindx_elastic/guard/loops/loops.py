@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
+from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
@@ -35,7 +36,6 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
-from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.loops.own_counters import find_counter_in_epoch, find_inner_counter, find_own_counter
 from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
@@ -127,7 +127,7 @@ class Loops:
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, self.at_next_batch)
-        self._weights_in_front: Mapping[str, list[torch.Tensor]] = {}
+        self._weights_in_front: Mapping[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
