@@ -109,7 +109,10 @@ class Listeners:
         """Watch for the platform's fault reports. With an agent there is no need: it does that for its workers."""
         paths = FaultPaths.from_env()
         wanted = any("fault" in policy.alarms for policy in self._policies)
-        if self._link is not None or not wanted or not (paths.fault_dir.is_dir() or paths.reset_dir.is_dir()):
+        usual = (FaultPaths.fault_dir, FaultPaths.reset_dir)
+        # A folder that the user has named may be mounted, or written, later than the program starts.
+        is_there = paths.fault_dir.is_dir() or paths.reset_dir.is_dir() or (paths.fault_dir, paths.reset_dir) != usual
+        if self._link is not None or not wanted or not is_there:
             return
         watch = FaultWatch(paths, world_size=self._ranks.world_size)
         watch_fault_info(self._watcher, watch, _FAULT_POLL_S, self._hear_fault)

@@ -35,7 +35,7 @@ from tests.guarded import (
     stopped,
     weights_of_uninterrupted,
 )
-from tests.harness import events
+from tests.harness import events, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -479,3 +479,17 @@ def test_what_kind_of_loader_it_is_is_asked_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(position_module, "PositionedLoader", Stand)
     Job(tmp_path).run()
     assert len(asked) <= 1, asked
+
+
+def test_a_fault_report_in_a_folder_that_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MINDX_FAULT_DIR` names a folder that is not there yet when the training begins."""
+    folder = tmp_path / "fault"
+    monkeypatch.setenv("MINDX_FAULT_DIR", str(folder))
+
+    def report(job: Job, step: int) -> None:
+        if step == 3:
+            folder.mkdir()
+            (folder / "fault-npus").write_text('{"FaultRankIds": ["0"]}')
+            wait_until(lambda: job.guard.stopper.agreed_step is not None, "the agreement")
+
+    assert stopped(Job(tmp_path / "ckpt"), middle=report).code == 75
