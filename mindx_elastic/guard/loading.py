@@ -295,7 +295,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
             value, used = component.state(), "begins as the program builds it"
         made[name] = value
         if doubt:
-            doubts.setdefault(f"{doubt}; {used}", []).append(name)
+            doubts.setdefault(f"{doubt}; {used}", []).append(getattr(component.target, "in_words", name))
     modules = [name for name, c in collector.components.items() if isinstance(c, ModuleComponent) and name in state]
     for name, part in product(() if is_whole else modules, _OF_MODULES):  # they go with the weights: the donor's count
         choice = choose(_THEIRS, rings.of(name, part), is_alike=True)

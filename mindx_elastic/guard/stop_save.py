@@ -181,10 +181,10 @@ class StopSave:
         if self.pending not in ("", problem):
             problem = f"{problem} ({self.pending})"
         self.failure = problem
-        remedy = "the newest complete checkpoint on disk stands in"
+        remedy = "the newest complete checkpoint, or snapshot in memory, stands in"
         newest = self._saver.newest_step
         if newest < step:
-            remedy += f"; this process knows of step {newest}, so up to {step - newest} steps are done again"
+            remedy += f"; on disk this process knows of step {newest}: {step - newest} steps are done again at most"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
         self._events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
         self._state.move(StopPhase.FAILED)

@@ -69,6 +69,8 @@ class EpochLoss:
     """
 
     def __init__(self, model: ModelParts) -> None:
+        self.in_words = "the losses and metrics of this epoch so far"
+        """For messages: no user has named this object."""
         self._metrics = model.metrics
         self._device = model.device
         self._total = torch.zeros((), dtype=torch.float64, device="cpu")
