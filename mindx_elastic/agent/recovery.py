@@ -467,7 +467,7 @@ class Recovery:
         if is_all and not self._workers.live.keys() - set(ranks):
             return "no other rank lives"
         if end is not None and (end.status is None or not end.status.in_place):
-            return f"rank {end.rank} was not inside of guard.run(...), or has said in a warning why it cannot be replaced"
+            return f"rank {end.rank} was not inside of guard.run(...), or a warning has said why it cannot be replaced"
         for rank in sorted(self._workers.live.keys() - set(ranks)):
             status = statuses.get(rank)
             if status is not None and status.in_place and status.phase == WorkerPhase.STOPPING:
