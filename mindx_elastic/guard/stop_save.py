@@ -184,7 +184,7 @@ class StopSave:
         remedy = "the newest complete checkpoint, or snapshot in memory, stands in"
         newest = self._saver.newest_step
         if newest < step:
-            remedy += f"; on disk this process knows of step {newest}: {step - newest} steps are done again at most"
+            remedy += f"; on disk this process knows of step {newest}, so up to {step - newest} steps are done again"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
         self._events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
         self._state.move(StopPhase.FAILED)
