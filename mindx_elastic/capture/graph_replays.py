@@ -25,10 +25,15 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.update_gate import UpdateGate
 
-__all__ = ["GraphReplays"]
+__all__ = ["GraphReplays", "is_capturing"]
 
 _FIRST_LOOKS = 3
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def is_capturing() -> bool:
+    """Whether what this thread computes goes into a CUDA graph, in which nothing can be read from the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

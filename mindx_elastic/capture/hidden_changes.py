@@ -12,7 +12,7 @@ once something was found       at every boundary elements are kept, and whoever 
                                has changed is no boundary, as with changes that are counted
 =============================  ========================================================================================
 
-A step of a program that has none of this costs one comparison of two booleans.
+Most steps of a program that has none of this cost two comparisons: of a step's number, and whether there is a sample.
 """
 
 from __future__ import annotations
@@ -20,19 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import count
 
-import torch
-
+from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
 
-__all__ = ["HiddenChanges", "is_capturing"]
+__all__ = ["HiddenChanges"]
 
 _FIRST, _EVERY = 4, 50
-
-
-def is_capturing() -> bool:
-    """Whether what this thread computes goes into a CUDA graph, in which nothing can be read from the device."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class HiddenChanges:

@@ -33,7 +33,7 @@ import torch
 from mindx_elastic.capture.buffer_block import BufferBlock
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
-from mindx_elastic.capture.hidden_changes import is_capturing
+from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
+from mindx_elastic.capture.dtensors import local_part
 
 __all__ = ["WeightSample", "WeightSamples"]
 
-_ELEMENTS = 4
+_PIECES = 4  # a sample has an element more, of a large parameter the first one and about the last
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,25 @@ class WeightSample:
 
     groups: Sequence[torch.Tensor]
     """The elements, by device and type."""
-    owners: Sequence[Sequence[int]]
-    """Whose each element is, by number of the parameter."""
+    owners: Sequence[Sequence[tuple[int, int]]]
+    """In each group, one after the other: the number of a parameter, and how many elements are its own."""
     versions: Sequence[int]
     """The version counter of each parameter."""
 
 
 class WeightSamples:
-    """Takes samples of the named modules. Any thread. Keep one, so that a sample takes microseconds."""
+    """Takes samples of the named modules. Any thread.
+
+    No view of a parameter is kept: it would keep the memory that a program gives back when it moves its weights.
+    """
 
     def __init__(self, collector: Collector) -> None:
         self._modules = {n: c for n, c in collector.components.items() if isinstance(c, ModuleComponent)}
-        self._views: dict[str, _Views] = {}
 
     @torch.no_grad()
     def take(self) -> dict[str, WeightSample]:
         """By module, of the weights as they are now."""
-        return {name: self._of(name, component) for name, component in self._modules.items()}
+        return {name: _sample_of(component.live_parameters()) for name, component in self._modules.items()}
 
     def changed_since(self, before: Mapping[str, WeightSample]) -> list[str]:
         """The modules of which an element is another now."""
@@ -51,41 +53,37 @@ class WeightSamples:
         now = self.take()
         return sum(_num_hidden(sample, now[name]) for name, sample in before.items())
 
-    def _of(self, name: str, component: ModuleComponent) -> WeightSample:
-        parameters = component.live_parameters()
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        usable = {
-            number: t
-            for number, t in enumerate(local)
-            if t.layout is torch.strided and not t.is_meta and not t.is_quantized and t.numel()
-        }
-        places = [t.data_ptr() for t in usable.values()]
-        views = self._views.get(name)
-        if views is None or views.places != places:
-            views = self._views[name] = _Views(places, usable)
-        groups = [torch.cat(group) for group in views.groups]
-        return WeightSample(groups, views.owners, [p._version for p in parameters])
 
-
-class _Views:
-    """Views of some elements of each tensor."""
-
-    def __init__(self, places: list[int], tensors: Mapping[int, torch.Tensor]) -> None:
-        self.places = places
-        """Where the tensors are in memory."""
-        groups: dict[Any, list[torch.Tensor]] = {}
-        owners: dict[Any, list[int]] = {}
-        for number, each in tensors.items():
-            tensor = each.detach()
-            if tensor.is_contiguous():
-                flat = tensor.view(-1)
-                pieces = [flat[:: max(1, -(-len(flat) // _ELEMENTS))], flat[-1:]]
-            else:
-                pieces = [tensor[(at,) * tensor.ndim].reshape(1) for at in (0, -1)]
+def _sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
+    groups: dict[Any, list[torch.Tensor]] = {}
+    owners: dict[Any, list[tuple[int, int]]] = {}
+    for number, parameter in enumerate(parameters):
+        tensor = local_part(parameter)
+        if tensor.numel() and _is_plain(tensor):
+            piece = _piece(tensor)
             key = (tensor.device, tensor.dtype)
-            groups.setdefault(key, []).extend(pieces)
-            owners.setdefault(key, []).extend(number for piece in pieces for _ in range(len(piece)))
-        self.groups, self.owners = list(groups.values()), list(owners.values())
+            groups.setdefault(key, []).append(piece)
+            owners.setdefault(key, []).append((number, len(piece)))
+    versions = [-1 if p.is_inference() else p._version for p in parameters]
+    return WeightSample([torch.cat(group) for group in groups.values()], list(owners.values()), versions)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has elements in memory that can be picked; one made of other tensors need not."""
+    is_simple = not tensor.is_meta and not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
+    return is_simple and tensor.layout is torch.strided
+
+
+def _piece(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of some elements, in one dimension."""
+    is_dense = tensor.is_contiguous() or (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # in another order, without gaps
+    )
+    if not is_dense:
+        return tensor[tuple(size - 1 for size in tensor.shape)].reshape(1)
+    last = tensor.numel() - 1
+    step = max(1, last // _PIECES)
+    return tensor.as_strided((1 + min(_PIECES, last // step),), (step,), tensor.storage_offset())
 
 
 def _same(one: WeightSample, other: WeightSample) -> bool:
@@ -101,8 +99,10 @@ def _num_hidden(before: WeightSample, now: WeightSample) -> int:
     still = [a == b for a, b in zip(before.versions, now.versions, strict=True)]
     found: set[int] = set()
     for owners, one, other in zip(now.owners, before.groups, now.groups, strict=True):
-        differ = (one.view(torch.uint8) != other.view(torch.uint8)).view(len(one), -1).any(1).tolist()
-        found.update(number for number, differs in zip(owners, differ, strict=True) if differs and still[number])
+        differ = (one.view(torch.uint8) != other.view(torch.uint8)).view(len(one), -1).any(1)
+        if differ.any():
+            numbers = [number for number, length in owners for _ in range(length)]
+            found.update(n for n, differs in zip(numbers, differ.tolist(), strict=True) if differs and still[n])
     return len(found)
 
 

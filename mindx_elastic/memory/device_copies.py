@@ -29,6 +29,7 @@ import xxhash
 
 from mindx_elastic.capture.buffer_block import view_of
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.core.events import logger
 
 __all__ = ["ROOM_HEAD", "Addition", "DeviceCopies", "landed_bytes", "put_landed", "seal_room", "tensors_of"]
@@ -89,7 +90,7 @@ class DeviceCopies:
         there is nothing."""
         if self._is_off or (forecast and self._has_doubt()):
             return None
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self._is_doubted = True  # a graph's replays run no hooks
             return None
         if (nbytes := self._collector.device_nbytes(modules)) > _MOST_BYTES:

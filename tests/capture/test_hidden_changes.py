@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +55,30 @@ def test_what_no_counter_shows_is_counted(
     assert callable(change)
     change(parameters[0])
     assert samples.num_hidden(before) == count
+
+
+def test_elements_of_parameters_with_gaps_and_of_inference_are_compared() -> None:
+    with torch.inference_mode():
+        frozen = nn.Parameter(torch.ones(9), requires_grad=False)
+    transposed = nn.Parameter(torch.ones(4, 6).t())
+    samples = samples_of([frozen, transposed])
+    before = samples.take()
+    assert samples.num_hidden(before) == 0
+    by_data(transposed)
+    assert samples.num_hidden(before) == 1 and samples.changed_since(before) == ["model"]
+
+
+def test_the_memory_of_weights_that_a_program_moves_is_not_kept() -> None:
+    """As it moves them to the host, to make room on the device."""
+    memory = np.ones(64, dtype=np.float32)
+    parameter, is_there = nn.Parameter(torch.from_numpy(memory)), weakref.ref(memory)
+    del memory
+    samples = samples_of([parameter])
+    before = samples.take()
+    assert is_there() is not None
+    parameter.data = torch.ones(64)
+    assert is_there() is None
+    assert samples.num_hidden(before) == 0
 
 
 def test_nan_is_no_change() -> None:

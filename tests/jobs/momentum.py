@@ -12,8 +12,6 @@ import copy
 import hashlib
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,14 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-
-
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        if time.monotonic() > end:
-            sys.exit(f"{path} did not come in 60 s")
-        time.sleep(0.005)
+from tests.jobs.own_objects import wait_for
 
 
 def main() -> None:
