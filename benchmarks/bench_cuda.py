@@ -1,7 +1,7 @@
 """What a guard costs a training on a CUDA device: an idle step, and a snapshot of the whole state in shared memory.
 
-    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 3] [--steps 50] [--methods idle,synchronous,...]
-        [--ranks 2]
+    python benchmarks/bench_cuda.py [--sizes 1G,4G,16G] [--rounds 7] [--steps 50] [--methods idle,synchronous,...]
+        [--ranks 2] [--json FILE]
 
 *Idle*: blocks of steps with and without a guard alternate in one process; a block ends with a wait for the device, so
 that its time is the device's, too. A block's first 70 steps are not measured: in some of them a guard looks at the
@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bench_snapshot
+import harness
 import mindx_elastic as mx
 from bench_snapshot import SHM, Training, parse_sizes
 from mindx_elastic.capture.device_progress import DeviceProgress
@@ -113,26 +114,29 @@ def block(job: Job, steps: int, end_step: Callable[[torch.Tensor], object]) -> f
     return (_clock() - began) / steps
 
 
-def measure_idle(case: str, rounds: int, steps: int, folder: Path) -> None:
+def measure_idle(case: str, rounds: int, steps: int, folder: Path) -> dict[str, list[float]]:
+    """By figure, of each round: milliseconds of a step, microseconds of all else; `waits` is a number of steps."""
     job = Job(case)
     bare: list[float] = []
     added: list[float] = []
     unwaited: list[float] = []
     host: list[float] = []
-    waits = 0
+    waits: list[float] = []
     is_alone = not dist.is_initialized()
     bare.append(block(job, steps, lambda loss: None))
     for _ in range(rounds):
         with job.guard(folder) as guard:
             seconds = block(job, steps, lambda loss: guard.step_end(loss=loss))
             torch.cuda.synchronize()
+            inside = []
             for _ in range(steps):
                 loss = job.step()
                 began = _clock()
                 guard.step_end(loss=loss)
-                host.append(_clock() - began)
+                inside.append(_clock() - began)
+            host.append(statistics.median(inside))
             if is_alone:
-                waits += count_waits(job, guard, steps // 2)
+                waits.append(count_waits(job, guard, steps // 2))
         bare.append(block(job, steps, lambda loss: None))
         added.append(seconds - (bare[-1] + bare[-2]) / 2)
         if not is_alone:
@@ -140,19 +144,9 @@ def measure_idle(case: str, rounds: int, steps: int, folder: Path) -> None:
                 seconds = block(job, steps, lambda loss: guard.step_end(loss=loss))
             bare.append(block(job, steps, lambda loss: None))
             unwaited.append(seconds - (bare[-1] + bare[-2]) / 2)
-    usual = statistics.median(bare)
-    if not is_alone and dist.get_rank() > 0:
-        return
-    if is_alone:
-        more = f"waits {waits} in {rounds * (steps // 2)} steps"
-    else:
-        more = f"no wait {1e6 * statistics.median(unwaited):.0f} us (min {1e6 * min(unwaited):.0f})"
-    print(
-        f"idle, {case}: a bare step {1e3 * usual:.3f} ms; added {1e6 * statistics.median(added):.0f} us "
-        f"({statistics.median(added) / usual:.2%}; min {1e6 * min(added):.0f}, max {1e6 * max(added):.0f}); "
-        f"host {1e6 * statistics.median(host):.0f} us; {more}",
-        flush=True,
-    )
+    micro = {"added": added, "host": host, **({} if is_alone else {"added, no wait": unwaited})}
+    found = {name: [1e6 * seconds for seconds in values] for name, values in micro.items()}
+    return {"bare step": [1e3 * seconds for seconds in bare], **found, **({"waits": waits} if is_alone else {})}
 
 
 def count_waits(job: Job, guard: mx.Guard, steps: int) -> int:
@@ -295,77 +289,78 @@ def run_child(nbytes: int, method: str) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare_snapshots(nbytes: int, rounds: int, methods: list[str]) -> None:
+def compare_snapshots(nbytes: int, rounds: int, methods: list[str]) -> harness.Comparison:
+    """Milliseconds, and ratios to the floor or to the step without a snapshot."""
     methods = [method for method in methods if method != "torch.save" or nbytes <= 4 * _GIB]
-    found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    found: dict[str, dict[str, list[float]]] = {}
     for number in range(rounds):
         for method in methods if number % 2 == 0 else reversed(methods):
             try:
-                found[method].append(run_child(nbytes, method))
+                one = run_child(nbytes, method)
             except subprocess.CalledProcessError as error:  # the others' figures are worth having all the same
                 print(f"  {method}: failed with exit code {error.returncode}", flush=True)
-    print(f"snapshot, {nbytes / _GIB:g} GiB; milliseconds, and as a part of the floor or of the step")
-    for method, results in found.items():
-        if not results:
-            continue
-        row = [f"floor {1e3 * statistics.median(one['floor'] for one in results):.1f}"]
-        for name in ("first", "later", "longer"):
-            if name in results[0]:
+                continue
+            told = {name: 1e3 * seconds for name, seconds in one.items()}
+            for name in one.keys() & {"first", "later", "longer"}:
                 base = "plain" if name == "longer" else "floor"
-                value = statistics.median(one[name] for one in results)
-                ratio = statistics.median(one[name] / one[base] for one in results)
-                row.append(f"{name} {1e3 * value:.1f} ({ratio:.3f} of {base})")
-        print(f"  {method:12s} {'  '.join(row)}", flush=True)
+                told[f"{name} / {base}"] = one[name] / one[base]
+            for name, value in told.items():
+                found.setdefault(method, {}).setdefault(name, []).append(value)
+    return harness.gathered(f"snapshot, {nbytes / _GIB:g} GiB", found)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=parse_sizes, default="1G,4G,16G")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--methods", default=",".join(("idle", *METHODS)))
     parser.add_argument("--ranks", type=int, default=1, help="of an idle step, the only thing measured then")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    harness.add_arguments(parser)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure_snapshot(args.sizes[0], args.child, args.folder)))
-        return
+        return 0
     if not torch.cuda.is_available():
         sys.exit("bench_cuda.py needs a CUDA device")
     if args.ranks > 1:
         if "RANK" not in os.environ:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-            sys.exit(subprocess.run([sys.executable, *launcher, *sys.argv], check=False).returncode)
+            return subprocess.run([sys.executable, *launcher, *sys.argv], check=False).returncode
         # Each tells NCCL that it is on a machine of its own, or it would refuse that they share a device.
         os.environ.update(NCCL_HOSTID=f"rank-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    if os.environ.get("RANK", "0") == "0":
-        describe_machine(args.ranks)
+    report = open_report(args) if os.environ.get("RANK", "0") == "0" else None
     if "idle" in args.methods:
         for case in CASES:
             with tempfile.TemporaryDirectory() as folder:
                 shared: list[Any] = [folder]
                 if args.ranks > 1:
                     dist.broadcast_object_list(shared, device=torch.device("cuda", 0))
-                measure_idle(case, args.rounds, args.steps, Path(shared[0]))
+                figures = measure_idle(case, args.rounds, args.steps, Path(shared[0]))
+                if report is not None:
+                    title = f"idle, {case}, {args.ranks} ranks, {args.steps // 2} steps watched for waits a round"
+                    report.add(harness.gathered(title, {case: figures}), unit="step: ms, else us")
                 if args.ranks > 1:
                     dist.barrier()
     if args.ranks > 1:
         dist.destroy_process_group()
-        return
-    for nbytes in args.sizes:
-        if methods := [method for method in METHODS if method in args.methods.split(",")]:
-            compare_snapshots(nbytes, args.rounds, methods)
+    elif methods := [method for method in METHODS if method in args.methods.split(",")]:
+        for nbytes in args.sizes:
+            compared = compare_snapshots(nbytes, args.rounds, methods)
+            if report is not None and compared.figures:
+                report.add(compared, unit="ms; ratios")
+    return 0 if report is None else report.end()
 
 
-def describe_machine(ranks: int) -> None:
-    print(
-        f"ranks: {ranks}, {torch.cuda.get_device_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, "
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}",
-        flush=True,
-    )
+def open_report(args: argparse.Namespace) -> harness.Report:
+    report = harness.Report(args)
+    device = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    report.setting["device"] = device
+    print(f"device    {device}", flush=True)
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

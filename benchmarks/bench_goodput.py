@@ -22,15 +22,15 @@ import sys
 import time
 from collections.abc import Sequence
 
+import harness
 from bench_recovery import (
     METHODS,
     job,
     lines,
-    print_setting,
 )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -43,21 +43,28 @@ def main() -> None:
     )
     parser.add_argument("--search-minutes", type=float, default=1.0, help="of each interval (default 1)")
     parser.add_argument("--methods", default=",".join(METHODS))
+    harness.add_arguments(parser, rounds=1)
     args = parser.parse_args()
     args.mebibytes = 0
     intervals = [int(each) for each in args.intervals.split(",")]
     args.save_every = intervals[0]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    print_setting()
-    print(f"{args.ranks} ranks, a kill every {args.every:g} s for {args.minutes:g} minutes")
-    for method in args.methods.split(","):
-        if method == "torchrun":
-            args.save_every = best_interval(intervals, args)
+    report = harness.Report(args)
+    chosen = args.methods.split(",")
+    every = dict.fromkeys(chosen, args.save_every)
+    if "torchrun" in chosen:
+        every["torchrun"] = best_interval(intervals, args)
+
+    def sample(method: str) -> dict[str, float]:
+        args.save_every = every[method]
         quiet, _ = rate(method, args, seconds=3 * args.every, kills=False)
         busy, kills = rate(method, args, seconds=60 * args.minutes, kills=True)
-        print(
-            f"  {method:<10} {busy:6.2f} of {quiet:6.2f} steps a second: {busy / quiet:.3f}, {kills} kills", flush=True
-        )
+        return {"steps a second": busy, "without kills": quiet, "share": busy / quiet, "kills": kills}
+
+    methods: dict[str, harness.Method] = {method: lambda method=method: sample(method) for method in chosen}  # type: ignore[misc]
+    title = f"{args.ranks} ranks, a kill every {args.every:g} s for {args.minutes:g} minutes"
+    report.add(harness.compare(title, methods, rounds=args.rounds), unit="steps a second")
+    return report.end()
 
 
 def best_interval(intervals: Sequence[int], args: argparse.Namespace) -> int:
@@ -103,4 +110,4 @@ def follow(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

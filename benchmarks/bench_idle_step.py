@@ -37,7 +37,6 @@ import argparse
 import itertools
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -52,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import harness
 import mindx_elastic as mx
 
 _WARM_UP = 12
@@ -95,6 +95,12 @@ CASES = {
     "transformer": _transformer,
     "resnet20": _resnet20,
 }
+TARGETS = {
+    "transformer": {"step_end, median": 20.0},
+    "resnet20": {"step_end, median": 60.0},
+    "busy": {"longer": 0.03},
+}
+"""Of an idle step."""
 Block = tuple[list[float], float]
 """Seconds of each step, and CPU seconds of the thread a step."""
 
@@ -178,68 +184,60 @@ class Job:
         return (times[_WARM_UP:], cpu), inside[_WARM_UP:]
 
 
-def measure(job: Job, folder: Path, *, rounds: int, steps: int, snapshot_every: int | str) -> dict[str, float]:
-    """Microseconds, by name."""
-    bare: list[Block] = [job.bare(steps)]
-    guarded: list[Block] = []
-    inside: list[float] = []
-    floor: list[float] = []
+def measure(job: Job, folder: Path, *, rounds: int, steps: int, snapshot_every: int | str) -> dict[str, list[float]]:
+    """By figure: of each round, in microseconds; `longer` is a ratio."""
+    found: dict[str, list[float]] = {}
+    before = job.bare(steps)
     for _ in range(rounds):
         options: dict[str, Any] = {"resume": "never", "final_save": False, "directory": folder}
         options["snapshot_every"] = snapshot_every
         guard = mx.Guard(
             model=job.model, optimizer=job.optimizer, lr_scheduler=job.scheduler, loader=job.loader, **options
         )
-        times, ends = job.guarded(steps, guard)
-        guarded.append(times)
-        inside += ends
-        bare.append(job.bare(steps))
-        floor += job.floor(steps)
-    around = [[*one[0], *other[0]] for one, other in itertools.pairwise(bare)]
-    pairs = [(own[0], other) for own, other in zip(guarded, around, strict=True)]
-    cpus = [
-        own[1] - (one[1] + other[1]) / 2 for own, (one, other) in zip(guarded, itertools.pairwise(bare), strict=True)
-    ]
-    found = {
-        "bare step": statistics.median(itertools.chain(*(times for times, _ in bare))),
-        "added: mean": statistics.median(statistics.fmean(own) - statistics.fmean(other) for own, other in pairs),
-        "median": statistics.median(statistics.median(own) - statistics.median(other) for own, other in pairs),
-        "best tenth": statistics.median(_best(own) - _best(other) for own, other in pairs),
-        "cpu": statistics.median(cpus),
-        "step_end: mean": statistics.fmean(inside),
-        "median ": statistics.median(inside),
-        "best tenth ": _best(inside),
-        "floor": _best(floor),
-    }
-    return {name: value * 1e6 for name, value in found.items()}
+        (own, cpu), inside = job.guarded(steps, guard)
+        after = job.bare(steps)
+        around, median = [*before[0], *after[0]], statistics.median
+        told = {
+            "bare step": median(around),
+            "added, mean": statistics.fmean(own) - statistics.fmean(around),
+            "added, median": median(own) - median(around),
+            "added, best tenth": _best(own) - _best(around),
+            "added, cpu": cpu - (before[1] + after[1]) / 2,
+            "step_end, mean": statistics.fmean(inside),
+            "step_end, median": median(inside),
+            "step_end, best tenth": _best(inside),
+            "floor": _best(job.floor(steps)),
+        }
+        for name, seconds in told.items():
+            found.setdefault(name, []).append(seconds * 1e6)
+        found.setdefault("longer", []).append(told["added, median"] / told["bare step"])
+        before = after
+    return found
 
 
 def _best(times: list[float]) -> float:
     return statistics.quantiles(times, n=10)[0]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="mlp,busy,batchnorm,transformer", help=", ".join(CASES))
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--snapshot-every", default="0", help="steps between snapshots in shared memory, or auto")
     parser.add_argument("--busy-ms", type=float, default=1e3 * _BUSY_S, help="of a step of the case busy")
     parser.add_argument("--size", type=float, default=0.0, help="MiB of parameters beside those of the case")
+    harness.add_arguments(parser, rounds=15)
     args = parser.parse_args()
     if args.ranks > 1 and "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        sys.exit(subprocess.run([*launcher, *sys.argv], env=env, check=False).returncode)
+        return subprocess.run([*launcher, *sys.argv], env=env, check=False).returncode
     logging.getLogger("mindx_elastic").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    leads = os.environ.get("RANK", "0") == "0"
-    if leads:
-        versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-        print(f"{args.ranks} ranks, {os.cpu_count()} cores, {platform.machine()}, {versions}; microseconds")
+    report = harness.Report(args) if os.environ.get("RANK", "0") == "0" else None
     shared: list[Any] = [None]
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
@@ -250,18 +248,20 @@ def main() -> None:
             every = args.snapshot_every if args.snapshot_every == "auto" else int(args.snapshot_every)
             folder_of = Path(shared[0]) / case
             rows = measure(job, folder_of, rounds=args.rounds, steps=args.steps, snapshot_every=every)
-            if leads:
-                print(
-                    f"{case:12s}"
-                    + "  ".join(f"{name.strip()} {value:6.1f}" for name, value in rows.items())
-                    + f"  longer {rows['median'] / rows['bare step']:.2%}",
-                    flush=True,
-                )
+            if report is not None:
+                targets = [
+                    harness.Target(method=case, figure=figure, at_most=limit)
+                    for figure, limit in TARGETS.get(case, {}).items()
+                    if args.snapshot_every == "0"
+                ]
+                title = f"{case}, ranks: {args.ranks}, snapshot_every: {args.snapshot_every}"
+                report.add(harness.gathered(title, {case: rows}), targets=targets, unit="us; longer: ratio")
         if dist.is_initialized():
             dist.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 0 if report is None else report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,16 +23,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import resource
-import shlex
-import statistics
 import subprocess
 import sys
 import time
 from typing import Any
 
+import harness
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
@@ -43,25 +40,30 @@ MODES = ("replicated", "fsdp", "uneven", "reshard")
 TARGET_S, TARGET_MIB = 2.0, 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+class GivenUpError(Exception):
+    """A point took longer than the limit, or more memory than there is."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=16384, help="of the old world (default 16384)")
     parser.add_argument("--tensors", type=int, default=2000, help="of the whole job (default 2000)")
     parser.add_argument("--faults", type=int, default=64, help="faulty ranks (default 64)")
-    parser.add_argument("--repeats", type=int, default=3, help="processes per point (default 3)")
     parser.add_argument(
         "--limit", type=float, default=120.0, help="seconds after which a point is given up (default 120)"
     )
     parser.add_argument("--child", choices=(*MODES, "dcp"), help=argparse.SUPPRESS)
+    harness.add_arguments(parser, rounds=3)
     args = parser.parse_args()
     if args.child:
         measure = _measure_dcp if args.child == "dcp" else _measure
         print(json.dumps(measure(args.child, args.ranks, args.tensors, args.faults)))
-        return
-    _print_setting()
-    _print_targets(args)
-    _print_growth(args)
-    _print_dcp(args)
+        return 0
+    report = harness.Report(args)
+    _compare_layouts(args, report)
+    _compare_sizes(args, report)
+    _compare_with_dcp(args, report)
+    return report.end()
 
 
 # --- the job ---
@@ -194,41 +196,50 @@ def _measure_dcp(_mode: str, ranks: int, tensors: int, _faults: int) -> dict[str
 # --- tables ---
 
 
-def _sample(args: argparse.Namespace, mode: str, ranks: int, tensors: int, repeats: int = 0) -> dict[str, float] | None:
-    """Medians over fresh processes; None: one took longer than the limit."""
+def _sample(args: argparse.Namespace, mode: str, ranks: int, tensors: int) -> dict[str, float]:
+    """A fresh process. Raises GivenUpError."""
     command = [sys.executable, __file__, "--child", mode, "--ranks", str(ranks), "--tensors", str(tensors)]
     command += ["--faults", str(args.faults)]
-    found = []
-    for _ in range(repeats or args.repeats):
-        try:
-            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=args.limit)
-        except subprocess.TimeoutExpired:
-            return None
-        if done.returncode < 0:  # killed: no memory
-            return None
-        done.check_returncode()
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return {key: statistics.median(each[key] for each in found) for key in found[0]}
+    try:
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=args.limit)
+    except subprocess.TimeoutExpired:
+        raise GivenUpError(f"{mode}, {ranks} x {tensors}: given up after {args.limit:g} s") from None
+    if done.returncode < 0:
+        raise GivenUpError(f"{mode}, {ranks} x {tensors}: ended by signal {-done.returncode}, out of memory")
+    done.check_returncode()
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
-def _print_targets(args: argparse.Namespace) -> None:
-    print(
-        f"\n{args.ranks} ranks ({args.ranks // PP // TP} x {TP} x {PP}), {args.tensors} tensors, {args.faults} faulty:",
-        end=" ",
-    )
-    print(f"target {TARGET_S:g} s, {TARGET_MIB} MiB; median of {args.repeats}")
-    print(f"  {'layouts':<12} {'plan s':>8} {'MiB':>7} {'to JSON s':>10} {'JSON MiB':>9}")
+def _compare(
+    args: argparse.Namespace, title: str, points: dict[str, tuple[str, int, int]], rounds: int
+) -> harness.Comparison | None:
+    """None, and the reason printed: one of the points was given up."""
+    methods: dict[str, harness.Method] = {
+        name: lambda point=point: _sample(args, *point)  # type: ignore[misc]
+        for name, point in points.items()
+    }
+    try:
+        return harness.compare(title, methods, rounds=rounds)
+    except GivenUpError as error:
+        print(f"\n{title}: {error}", flush=True)
+        return None
+
+
+def _compare_layouts(args: argparse.Namespace, report: harness.Report) -> None:
+    shape = f"{args.ranks} ranks ({args.ranks // PP // TP} x {TP} x {PP}), {args.tensors} tensors, {args.faults} faulty"
     for mode in MODES:
-        found = _sample(args, mode, args.ranks, args.tensors)
-        if found is None:
-            print(f"  {mode:<12} given up after {args.limit:g} s")
-            continue
-        met = "met" if found["seconds"] < TARGET_S and found["mib"] < TARGET_MIB else "MISSED"
-        line = f"{found['seconds']:>8.3f} {found['mib']:>7.0f} {found['json_s']:>10.3f} {found['json_mib']:>9.1f}"
-        print(f"  {mode:<12} {line}   {met}", flush=True)
+        compared = _compare(args, f"{shape}, {mode}", {mode: (mode, args.ranks, args.tensors)}, args.rounds)
+        if compared is not None:
+            targets = [
+                harness.Target(method=mode, at_most=TARGET_S),
+                harness.Target(method=mode, figure="mib", at_most=TARGET_MIB),
+            ]
+            report.add(compared, targets=targets, unit="s, MiB")
 
 
-def _print_growth(args: argparse.Namespace) -> None:
+def _compare_sizes(args: argparse.Namespace, report: harness.Report) -> None:
+    """Linear growth: each point takes about 2 times the one before it."""
     ranks, tensors = args.ranks // 4, args.tensors // 4
     curves = {
         "ranks x 2": [(ranks << i, args.tensors) for i in range(4)],
@@ -236,49 +247,24 @@ def _print_growth(args: argparse.Namespace) -> None:
         "both x 2": [(ranks << i, tensors << i) for i in range(4)],
     }
     for mode in ("replicated", "fsdp"):
-        print(f"\ngrowth, {mode} (a factor of about 2 is linear)")
-        for name, points in curves.items():
-            found = [_sample(args, mode, *point) for point in points]
-            texts = []
-            for i, (point, here) in enumerate(zip(points, found, strict=True)):
-                seconds = f"{here['seconds']:.3f} s {here['mib']:.0f} MiB" if here else f"over {args.limit:g} s"
-                last = found[i - 1] if i else None
-                factor = f" (x {here['seconds'] / last['seconds']:.1f})" if here and last else ""
-                texts.append(f"{point[0]} x {point[1]}: {seconds}{factor}")
-            print(f"  {name:<12} {'; '.join(texts)}", flush=True)
+        for name, sizes in curves.items():
+            points = {f"{one} x {other}": (mode, one, other) for one, other in sizes}
+            compared = _compare(args, f"growth, {mode}, {name}", points, args.rounds)
+            if compared is not None:
+                report.add(compared, base=next(iter(points)), unit="s, MiB")
 
 
-def _print_dcp(args: argparse.Namespace) -> None:
-    print("\nDCP beside it, fsdp layouts (DCP: the coordinator's global plans, one rank's local load plan; ours: all)")
-    head = f"{'DCP global s':>12} {'local s':>9} {'MiB':>7} {'ours s':>9} {'MiB':>6} {'DCP / ours':>11}"
-    print(f"  {'ranks x tensors':<16} {head}")
+def _compare_with_dcp(args: argparse.Namespace, report: harness.Report) -> None:
+    """DCP: the coordinator's global plans, and one rank's local load plan (`local_s`); ours: all. fsdp layouts."""
     for ranks, tensors in ((64, 100), (128, 200), (256, 200), (512, 400), (1024, 800), (2048, 1600), (4096, 2000)):
         if ranks > args.ranks or tensors > args.tensors:
             continue
-        theirs = _sample(args, "dcp", ranks, tensors, repeats=1)
-        ours = _sample(args, "fsdp", ranks, tensors)
-        name = f"{ranks} x {tensors}"
-        if theirs is None or ours is None:
-            print(
-                f"  {name:<16} {'DCP' if theirs is None else 'ours'} given up after {args.limit:g} s, or out of memory"
-            )
+        points = {"mindx_elastic": ("fsdp", ranks, tensors), "DCP": ("dcp", ranks, tensors)}
+        compared = _compare(args, f"beside DCP, {ranks} x {tensors}", points, 1)
+        if compared is None:
             break
-        whole = theirs["seconds"] + theirs["local_s"]
-        line = f"{theirs['seconds']:>12.3f} {theirs['local_s']:>9.4f} {theirs['mib']:>7.0f} {ours['seconds']:>9.4f}"
-        print(f"  {name:<16} {line} {ours['mib']:>6.0f} {whole / ours['seconds']:>10.0f}x", flush=True)
-
-
-def _print_setting() -> None:
-    from importlib.metadata import version
-
-    cpu = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
-    print(f"command   {shlex.join(['python', *sys.argv])}")
-    load = f"load {os.getloadavg()[0]:.1f} at the start"
-    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}, {load}")
-    print(f"versions  python {platform.python_version()}, torch {version('torch')}")
+        report.add(compared, base="mindx_elastic", unit="s, MiB")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

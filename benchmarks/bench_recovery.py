@@ -1,6 +1,6 @@
 """Seconds from the SIGKILL of one rank until every rank has done the next step, and steps lost: ours beside torchrun.
 
-    python benchmarks/bench_recovery.py [--ranks 2,4] [--rounds 5] [--save-every 40] [--methods spare,restart,...]
+    python benchmarks/bench_recovery.py [--ranks 2,4] [--rounds 7] [--save-every 40] [--methods spare,restart,...]
     python benchmarks/bench_recovery.py --ranks 2 --methods spare --mebibytes 1024
 
 ResNet-20 on random pictures with SGD and momentum, DDP over gloo on the loopback, one thread a rank; the same model,
@@ -14,8 +14,8 @@ step and script for all:
 Every rank writes a line with the monotonic clock after each step. The last rank is killed in the middle between two
 periodic checkpoints, some seconds after the start (`--warm`), and the clock is read right before. `all again` is the
 moment at which the last rank has written the line of the first step that the new process does. Steps lost are those
-that some living rank had done. Rounds alternate between
-the methods. --mebibytes: a frozen parameter of that size besides.
+that some living rank had done. `stage ...`: in place, what the agent itself has noted since it had noticed the death.
+--mebibytes: a frozen parameter of that size besides.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
+
 METHODS = ("spare", "zygote", "restart", "torchrun")
 FASTER = {"spare": 25.0, "zygote": 12.0, "restart": 1.0}
 """Targets: how many times faster than torchrun."""
+STAGES = ("heard", "agreed", "connected", "state", "ready", "first_step")
+"""Of those that the agent notes, what every recovery in place goes through."""
 ROOT = Path(__file__).parent.parent
-_LIMIT_S = 120.0
 _ON_ITS_WAY_S = 0.04  # no recovery is as fast
 
 
@@ -55,30 +55,43 @@ class Recovery:
     stages: dict[str, float]
     """In place: what the agent itself has noted, seconds since it had noticed the death."""
 
+    def figures(self) -> dict[str, float]:
+        stages = {f"stage {name}": self.stages[name] for name in STAGES if name in self.stages}
+        return {harness.SECONDS: self.seconds, "steps lost": self.steps_lost, **stages}
 
-def main() -> None:
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, comma between them (default 2,4)")
-    parser.add_argument("--rounds", type=int, default=5, help="kills per method (default 5)")
     parser.add_argument("--save-every", type=int, default=40, help="torchrun's checkpoints, in steps (default 40)")
     parser.add_argument("--methods", default=",".join(METHODS), help="which, comma between them")
     parser.add_argument("--warm", type=float, default=12.0, help="seconds of training before the kill (default 12)")
     parser.add_argument("--mebibytes", type=int, default=0, help="of state besides the network's (default 0)")
     parser.add_argument("--job", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    harness.add_arguments(parser)
     args = parser.parse_args()
     if args.job:
         train(args.job, args.directory, args.save_every, args.mebibytes)
-        return
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing behind
-    print_setting()
-    methods = args.methods.split(",")
+    report = harness.Report(args)
+    chosen = args.methods.split(",")
+    more = f", {args.mebibytes} MiB of state besides" if args.mebibytes else ""
     for ranks in map(int, args.ranks.split(",")):
-        found: dict[str, list[Recovery]] = {method: [] for method in methods}
-        for number in range(args.rounds):
-            for method in methods if number % 2 == 0 else methods[::-1]:
-                found[method].append(kill_one(method, ranks, args))
-        print_table(found, ranks, args)
+        methods: dict[str, harness.Method] = {
+            method: lambda method=method, ranks=ranks: kill_one(method, ranks, args).figures()  # type: ignore[misc]
+            for method in chosen
+        }
+        compared = harness.compare(f"{ranks} ranks, one killed{more}", methods, rounds=args.rounds)
+        base, targets = ("torchrun" if "torchrun" in chosen else None), []
+        for method in chosen:
+            if method in FASTER:
+                targets.append(harness.Target(method=method, figure="steps lost", at_most=0.0))
+                if base is not None:
+                    targets.append(harness.Target(method=method, times_as_fast=FASTER[method]))
+        report.add(compared, base=base, targets=targets)
+    return report.end()
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------
@@ -157,7 +170,10 @@ def kill_one(method: str, ranks: int, args: argparse.Namespace) -> Recovery:
         seconds, lost = follow(process, ranks, args)
         stages = wait_for_stages(method, folder / "run" / "events.jsonl")
         end(process)
-        return Recovery(seconds, lost, stages or noted_stages(folder / "run" / "events.jsonl"))
+        stages = stages or noted_stages(folder / "run" / "events.jsonl")
+        if method in ("spare", "zygote") and not stages:
+            raise RuntimeError(f"{method}: the agent has noted no recovery in place")
+        return Recovery(seconds, lost, stages)
 
 
 @contextmanager
@@ -271,46 +287,5 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
-
-
-def print_setting() -> None:
-    import torch
-
-    cpu = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
-    print(f"command   {shlex.join(['python', *sys.argv])}")
-    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}")
-    print(f"versions  python {platform.python_version()}, torch {torch.__version__}")
-
-
-def print_table(found: dict[str, list[Recovery]], ranks: int, args: argparse.Namespace) -> None:
-    more = f", {args.mebibytes} MiB of state besides" if args.mebibytes else ""
-    print(f"\n{ranks} ranks, one killed{more}; seconds until all ranks have done the next step")
-    print(f"  {'':<10} {'kills':>5} {'median':>7} {'min':>7} {'max':>7} {'steps lost':>11} {'torchrun / it':>14}")
-    medians = {method: statistics.median(r.seconds for r in each) for method, each in found.items()}
-    for method, recoveries in found.items():
-        seconds = [recovery.seconds for recovery in recoveries]
-        lost = max(recovery.steps_lost for recovery in recoveries)
-        line = f"  {method:<10} {len(seconds):>5} {medians[method]:>7.3f} {min(seconds):>7.3f} {max(seconds):>7.3f}"
-        line += f" {lost:>11}"
-        if "torchrun" in medians and method in FASTER:
-            ratio = medians["torchrun"] / medians[method]
-            verdict = "met" if ratio >= FASTER[method] and lost == 0 else "MISSED"
-            line += f" {ratio:>14.1f}  (target {FASTER[method]:g}: {verdict})"
-        print(line)
-    for method, recoveries in found.items():
-        print_stages(method, [recovery.stages for recovery in recoveries if recovery.stages])
-    sys.stdout.flush()
-
-
-def print_stages(method: str, stages: Sequence[dict[str, float]]) -> None:
-    names = [name for name in stages[0] if all(name in each for each in stages)] if stages else []
-    if names:
-        told = ", ".join(f"{name} {statistics.median(each[name] for each in stages) * 1000:.0f}" for name in names)
-        print(f"  {method}, stages, ms since the death was noticed: {told}")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

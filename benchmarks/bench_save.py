@@ -1,13 +1,13 @@
 """Seconds from a signal to a durable checkpoint: mindx_elastic beside torch.save, DCP and safetensors.
 
-    python benchmarks/bench_save.py [--gib 1] [--rounds 5] [--pause 0] [--directory DIR] [--ranks N]
+    python benchmarks/bench_save.py [--gib 1] [--rounds 7] [--pause 0] [--directory DIR] [--ranks N] [--json FILE]
 
 Each sample is a fresh process that builds the state (big and small tensors, as of a model with Adam), sends itself
 SIGTERM, and saves as soon as the signal is heard. Its first save is *cold* (nothing of the save path has run or has
 touched its memory), the following ones are *warm*. Time ends when the file and its directory are flushed, for
 everybody: `torch.save` and `safetensors.save_file` are followed by fsync, DCP's writer runs with its `sync_files`.
-Rounds go through all methods in turn, in rotating order, because shared disks drift. mindx_elastic alone also
-computes digests meanwhile.
+mindx_elastic alone also computes digests meanwhile. `raw direct` is the limit of the disk: as many bytes, page-aligned
+in memory already, written by O_DIRECT from four threads that also compute the digests, and flushed.
 
 With --ranks N, N replicas in DDP with a state of that size each, on one disk, under torchrun: the time from the signal
 to the moment at which the last rank is durable. Beside each other: full copies of all ranks, the state divided in two
@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
-import platform
-import shlex
 import shutil
 import signal
 import statistics
@@ -31,11 +30,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import harness
+
 _LAYER_BYTES = 16 << 20
-METHODS = ("mindx_elastic", "torch.save", "dcp", "safetensors")
+OURS, RAW = "mindx_elastic", "raw direct"
+METHODS = (OURS, RAW, "torch.save", "dcp", "safetensors")
 WAYS = {"full copies": "never", "two copies": "always", "one copy": "always"}
 """What N replicas write, and ``MINDX_DIVIDED_SAVES`` for it."""
 PEERS = ("DCP", "torch.save, rank 0")
@@ -43,47 +46,55 @@ WARM_SAVES = 3
 _MIB = 1 << 20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="processes per method (default 5)")
     parser.add_argument("--directory", type=Path, default=Path(), help="disk to write to (default: here)")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each save (default 0)")
     parser.add_argument("--ranks", type=int, default=1, help="replicas that save together (default 1)")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", choices=(*WAYS, *PEERS), help=argparse.SUPPRESS)
+    harness.add_arguments(parser)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(_measure(args.child, args.gib, args.directory, args.pause)))
-        return
+        return 0
     if args.rank_of:
         _train_until_stopped(args.rank_of, args.gib, args.directory)
-        return
-    _print_setting(args.directory)
+        return 0
+    report = harness.Report(args, libraries=("safetensors", "xxhash"))
+    print(f"disk      {_file_system(args.directory)}")
     if args.ranks > 1:
-        _compare_ways(args)
-        return
-    samples: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in METHODS}
-    for round_number in range(args.rounds):
-        for index in range(len(METHODS)):
-            method = METHODS[(index + round_number) % len(METHODS)]
-            for kind, seconds in _run_child(method, args.gib, args.directory, args.pause).items():
-                samples[method][kind] += seconds
-    _print_table(samples, args.gib)
+        _compare_ways(args, report)
+        return report.end()
+    methods: dict[str, harness.Method] = {
+        method: lambda method=method: _run_child(method, args.gib, args.directory, args.pause)  # type: ignore[misc]
+        for method in METHODS
+    }
+    compared = harness.compare(f"{args.gib:g} GiB", methods, rounds=args.rounds)
+    targets = []
+    for kind in ("cold", "warm"):
+        targets.append(harness.Target(method=OURS, figure=kind, times_as_fast=0.95))
+        fastest = min(METHODS[2:], key=lambda method: compared.spread(method, kind).median)
+        targets.append(harness.Target(method=OURS, figure=kind, times_as_fast=1.3, base=fastest))
+    report.add(compared, base=RAW, targets=targets)
+    return report.end()
 
 
-def _run_child(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, list[float]]:
+def _run_child(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench_save-", dir=directory) as folder:
         command = [sys.executable, __file__, "--child", method, "--gib", str(gib), "--directory", folder]
         command += ["--pause", str(pause_s)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, list[float]]:
+def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, float]:
     save = _SAVERS[method]()
     state = _make_state(int(gib * 1024) * _MIB)
+    if method == RAW:
+        save(state, directory)  # makes its aligned memory
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     seconds = []
@@ -98,26 +109,23 @@ def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[s
         save(state, target)
         seconds.append(time.monotonic() - start)
         _remove(target, directory)
-    return {"cold": seconds[:1], "warm": seconds[1:]}
+    return {"cold": seconds[0], "warm": statistics.median(seconds[1:])}
 
 
-def _compare_ways(args: argparse.Namespace) -> None:
+def _compare_ways(args: argparse.Namespace, report: harness.Report) -> None:
+    def sample(way: str) -> dict[str, float]:
+        with tempfile.TemporaryDirectory(prefix="bench_save-", dir=args.directory) as folder:
+            seconds, nbytes = _stop_job(way, args.ranks, args.gib, Path(folder))
+        return {harness.SECONDS: seconds, "bytes / state": nbytes / (args.gib * (1 << 30))}
+
     ways = [way for way in WAYS if way != "two copies" or args.ranks > 2] + list(PEERS)
-    samples: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
-    for number in range(args.rounds):
-        for index in range(len(ways)):
-            way = ways[(index + number) % len(ways)]
-            with tempfile.TemporaryDirectory(prefix="bench_save-", dir=args.directory) as folder:
-                samples[way].append(_stop_job(way, args.ranks, args.gib, Path(folder)))
-    full = statistics.median(seconds for seconds, _ in samples["full copies"])
-    title = f"{args.ranks} ranks, {args.gib:g} GiB each, {args.rounds} stops each"
-    print(f"\n{title:<40} median s     min     max   bytes/state")
-    for way, found in samples.items():
-        seconds = [each for each, _ in found]
-        median, written = statistics.median(seconds), statistics.median(nbytes for _, nbytes in found)
-        ratio = "" if way == "full copies" else f"   {full / median:.2f} times as fast"
-        share = written / (args.gib * (1 << 30))
-        print(f"  {way:<38} {median:>10.3f} {min(seconds):>7.3f} {max(seconds):>7.3f} {share:>13.2f}{ratio}")
+    methods: dict[str, harness.Method] = {way: lambda way=way: sample(way) for way in ways}  # type: ignore[misc]
+    compared = harness.compare(f"{args.ranks} ranks, {args.gib:g} GiB each", methods, rounds=args.rounds)
+    targets = [
+        harness.Target(method="one copy", times_as_fast=0.9 * args.ranks),
+        harness.Target(method="one copy", figure="bytes / state", at_most=1.01),
+    ]
+    report.add(compared, base="full copies", targets=targets)
 
 
 def _stop_job(way: str, ranks: int, gib: float, folder: Path) -> tuple[float, int]:
@@ -295,43 +303,59 @@ def _safetensors() -> Callable[[Any, Path], None]:
     return save
 
 
+def _raw_direct() -> Callable[[Any, Path], None]:
+    import xxhash
+
+    block = 8 << 20
+    aligned: list[mmap.mmap] = []
+
+    def prepare(state: Any) -> mmap.mmap:
+        nbytes = sum(tensor.nbytes for tensors in state["state"].values() for tensor in tensors.values())
+        memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        place = 0
+        for tensors in state["state"].values():
+            for tensor in tensors.values():
+                memory[place : place + tensor.nbytes] = tensor.reshape(-1).numpy().tobytes()
+                place += tensor.nbytes
+        return memory
+
+    def save(state: Any, target: Path) -> None:
+        if not aligned:  # before the clock runs
+            aligned.append(prepare(state))
+            return
+        view = memoryview(aligned[0])
+        fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(fd, 0, len(view))
+
+        def write(start: int) -> None:
+            piece = view[start : start + block]
+            done = 0
+            while done < len(piece):
+                done += os.pwrite(fd, piece[done:], start + done)
+            xxhash.xxh3_128_digest(piece)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(0, len(view), block)))
+        os.fsync(fd)
+        os.close(fd)
+        _fsync(target.parent)
+
+    return save
+
+
 _SAVERS: dict[str, Callable[[], Callable[[Any, Path], None]]] = {
-    "mindx_elastic": _mindx_elastic,
+    OURS: _mindx_elastic,
+    RAW: _raw_direct,
     "torch.save": _torch_save,
     "dcp": _dcp,
     "safetensors": _safetensors,
 }
 
 
-def _print_setting(directory: Path) -> None:
-    from importlib.metadata import version
-
-    cpu = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
-    file_system = subprocess.run(
-        ["stat", "--file-system", "--format=%T", directory], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout.strip()
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "safetensors", "xxhash", "numpy"))
-    print(f"command   {shlex.join(['python', *sys.argv])}")
-    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}, {file_system}")
-    print(f"versions  python {platform.python_version()}, {libraries}")
-
-
-def _print_table(samples: dict[str, dict[str, list[float]]], gib: float) -> None:
-    for kind in ("cold", "warm"):
-        medians = {name: statistics.median(values[kind]) for name, values in samples.items()}
-        ours = medians["mindx_elastic"]
-        best = min(seconds for name, seconds in medians.items() if name != "mindx_elastic")
-        count = len(samples["mindx_elastic"][kind])
-        print(f"\n{kind}, {gib:g} GiB, {count} saves each        median s     min     max   GB/s   ours is")
-        for name, seconds in medians.items():
-            values = samples[name][kind]
-            rate = gib * 1.073741824 / seconds
-            ratio = "" if name == "mindx_elastic" else f"   {seconds / ours:.2f}x faster"
-            print(f"  {name:<30} {seconds:>10.3f} {min(values):>7.3f} {max(values):>7.3f} {rate:>6.2f}{ratio}")
-        print(f"  best of the others / mindx_elastic: {best / ours:.2f}")
+def _file_system(directory: Path) -> str:
+    command = ["stat", "--file-system", "--format=%T", str(directory)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """How long the training thread stands still for one snapshot of its whole state into shared memory.
 
-    python benchmarks/bench_snapshot.py [--sizes 256M,1G,4G] [--rounds 3] [--snapshots 6]
+    python benchmarks/bench_snapshot.py [--sizes 256M,1G,4G] [--rounds 7] [--snapshots 6] [--json FILE]
 
 Each sample is a fresh process that trains a real model (linear layers and norms) with Adam until its parameters and
 moments fill the size. The first snapshot is *cold* (nothing of the way has run or has touched its memory), the
@@ -12,10 +12,10 @@ following ones are *warm*. All rows write to /dev/shm:
 * DCP `async_save`: the call (its files are written later, and waited for outside of the measurement)
 * `torch.save`: the call
 
-The floor is a plain memcpy of the same tensors into a warm mapping of /dev/shm. It is measured in the same process,
-in turn with the snapshots, and ratios are taken inside a process, because the speed of shared machines drifts.
-`step longer by` is the whole step with a snapshot against one without: what two cores and one memory bus lose to the
-copy, stall included.
+`memcpy` is the floor: a plain memcpy of the same tensors into a warm mapping of /dev/shm. It is measured in the same
+process, in turn with the snapshots, and the ratios to it are taken inside a process, because the speed of shared
+machines drifts. `step longer` is the whole step with a snapshot against one without: what two cores and one memory bus
+lose to the copy, stall included.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ import ctypes
 import json
 import mmap
 import os
-import platform
 import re
-import shlex
 import shutil
 import signal
 import statistics
@@ -44,6 +42,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import harness
+
 METHODS = ("synchronous", "overlapped", "dcp.async_save", "torch.save")
 TARGETS = {"synchronous": 1.15, "overlapped": 0.1}
 SHM = Path("/dev/shm")
@@ -55,31 +55,49 @@ Samples = dict[str, list[float]]
 """Seconds: "stall" (first one cold), "memcpy", and for ours "plain" and "with" (whole steps)."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=parse_sizes, default="256M,1G,4G", help="of the state, comma between them")
-    parser.add_argument("--rounds", type=int, default=3, help="processes per method and size (default 3)")
     parser.add_argument("--snapshots", type=int, default=6, help="per process (default 6)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma between them (default: all)")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    harness.add_arguments(parser)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args.child, args.sizes[0], args.snapshots, args.folder)))
-        return
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing behind
-    print_setting()
-    methods = [method for method in METHODS if method in args.methods.split(",")]
+    report = harness.Report(args)
+    chosen = [method for method in METHODS if method in args.methods.split(",")]
+    targets = [
+        harness.Target(method=method, figure="warm / memcpy", at_most=TARGETS[method])
+        for method in chosen
+        if method in TARGETS
+    ]
+    if "synchronous" in chosen:
+        targets.append(harness.Target(method="synchronous", figure="cold / memcpy", at_most=TARGETS["synchronous"]))
     for nbytes in args.sizes:
         if problem := lacks(nbytes):
             print(f"\n{nbytes / _GIB:g} GiB is left out: {problem}")
             continue
-        found: dict[str, list[Samples]] = {method: [] for method in methods}
-        for number in range(args.rounds):
-            for index in range(len(methods)):
-                method = methods[(index + number) % len(methods)]
-                found[method].append(run_child(method, nbytes, args.snapshots))
-        print_table(found, nbytes)
+        methods: dict[str, harness.Method] = {
+            method: lambda method=method, nbytes=nbytes: figures(run_child(method, nbytes, args.snapshots))  # type: ignore[misc]
+            for method in chosen
+        }
+        compared = harness.compare(f"{nbytes / _GIB:g} GiB", methods, rounds=args.rounds)
+        report.add(compared, targets=targets, unit="s; ratios")
+    return report.end()
+
+
+def figures(samples: Samples) -> dict[str, float]:
+    """Of one process: seconds, and times its own memcpy."""
+    floor, warm = statistics.median(samples["memcpy"]), statistics.median(samples["stall"][1:])
+    cold = samples["stall"][0]
+    found = {"memcpy": floor, "cold": cold, "warm": warm, "cold / memcpy": cold / floor, "warm / memcpy": warm / floor}
+    if samples.get("plain"):
+        found["step longer"] = statistics.median(samples["with"][1:]) - statistics.median(samples["plain"])
+    return found
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -276,40 +294,5 @@ def dcp_saver(folder: Path) -> Iterator[Callable[[Any], float]]:
 _SAVERS = {"dcp.async_save": dcp_saver, "torch.save": torch_saver}
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
-
-
-def print_setting() -> None:
-    cpu = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
-    print(f"command   {shlex.join(['python', *sys.argv])}")
-    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}")
-    print(f"versions  python {platform.python_version()}, torch {torch.__version__}")
-
-
-def print_table(found: dict[str, list[Samples]], nbytes: int) -> None:
-    """One line a method; milliseconds, and times a memcpy of the same process."""
-    print(f"\n{nbytes / _GIB:g} GiB, stall in ms")
-    print(f"  {'':<15} {'memcpy':>8} {'cold':>9} {'warm':>9} {'min':>8} {'max':>8}   warm / memcpy  cold / memcpy")
-    for method, rounds in found.items():
-        floors = [statistics.median(samples["memcpy"]) for samples in rounds]
-        warm = [value for samples in rounds for value in samples["stall"][1:]]
-        cold = statistics.median(samples["stall"][0] for samples in rounds)
-        ratio = statistics.median(statistics.median(s["stall"][1:]) / f for s, f in zip(rounds, floors, strict=True))
-        cold_ratio = statistics.median(s["stall"][0] / f for s, f in zip(rounds, floors, strict=True))
-        ms = [1e3 * value for value in (statistics.median(floors), cold, statistics.median(warm), min(warm), max(warm))]
-        line = f"  {method:<15} {ms[0]:8.1f} {ms[1]:9.1f} {ms[2]:9.1f} {ms[3]:8.1f} {ms[4]:8.1f}"
-        line += f" {ratio:15.3f} {cold_ratio:14.3f}"
-        if method in TARGETS:
-            verdict = "met" if ratio <= TARGETS[method] else "MISSED"
-            line += f"   target {TARGETS[method]:g}: {verdict}"
-        print(line)
-    if overlapped := found.get("overlapped"):
-        plain = statistics.median(value for samples in overlapped for value in samples["plain"])
-        longer = statistics.median(value for samples in overlapped for value in samples["with"][1:]) - plain
-        print(f"  overlapped: step longer by {1e3 * longer:.1f} ms (a step without a snapshot: {1e3 * plain:.1f} ms)")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

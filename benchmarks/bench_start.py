@@ -23,9 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,9 +31,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+import harness
 from mindx_elastic.agreement.gather import Part, hear_all, merged, value_of
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.capture.layouts import Blueprint
@@ -63,30 +60,25 @@ DIRECTORY = Path("/checkpoints")
 MOMENT = ("run", 0, 1000)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 4096, 16384])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES[:3]))
     parser.add_argument("--tensors", type=int, default=150, help="parameters of the model (default 150)")
+    harness.add_arguments(parser, rounds=1)
     args = parser.parse_args()
-    print(f"command: python {shlex.join(sys.argv)}")
-    print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}")
-    print(f"python {platform.python_version()}, torch {torch.__version__}; {args.tensors} parameters, Adam")
-    heads = ("mode", "ranks", "meetings", "seconds", "rank 0 s", "MB", "B/rank in", "max")
-    print(" ".join(f"{head:>10}" for head in heads))
-    misses: list[str] = []
+    report = harness.Report(args)
     for mode in args.modes:
         for ranks in args.ranks:
-            found = measure(mode, ranks, args.tensors)
-            print(
-                f"{mode:>10} {ranks:>10} {found.meetings:>10} {found.seconds:>10.2f} {found.chair_s:>10.2f} "
-                f"{found.nbytes / 1e6:>10.2f} {found.mean_in:>10.0f} {found.max_in:>10}",
-                flush=True,
-            )
-            if ranks == TARGET_RANKS and (found.seconds > TARGET_S or found.nbytes > TARGET_MB * 1e6):
-                misses.append(f"{mode}: {found.seconds:.2f} s, {found.nbytes / 1e6:.1f} MB")
-    outcome = "; ".join(misses) or ("kept" if TARGET_RANKS in args.ranks else "not measured")
-    print(f"target at {TARGET_RANKS} ranks: {TARGET_S:g} s and {TARGET_MB:g} MB: {outcome}")
+            method = f"{mode}, {ranks} ranks"
+            methods = {method: lambda mode=mode, ranks=ranks: measure(mode, ranks, args.tensors).figures()}
+            targets = [
+                harness.Target(method=method, at_most=TARGET_S),
+                harness.Target(method=method, figure="MB", at_most=TARGET_MB),
+            ]
+            compared = harness.compare(f"{method}, {args.tensors} parameters, Adam", methods, rounds=args.rounds)
+            report.add(compared, targets=targets if ranks == TARGET_RANKS else (), unit="s, MB, bytes")
+    return report.end()
 
 
 class CountingStore:
@@ -174,6 +166,16 @@ class Measured:
     mean_in: float
     """Bytes that a rank other than rank 0 has read, and sent keys for."""
     max_in: int
+
+    def figures(self) -> dict[str, float]:
+        return {
+            harness.SECONDS: self.seconds,
+            "rank 0 s": self.chair_s,
+            "meetings": self.meetings,
+            "MB": self.nbytes / 1e6,
+            "bytes a rank in": self.mean_in,
+            "most": self.max_in,
+        }
 
 
 def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
@@ -324,4 +326,4 @@ def job(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

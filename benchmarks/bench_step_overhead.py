@@ -1,9 +1,9 @@
 """What the guard costs the training thread in a step in which nothing happens.
 
-    python benchmarks/bench_step_overhead.py [--ranks 2] [--repeats 5]
+    python benchmarks/bench_step_overhead.py [--ranks 2] [--rounds 7] [--json FILE]
 
 Starts torchrun by itself. ResNet-20 (270k parameters, 57 BatchNorm buffers), SGD with momentum, a per-step scheduler, a
-`ResumableLoader`. All rows come from one run, in interleaved rounds; the figure is the median over rounds.
+`ResumableLoader`. All rows come from one run, in interleaved rounds.
 
 * alarm + agreement: `Guard.finish_step`, all that the training thread does to be able to stop
 * boundary capture: `Guard.boundary`, and inside it the copy of the buffers alone
@@ -19,8 +19,6 @@ import argparse
 import json
 import logging
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,9 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import harness
 import mindx_elastic as mx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet_cifar10"))
+
+
+CAPTURE = "boundary capture without the buffers' copy"
+LOG = "boundary log, together"
 
 
 def per_call_us(work: Callable[[], object], calls: int) -> float:
@@ -78,8 +81,8 @@ class Parts:
         self.optimizer.zero_grad()
 
 
-def measure(directory: Path, repeats: int) -> dict[str, float]:
-    """Medians in microseconds, by row."""
+def measure(directory: Path, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each round, by row."""
     parts = Parts(directory)
     flag = directory / f"flag{os.environ.get('RANK', '0')}.json"
     flag.write_text('{"GracefulExit": 0}')
@@ -97,7 +100,7 @@ def measure(directory: Path, repeats: int) -> dict[str, float]:
 
     guard = parts.guard()
     parts.step()
-    for _ in range(repeats):
+    for _ in range(rounds):
         note("training step, bare", per_call_us(parts.step, 10))
         with guard:
 
@@ -113,11 +116,11 @@ def measure(directory: Path, repeats: int) -> dict[str, float]:
         note("usual: open and parse the flag file", per_call_us(read_flag, 2000))
         if dist.is_initialized():
             note("usual: all-reduce of one flag", per_call_us(lambda: dist.all_reduce(tensor), 300))
-    return {row: statistics.median(values) for row, values in rows.items()}
+    return rows
 
 
-def measure_log(directory: Path, repeats: int) -> dict[str, float]:
-    """Medians in microseconds, by row: what a replica keeps of each boundary in shared memory."""
+def measure_log(directory: Path, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each round, by row: what a replica keeps of each boundary in shared memory."""
     from mindx_elastic.capture.collector import Collector, name_targets
     from mindx_elastic.core.position import Position
     from mindx_elastic.memory.arena import RankArena
@@ -147,68 +150,69 @@ def measure_log(directory: Path, repeats: int) -> dict[str, float]:
         "boundary log: at a boundary": log.at_boundary,
         "  did the forecast come true": collector.forecast_came_true,
         "  collect": collector.volatile,
-        "  pack": lambda: packer.pack(collector.volatile()),
+        "  collect and pack": lambda: packer.pack(collector.volatile()),
         "  write to shared memory": lambda: ring.write(0, 1, content),
         "boundary log: after a forward": log._forward_ended,
         "  copy": collector.copy_ahead,
     }
     rows: dict[str, list[float]] = {row: [] for row in works}
     try:
-        for _ in range(repeats):
+        for _ in range(rounds):
             for row, work in works.items():
                 rows[row].append(per_call_us(work, 500))
     finally:
         ring.close()
         log.close()
         arena.remove()
-    medians = {row: statistics.median(values) for row, values in rows.items()}
-    medians["  pack"] -= medians["  collect"]
-    return medians
+    return rows
 
 
-def report(rows: dict[str, float], ranks: int) -> None:
-    """One line a row, then the ratios and targets."""
-    cores = os.cpu_count()
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    print(f"{ranks} ranks, {cores} cores, {platform.machine()}, {versions}")
-    for row, value in rows.items():
-        print(f"{row:40s} {value:10.1f} us")
-    alarm = rows["guard: alarm + agreement"]
-    capture = rows["guard: boundary capture"] - rows["copy of the buffers alone"]
-    print(f"alarm + agreement: {alarm:.2f} us a step (target: under 5)")
-    print(f"boundary capture without the buffers' copy: {capture:.0f} us a step (target: under 150)")
-    for row in ("usual: open and parse the flag file", "usual: all-reduce of one flag"):
-        if row in rows:
-            print(f"{row.removeprefix('usual: ')}: {rows[row] / alarm:.0f} times our alarm + agreement")
-    log = rows["boundary log: at a boundary"] + rows["boundary log: after a forward"]
-    print(f"boundary log: {log:.0f} us a step, {log / rows['training step, bare']:.2%} of a bare training step")
-    share = rows["training step, guarded"] / rows["training step, bare"]
-    print(f"training step, guarded / bare: {share:.3f}")
+def sums(rows: dict[str, list[float]]) -> dict[str, list[float]]:
+    """What the rows of a round come to together."""
+
+    def together(one: str, other: str, sign: int = 1) -> list[float]:
+        return [a + sign * b for a, b in zip(rows[one], rows[other], strict=True)]
+
+    return {
+        CAPTURE: together("guard: boundary capture", "copy of the buffers alone", -1),
+        LOG: together("boundary log: at a boundary", "boundary log: after a forward"),
+    }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    harness.add_arguments(parser)
     args = parser.parse_args()
     if args.ranks > 1 and "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        sys.exit(subprocess.run([*launcher, *sys.argv], env=env, check=False).returncode)
+        return subprocess.run([*launcher, *sys.argv], env=env, check=False).returncode
     logging.getLogger("mindx_elastic").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
+    leads = os.environ.get("RANK", "0") == "0"
+    report = harness.Report(args) if leads else None
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), args.repeats)
-        rows |= measure_log(Path(folder) / "log", args.repeats)
+        rows = measure(Path(folder), args.rounds)
+        rows |= measure_log(Path(folder) / "log", args.rounds)
         if dist.is_initialized():
             dist.barrier()
-    if os.environ.get("RANK", "0") == "0":
-        report(rows, args.ranks)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if report is None:
+        return 0
+    compared = harness.gathered(
+        f"{args.ranks} ranks", {row: {"thread": values} for row, values in (rows | sums(rows)).items()}
+    )
+    targets = [
+        harness.Target(method="guard: alarm + agreement", figure="thread", at_most=5.0),
+        harness.Target(method=CAPTURE, figure="thread", at_most=150.0),
+    ]
+    report.add(compared, base="training step, bare", targets=targets, unit="us of the thread's CPU time")
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

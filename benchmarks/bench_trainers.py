@@ -19,8 +19,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+import harness
 
 ROOT = Path(__file__).parents[1]
 HANGS_S = 240.0
@@ -126,9 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted({kind.library for kind in KINDS}))
     args = parser.parse_args()
-    print(
-        ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "lightning", "transformers", "accelerate"))
-    )
+    told = harness.setting(("lightning", "transformers", "accelerate"))
+    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    print(f"{told['command']}\n{told['machine']}\n{versions}")
     row = "{:13} {:24} {:>5} {:14} {:>9} {:>6} {}"
     print(row.format("library", "job", "ranks", "means", "exit code", "again", "equal"), flush=True)
     for kind in KINDS:

@@ -1,9 +1,9 @@
 """Alternated runs of several methods: medians with their spread, ratios in one run, targets, a table and JSON.
 
     compared = compare("a batch of 16", {"stock": one_round, "ours": another}, rounds=9)
-    report = Report(parser.parse_args())             # prints command, machine, versions and load
-    report.add(compared, base="stock", targets=[Target("ours", times_as_long=1.3)])
-    sys.exit(report.end())                           # writes --json; 1 under --strict where a target was missed
+    report = Report(parser.parse_args())  # prints command, machine, versions and load
+    report.add(compared, base="stock", targets=[Target(method="ours", times_as_long=1.3)])
+    sys.exit(report.end())                # writes --json and --plot; 1 under --strict where a target was missed
 
 A method is called once a round and returns seconds, or a dict of figures of which each is a number. All methods run in
 every round, in turn in one order and in the other, so that a machine that grows slower is slow for all of them. A ratio
@@ -136,15 +136,28 @@ def compare(title: str, methods: Mapping[str, Method], *, rounds: int, warm_up: 
     return Comparison(title, spreads)
 
 
+def gathered(title: str, figures: Mapping[str, Mapping[str, float | Sequence[float]]]) -> Comparison:
+    """What a benchmark has measured by itself: method, figure, its value in each round (or the only one)."""
+    spreads = {
+        method: {
+            figure: Spread((float(found),) if isinstance(found, (int, float)) else tuple(map(float, found)))
+            for figure, found in each.items()
+        }
+        for method, each in figures.items()
+    }
+    return Comparison(title, spreads)
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 7) -> None:
-    """``--rounds``, ``--json`` and ``--strict``."""
+    """``--rounds``, ``--json``, ``--plot`` and ``--strict``."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"alternated rounds (default {rounds})")
     parser.add_argument("--json", type=Path, help="write all figures to this file, too")
+    parser.add_argument("--plot", type=Path, help="draw all figures to this file (.svg, .png or .pdf), too")
     parser.add_argument("--strict", action="store_true", help="exit 1 where a target is missed")
 
 
-def setting() -> dict[str, Any]:
-    """The command, the machine, the versions, and how busy the machine is."""
+def setting(libraries: Sequence[str] = ()) -> dict[str, Any]:
+    """The command, the machine, the versions of torch and `libraries`, and how busy the machine is."""
     cpu = platform.machine()
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
@@ -152,22 +165,28 @@ def setting() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", *sys.argv]),
         "machine": f"{cores} x {cpu}, {platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in ("torch",)}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", *libraries)},
+        },
         "load": os.getloadavg()[0],
     }
 
 
 @dataclass
 class Report:
-    """Prints each comparison as it comes, and keeps all of them for the JSON file."""
+    """Prints each comparison as it comes, and keeps all of them for the files."""
 
     args: argparse.Namespace
     """What `add_arguments` has added."""
-    setting: dict[str, Any] = field(default_factory=setting)
+    libraries: Sequence[str] = ()
+    """Whose versions are told besides torch's."""
+    setting: dict[str, Any] = field(init=False)
     entries: list[dict[str, Any]] = field(default_factory=list)
     missed: int = 0
 
     def __post_init__(self) -> None:
+        self.setting = setting(self.libraries)
         versions = ", ".join(f"{name} {version}" for name, version in self.setting["versions"].items())
         print(f"command   {self.setting['command']}")
         print(f"machine   {self.setting['machine']}, load {self.setting['load']:.1f}")
@@ -196,17 +215,49 @@ class Report:
             for name, figures in compared.figures.items()
         }
         told = [verdict.as_dict() for verdict in verdicts]
-        self.entries.append({"title": compared.title, "base": base, "methods": methods, "targets": told})
+        entry = {"title": compared.title, "base": base, "methods": methods, "targets": told}
+        self.entries.append({**entry, "scale": scale, "unit": unit})
         return verdicts
 
     def end(self) -> int:
-        """Write the JSON file, and return the exit code."""
+        """Write the files, and return the exit code. Raises ModuleNotFoundError for --plot without matplotlib."""
         load = os.getloadavg()[0]
         print(f"load at the end {load:.1f}; {self.missed} targets missed")
         if self.args.json is not None:
             told = {**self.setting, "load at the end": load, "results": self.entries}
             self.args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        if self.args.plot is not None:
+            plot(self.entries, f"{self.setting['command']}\n{self.setting['machine']}", self.args.plot)
         return 1 if self.missed and self.args.strict else 0
+
+
+def plot(entries: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draw what `Report` has kept: for each comparison a bar for each figure of each method, from 0 to its median, with
+    its least and most."""
+    from matplotlib.figure import Figure  # no window, no global state
+
+    bars = [
+        [
+            (name if figure == SECONDS else f"{name}, {figure}", spread)
+            for name, figures in each["methods"].items()
+            for figure, spread in figures.items()
+        ]
+        for each in entries
+    ]
+    drawn = Figure(figsize=(9.0, 1.0 + sum(0.6 + 0.3 * len(each) for each in bars)), layout="constrained")
+    drawn.suptitle(title, fontsize=8)
+    axes = drawn.subplots(len(entries), 1, squeeze=False, gridspec_kw={"height_ratios": [len(each) for each in bars]})
+    for axis, entry, rows in zip(axes[:, 0], entries, bars, strict=True):
+        medians, least, most = (
+            [entry["scale"] * spread[key] for _, spread in rows] for key in ("median", "min", "max")
+        )
+        below = [middle - low for middle, low in zip(medians, least, strict=True)]
+        above = [high - middle for middle, high in zip(medians, most, strict=True)]
+        axis.barh([name for name, _ in rows], medians, xerr=[below, above], capsize=2)
+        axis.invert_yaxis()
+        axis.set_title(f"{entry['title']} ({entry['unit']})", fontsize=9, loc="left")
+        axis.tick_params(labelsize=7)
+    drawn.savefig(path)
 
 
 def _values(compared: Comparison, method: str, figure: str) -> tuple[float, ...]:
@@ -228,5 +279,5 @@ def _table(compared: Comparison, base: str | None, scale: float, unit: str) -> I
             line = f"  {name:<{width}} {figure:<{column}} {len(spread.values):>6} {' '.join(told)}"
             if base is not None and name != base and all(_values(compared, base, figure)):
                 ratio = compared.times_as_long(name, base, figure)
-                line += f"{ratio.median:>16.2f} {ratio.least:>6.2f} {ratio.most:>6.2f}"
+                line += f"{ratio.median:>16.3g} {ratio.least:>8.3g} {ratio.most:>8.3g}"
             yield line

@@ -54,13 +54,15 @@ def test_a_method_that_leaves_out_a_figure_is_refused() -> None:
 )
 def test_targets(target: harness.Target, met: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = {"stock": lambda: 2.0, "ours": lambda: 3.0}
-    args = argparse.Namespace(json=tmp_path / "found.json", strict=True)
+    args = argparse.Namespace(json=tmp_path / "found.json", plot=tmp_path / "found.svg", strict=True)
     report = harness.Report(args)
     report.add(harness.compare("batches", methods, rounds=2), base="stock", targets=[target], scale=1e3, unit="ms")
     assert report.end() == (0 if met else 1)
     told = json.loads(args.json.read_text())
     assert told["results"][0]["targets"][0]["met"] is met
     assert told["results"][0]["methods"]["ours"]["seconds"] == {"median": 3.0, "min": 3.0, "max": 3.0, "values": [3, 3]}
+    drawn = args.plot.read_text()
+    assert "stock" in drawn and "batches (ms)" in drawn
     printed = capsys.readouterr().out
     assert "batches (ms)" in printed and ("MISSED" in printed) is not met and "3000" in printed
 
