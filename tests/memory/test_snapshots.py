@@ -417,13 +417,13 @@ def test_a_given_interval(every: int, taken: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("cost_s", "interval"),
-    [(0.0, 2), (0.001, 2), (0.019, 2), (0.021, 4), (0.05, 8), (0.1, 16), (1.0, 128), (10.0, 1024), (1e9, 1 << 14)],
+    [(0.0, 2), (0.001, 2), (0.0149, 2), (0.0151, 4), (0.05, 8), (0.1, 16), (1.0, 256), (10.0, 2048), (1e9, 1 << 14)],
 )
 def test_a_measured_interval_costs_less_than_a_percent(cost_s: float, interval: int) -> None:
     schedule = SnapshotSchedule(None)
     train(schedule, range(1, 40), step_s=1.0, cost_s=cost_s)
     assert schedule.proposal() == interval
-    assert cost_s / interval <= 0.01 or interval == 1 << 14
+    assert cost_s / interval <= 0.0075 or interval == 1 << 14
 
 
 def test_trials_at_the_same_steps_on_all_ranks_and_no_more_of_them() -> None:
