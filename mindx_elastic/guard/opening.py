@@ -236,8 +236,8 @@ class Opening:
     @cached_property
     def _together(self) -> Together:
         """Whether and with which other ranks this one saves at a stop."""
-        can = self.saver.replicated and self.around.mirror is None and not self.around.keeps_nothing
-        part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can)
+        can, divides = self.saver.replicated and not self.around.keeps_nothing, self.around.mirror is None
+        part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can, divides=divides)
         return Together(self._exchange, self._ranks, self.collector, self._trust, part)
 
     def meet_last(self) -> None:

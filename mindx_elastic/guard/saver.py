@@ -48,6 +48,10 @@ from mindx_elastic.platforms.flag_file import AnsweredFlags
 __all__ = ["Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
+_MOMENT_S, _BESIDE_S = (
+    0.5,
+    2.0,
+)  # for neighbours' small states in a periodic save: of the training's time, and beside it
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
 
@@ -209,10 +213,7 @@ class Saver:
         paths, root = places
         tree, tensors = flatten(state)
         agreed = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, (end - began) / 4)))
-        if agreed.small:
-            more_tree, more = flatten({NEIGHBOURS: {str(rank): small for rank, small in agreed.small.items()}})
-            tree, tensors = {**tree, **more_tree}, {**tensors, **more}
-        flat = (tree, tensors)
+        flat = _with_small((tree, tensors), agreed.small)
 
         def cover(held: Held) -> None:
             covers = [cover_path(path) for path in paths]
@@ -283,7 +284,7 @@ class Saver:
 
         def work(state: Any) -> bool:
             try:
-                self._write_once(policy, path, state, info)
+                self._write_once(policy, path, state, info, small)
                 self.prune(policy)
             except Exception as error:
                 return self._report(error, info)
@@ -292,7 +293,7 @@ class Saver:
         if policy.asynchronous:
             self._queue.reserve()  # before the copy is made: a third one has no room in memory
         try:
-            state = self._state(copy=policy.asynchronous)
+            state, small = self._state(copy=policy.asynchronous), self._small()
             if policy.asynchronous:
                 self._queue.submit(partial(work, state))
                 return True
@@ -304,17 +305,33 @@ class Saver:
             return self._report(error, info)
         return work(state)
 
+    def _small(self) -> bytes | None:
+        """This rank's small state, for its neighbours' files; None: it goes into none."""
+        if self.together is None:
+            return None
+        with self.collector.devices.reading():
+            return self.together.pack()
+
     def _write_once(
-        self, policy: ExitPolicy | PeriodicPolicy, path: Path, state: Any, info: CheckpointInfo
+        self,
+        policy: ExitPolicy | PeriodicPolicy,
+        path: Path,
+        state: Any,
+        info: CheckpointInfo,
+        small: bytes | None = None,
     ) -> SaveResult:
-        """Write a save that all ranks make without waiting for each other: this rank's share, if the policy wants each
-        part once."""
-        together = self.together
-        if together is None or not getattr(policy, "remove_redundancy", False):
+        """Write a save for which the ranks agree on nothing: this rank's share, if the policy wants each part once.
+        `small`: this rank's small state, for those of its neighbours; None: they are not needed."""
+        together, once = self.together, getattr(policy, "remove_redundancy", False)
+        if together is None or (small is None and not once):
             return self._write(path, state, info)
-        tree, tensors = flatten(state)
-        held = together.share(together.part.single, tree, tensors)
-        return self._write(path, state, info, held=held, flat=(tree, tensors))
+        patience_s = _BESIDE_S if getattr(policy, "asynchronous", False) else _MOMENT_S
+        others = {} if small is None else together.swap(info.step, small, patience_s, self._gone)
+        if not others and not once:
+            return self._write(path, state, info)
+        flat = flatten(state)
+        held = together.share(together.part.single, *flat) if once else None
+        return self._write(path, state, info, held=held, flat=_with_small(flat, others))
 
     def _report(
         self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"
@@ -570,6 +587,14 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
     """Whether `policy` wrote the file: it is periodic and has, or had, the name that the policy gives its position."""
     name = policy.name(Position(info.step, info.epoch, info.step_in_epoch, info.batch_num))
     return info.kind == "periodic" and path.name in (name, previous_path(name).name)
+
+
+def _with_small(flat: Flat, small: Mapping[int, bytes]) -> Flat:
+    """A flattened state with the small states of other ranks beside it."""
+    if not small:
+        return flat
+    tree, tensors = flatten({NEIGHBOURS: {str(rank): packed for rank, packed in small.items()}})
+    return {**flat[0], **tree}, {**flat[1], **tensors}
 
 
 class _SaveMeter:

@@ -7,7 +7,7 @@ all of it. In short (decisions 82 and 85):
    folder of the same disk, make a *group*.
 2. At the stop each rank works out how it would divide the state (`core.division`) and tells the others that, a sample
    of its tensors, and its small state (random numbers, buffers, counters). They divide only if all say the same.
-3. Each rank writes its parts, and the small states of the two ranks in front of it, into a file of its own.
+3. Each rank writes its parts, and the small states of two other ranks (`neighbours`), into a file of its own.
 4. It then waits for the others. Whoever fails, dies, or has not said after half of the time that is left that its file
    is durable is *covered*: each of the others looks which parts lie on the disk in too few files, and writes them into
    a second file.
@@ -16,8 +16,9 @@ Nothing here decides whether a step is complete: the next start does, by what th
 group does or misses in the meantime, the step is complete or an older one is taken, and each message that is lost costs
 time only. Where the ranks do not agree, each writes all it has.
 
-Policies with ``remove_redundancy=True`` also divide what is saved periodically and at the end of a training, each part
-once. Nobody waits for anybody there, and nothing is covered: if a rank fails in it, the step before stays the newest.
+Files that are saved periodically hold the small states of the same two neighbours, if these come to the step in a
+moment (`Together.swap`). Policies with ``remove_redundancy=True`` also divide what is saved then and at the end of a
+training, each part once. Nothing is covered there: if a rank fails in it, the step before stays the newest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -39,7 +40,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import RankInfo, SavingSettings
+from mindx_elastic.config import RankInfo, RedundancySettings, SavingSettings
 from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
@@ -49,6 +50,7 @@ from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.mirror.partners import all_partners
 from mindx_elastic.persist.catalog import read_entry
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
@@ -57,7 +59,9 @@ from mindx_elastic.persist.packed import flat_bytes
 from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.places import places_in
 
-__all__ = ["Agreed", "Group", "SavesPart", "Together", "cover_path", "saves_part"]
+_Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
+
+__all__ = ["Agreed", "Group", "SavesPart", "Together", "cover_path", "neighbours", "saves_part"]
 
 NUM_NEIGHBOURS = 2
 """So many ranks' small states are in a file beside its own rank's."""
@@ -69,9 +73,10 @@ _LEAST_BYTES = 1024  # smaller tensors are in every file
 _MOST_SMALL_BYTES = 1 << 20  # larger small states stay at home
 _SAMPLES = 256  # tensors that are compared
 _PLACES = 64  # elements of each, about
-_ROUND, _DURABLE = "share", "durable"
+_ROUND, _DURABLE, _PERIODIC = "share", "durable", "periodic"
 _FASTEST_S = 0.5
 _MARGIN_S = 0.5
+_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 
 
 @dataclass(frozen=True)
@@ -99,25 +104,35 @@ class SavesPart(Part):
         nbytes: int,
         *,
         can: bool,
+        divides: bool = True,
+        node: str = "",
         mode: str = "auto",
     ) -> None:
         """`folders`: where all of them save, made and resolved. `nbytes`: of the state, about. `can`: this rank's
-        state is a replica of every other rank's. `mode`: see `SavingSettings`."""
+        state is a replica of every other rank's. `divides`: it need not be whole in this rank's file. `node`: the same
+        for all ranks of a node. `mode`: see `SavingSettings`."""
         saving = [policy for policy in policies if policy.save]
         plain = all(policy.place is None and policy.finish is None for policy in saving)
+        self.are_replicas = False
+        """All ranks tell each other their small states when they save."""
         self.exchanges = False
-        """All ranks tell each other their small states at a stop."""
+        """They also save alike at a stop."""
         self.group = Group()
         """The ranks with which this one divides what is saved at a stop."""
         self.single = Group()
         """Those with which it divides other saves of policies that want no redundancy."""
+        self.neighbours: tuple[int, ...] = ()
+        """The ranks whose small states this one's file holds beside its own."""
         every: list[ExitPolicy | PeriodicPolicy] = [*saving, *periodic]
         once = [policy for policy in every if getattr(policy, "remove_redundancy", False)]  # a user's own may not say
         self._own = {
-            "disk": _disk_of(folders) if can and plain and mode != "never" else "",
-            "policies": [_signature(policy) for policy in saving],
-            "once": [[str(policy.directory), getattr(policy, "prefix", "")] for policy in once],
-            "replica": can and bool(saving),
+            "disk": _disk_of(folders) if can and divides and plain and mode != "never" else "",
+            "node": node,
+            # Directories by their numbers: on the nodes' own disks they may have other names on each.
+            "policies": [[p.kind, sorted(p.alarms), number, p.prefix] for p, number in _numbered(saving)],
+            "once": [[number, getattr(policy, "prefix", "")] for policy, number in _numbered(once)],
+            "replica": can,
+            "saves": bool(saving),
             "nbytes": WORTH_BYTES if mode == "always" else nbytes,
             "copies": 1 if saving and all(policy.remove_redundancy for policy in saving) else COPIES,
         }
@@ -126,9 +141,8 @@ class SavesPart(Part):
         return self._own
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        alike = len(said) > 1 and all(
-            each["replica"] is True and each["policies"] == said[0]["policies"] for each in said
-        )
+        replicas = len(said) > 1 and all(each["replica"] is True for each in said)
+        alike = replicas and all(each["saves"] is True and each["policies"] == said[0]["policies"] for each in said)
         disks: dict[str, list[int]] = {}
         for rank, each in enumerate(said):
             disks.setdefault(str(each["disk"]) or f"rank {rank}", []).append(rank)
@@ -138,17 +152,36 @@ class SavesPart(Part):
         divides = alike and is_worth
         same = all(each["once"] == said[0]["once"] for each in said) and bool(said[0]["once"])
         once = {rank: ranks for ranks in disks.values() for rank in ranks if same and 1 < len(ranks) <= MAX_PARTS}
-        own = [[together.get(rank, []) if divides else [], once.get(rank, [])] for rank in range(len(said))]
-        return Merged([alike, copies], own)
+        kept = neighbours([str(each["node"]) for each in said])
+        own = [[together.get(rank, []) if divides else [], once.get(rank, []), kept[rank]] for rank in range(len(said))]
+        return Merged([replicas, alike, copies], own)
 
     def hear(self, answer: Answer) -> None:
-        alike, copies = answer.common
-        group, once = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
+        replicas, alike, copies = answer.common
+        self.are_replicas = replicas is True
+        group, once, self.neighbours = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
         self.exchanges, self.group, self.single = alike is True, Group(group, int(copies)), Group(once, 1)
 
 
-def _signature(policy: ExitPolicy) -> list[Any]:
-    return [policy.kind, sorted(policy.alarms), str(policy.directory), policy.prefix]
+def neighbours(nodes: Sequence[str]) -> list[list[int]]:
+    """For each rank those whose small states its file holds. `nodes`: the name of each rank's node.
+
+    A rank's small state goes to the next rank, and to one on another node, which may be lost without this one; where
+    there is no other node, or the next rank is there, to the one after the next.
+    """
+    size = len(nodes)
+    found: list[list[int]] = [[] for _ in nodes]
+    for rank, elsewhere in enumerate(all_partners(nodes, 2)):
+        wanted = dict.fromkeys([(rank + 1) % size, *elsewhere, (rank + 2) % size])
+        for keeper in [each for each in wanted if each != rank][:NUM_NEIGHBOURS]:
+            found[keeper].append(rank)
+    return found
+
+
+def _numbered(policies: Sequence[_Policy]) -> list[tuple[_Policy, int]]:
+    """Each policy with the number of its directory among theirs."""
+    numbers = {directory: n for n, directory in enumerate(dict.fromkeys(policy.directory for policy in policies))}
+    return [(policy, numbers[policy.directory]) for policy in policies]
 
 
 def _disk_of(folders: Sequence[Path]) -> str:
@@ -201,7 +234,7 @@ class Together:
     ) -> None:
         self._exchange, self._ranks, self._collector, self._trust = exchange, ranks, collector, trust
         self.part = part
-        self._packer = StatePacker("plain")
+        self._packer, self._periodic = StatePacker("plain"), StatePacker("plain")
 
     @property
     def is_possible(self) -> bool:
@@ -219,35 +252,65 @@ class Together:
     def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
         """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
         own = self.share(self.part.group, tree, tensors)
-        mine = _Said(step, "" if own is None else own.key, self._pack())
+        mine = _Said(step, "" if own is None else own.key, self._pack(self._packer))
         if not self._exchange.tell(_ROUND, mine.encode()):
             return Agreed(None)
         decision = self._exchange.decide(_ROUND, step, timeout_s)
         if decision.step != step:
             logger.info("the ranks do not save together (%s): each writes all of its state", decision.reason)
             return Agreed(None, self._small_states_of(step))
+        # Not everybody's: of many ranks that would be gigabytes through one store, in the seconds of a stop.
+        wanted = sorted({*self.part.neighbours, *(self.part.group.ranks if own is not None else ())})
         try:
-            said = [_Said.decode(text) for text in self._exchange.try_collect(_ROUND) or ()]
+            texts = self._exchange.try_collect(_ROUND, wanted) or ()
+            said = dict(zip(wanted, map(_Said.decode, texts), strict=True))
         except Exception as error:
             logger.warning("what the ranks say of their shares cannot be read (%s): this one writes all", error)
             return Agreed(None)
-        if len(said) != self._ranks.world_size:
-            return Agreed(None)
-        small = {rank: said[rank].small for rank in self._neighbours() if said[rank].small}
+        small = {rank: said[rank].small for rank in self.part.neighbours if said[rank].small}
         return Agreed(own if own is not None and self._is_alike(said) else None, small)
 
     def _small_states_of(self, step: int) -> dict[int, bytes]:
         """What neighbours have told of the boundary `step` by now, though not all ranks have: one that has died since
         took its own along."""
+        heard = {rank: self._heard(_ROUND, rank) for rank in self.part.neighbours}
+        return {rank: said.small for rank, said in heard.items() if said and said.step == step and said.small}
+
+    def _heard(self, name: str, rank: int) -> _Said | None:
+        """What `rank` has told last; None: nothing yet, or it cannot be read."""
+        try:
+            texts = self._exchange.try_collect(name, [rank])
+            return _Said.decode(texts[0]) if texts else None
+        except Exception as error:
+            logger.debug("the small state of rank %d cannot be read: %s", rank, error)
+            return None
+
+    # --- periodic saves ---
+
+    def pack(self) -> bytes:
+        """This rank's small state of the last boundary, to `swap`; empty: there is nobody to keep it, or it is too
+        large to travel. Training thread, where `Collector.state` may be called."""
+        return self._pack(self._periodic) if self.part.are_replicas else b""
+
+    def swap(self, step: int, small: bytes, timeout_s: float, gone: Callable[[], Collection[int]]) -> dict[int, bytes]:
+        """Tell the neighbours this rank's small state of the boundary `step`, and return theirs. They come to the same
+        step in a moment: the next one would wait for them as well. `gone`: returns the ranks known to be dead."""
+        if not self.part.are_replicas or not self._exchange.tell(_PERIODIC, _Said(step, "", small).encode()):
+            return {}
         found: dict[int, bytes] = {}
-        for rank in self._neighbours():
-            try:
-                for said in map(_Said.decode, self._exchange.try_collect(_ROUND, [rank]) or ()):
+        awaited, end, pause_s = set(self.part.neighbours), time.monotonic() + timeout_s, _LOOK_S
+        while True:
+            for rank in sorted(awaited):
+                said = self._heard(_PERIODIC, rank)
+                if said is not None and said.step >= step:
+                    awaited.discard(rank)
                     if said.step == step and said.small:
                         found[rank] = said.small
-            except Exception as error:
-                logger.debug("the small state of rank %d cannot be read: %s", rank, error)
-        return found
+            awaited -= set(gone())
+            if not awaited or time.monotonic() >= end:
+                return found
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def share(self, group: Group, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
         """What this rank of `group` writes of a state that was flattened to `tree` and `tensors`; None: all of it."""
@@ -258,24 +321,20 @@ class Together:
         of = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape), tensors[name].nbytes) for name in names}
         return Held(Division.of(of, len(group.ranks)), group.parts_of(rank), _sample(names, tensors)) if of else None
 
-    def _pack(self) -> bytes:
+    def _pack(self, packer: StatePacker) -> bytes:
         """This rank's small state; empty: it is too large to travel, or cannot be packed."""
         state = self._collector.volatile(everything=True)
         if self._collector.buffers_of_this_rank(leads=self._ranks.rank == 0):
             state["on_device"] = self._collector.copied_from_device()
         try:
-            packed = self._packer.pack(state)
+            packed = packer.pack(state)
             if len(packed) > _MOST_SMALL_BYTES and state.pop("on_device", None):
-                packed = self._packer.pack(state)
+                packed = packer.pack(state)
         except UnsupportedStateError:
             return b""
         return packed if len(packed) <= _MOST_SMALL_BYTES else b""
 
-    def _neighbours(self) -> list[int]:
-        size, rank = self._ranks.world_size, self._ranks.rank
-        return sorted({(rank - distance) % size for distance in range(1, NUM_NEIGHBOURS + 1)} - {rank})
-
-    def _is_alike(self, said: Sequence[_Said]) -> bool:
+    def _is_alike(self, said: Mapping[int, _Said]) -> bool:
         """Whether all of the group say the same of the state. Where they do not, each keeps its own: they are no
         replicas, whatever the modules around them promise."""
         ranks = self.part.group.ranks
@@ -414,9 +473,11 @@ def saves_part(
     collector: Collector,
     *,
     can: bool,
+    divides: bool,
 ) -> SavesPart:
     """The part of the last meeting for a guard that saves by these. Raises UsageError for the environment's."""
     named = [*(policy.directory for policy in policies), *(policy.directory for policy in periodic)]
     folders = [resolved.get(directory, directory) for directory in named]
     nbytes = 3 * sum(parameter.nbytes for parameter in collector.parameters)
-    return SavesPart(policies, periodic, folders, nbytes, can=can, mode=SavingSettings.from_env().divide)
+    node, mode = RedundancySettings.from_env().node_name(), SavingSettings.from_env().divide
+    return SavesPart(policies, periodic, folders, nbytes, can=can, divides=divides, node=node, mode=mode)

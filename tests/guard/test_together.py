@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.agreement.stop_step import CANNOT, Decision
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.division import Division
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.guard.together import WORTH_BYTES, Agreed, SavesPart, Together
+from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.together import NUM_NEIGHBOURS, WORTH_BYTES, Agreed, SavesPart, Together, neighbours
 from mindx_elastic.persist.format import Held
 
 
 def said(disk: str = "one", **other: Any) -> dict[str, Any]:
     own = {"disk": disk, "policies": [["breakpoint"]], "once": [], "replica": True, "nbytes": WORTH_BYTES, "copies": 2}
-    return {**own, **other}
+    return {**own, "saves": True, "node": "one", **other}
 
 
 def groups(*each: dict[str, Any]) -> list[list[int]]:
@@ -64,6 +70,56 @@ def test_other_saves_are_divided_only_where_all_want_no_redundancy() -> None:
     differ = part.merge([said(once=once), said()]).own
     assert alike is not None and [own[1] for own in alike] == [[0, 1]] * 2
     assert differ is not None and [own[1] for own in differ] == [[], []]
+
+
+# --- whose small states a file holds ---
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_small_states_survive_the_loss_of_any_rank_or_node(sizes: list[int]) -> None:
+    nodes = [f"node {number}" for number, size in enumerate(sizes) for _ in range(size)]
+    kept = neighbours(nodes)
+    size = len(nodes)
+    for rank in range(size):
+        keepers = [each for each in range(size) if rank in kept[each]]
+        assert rank not in keepers and len(keepers) == min(NUM_NEIGHBOURS, size - 1)
+        assert len(sizes) == 1 or {nodes[each] for each in keepers} - {nodes[rank]}, "its node may be lost"
+
+
+def test_neighbours_on_other_nodes_are_spread() -> None:
+    kept = neighbours(["a"] * 4 + ["b"] * 4)
+    assert [len(each) for each in kept] == [2] * 8
+    assert neighbours(["a"] * 4) == [[2, 3], [0, 3], [0, 1], [1, 2]]
+
+
+def test_the_meeting_says_whose_small_states_a_rank_keeps() -> None:
+    part = SavesPart([], [], [], 0, can=False)
+    merged = part.merge([said(node="a"), said(node="a"), said(node="b"), said(node="b")])
+    assert merged.own is not None
+    part.hear(Answer(merged.common, merged.own[3], lambda keys: []))
+    assert part.neighbours == (1, 2)
+
+
+def test_files_that_are_copied_to_other_nodes_are_whole_and_hold_small_states(tmp_path: Path) -> None:
+    """A fault report takes the trust from a rank's file, and from its copies."""
+    policy = ExitPolicy(directory=tmp_path, kind="breakpoint", alarms=frozenset({"signal"}), name=lambda position: "f")
+    each = [SavesPart([policy], [], [tmp_path], WORTH_BYTES, can=True, divides=False).say() for _ in range(3)]
+    merged = SavesPart([], [], [], 0, can=False).merge(each)
+    assert merged.own is not None and merged.common[:2] == [True, True]
+    assert [own[0] for own in merged.own] == [[], [], []]
+
+
+def test_directories_of_nodes_may_have_other_names(tmp_path: Path) -> None:
+    each = []
+    for node in range(2):
+        directory = tmp_path / f"node_{node}"
+        directory.mkdir()
+        policy = ExitPolicy(
+            directory=directory, kind="breakpoint", alarms=frozenset({"signal"}), name=lambda position: "f"
+        )
+        each.append(SavesPart([policy], [], [directory], WORTH_BYTES, can=True, node=f"node {node}").say())
+    merged = SavesPart([], [], [], 0, can=False).merge(each)
+    assert merged.common[:2] == [True, True] and merged.own == [[[], [], [1]], [[], [], [0]]]
 
 
 class _Exchange:
@@ -142,13 +198,15 @@ class _Rounds(_Exchange):
     def __init__(self, decision: Decision, told: dict[int, str]) -> None:
         super().__init__(decision)
         self.told = told
+        self.asked: set[int] = set()
 
     def tell(self, name: str, value: str) -> bool:
         self.told[0] = value
         return True
 
     def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
-        wanted = range(3) if ranks is None else ranks
+        wanted = range(len(self.told)) if ranks is None else ranks
+        self.asked.update(wanted)
         return [self.told[rank] for rank in wanted] if all(rank in self.told for rank in wanted) else None
 
 
@@ -170,7 +228,8 @@ def test_what_a_rank_had_told_before_it_died_is_kept(
     together = Together(
         cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), cast("Trust", None), part
     )
-    monkeypatch.setattr(together, "_pack", lambda: b"mine")
+    part.neighbours = (1, 2)
+    monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
     assert together.agree(7, {}, {}, 1.0) == Agreed(None, kept)
     assert json.loads(exchange.told[0])[0] == 7
 
@@ -181,5 +240,71 @@ def test_text_that_is_no_small_state_is_not_kept(monkeypatch: pytest.MonkeyPatch
     together = Together(
         cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), cast("Trust", None), part
     )
-    monkeypatch.setattr(together, "_pack", lambda: b"mine")
+    part.neighbours = (1, 2)
+    monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
     assert together.agree(7, {}, {}, 1.0) == Agreed(None, {})
+
+
+def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's small state is kilobytes: all of them for all ranks would be gigabytes in the seconds of a stop."""
+    size = 512
+    told = {rank: json.dumps([7, "", base64.b64encode(b"%d" % rank).decode()]) for rank in range(size)}
+    exchange = _Rounds(Decision(7), told)
+    part = SavesPart([], [], [], 0, can=False)
+    part.neighbours = (size - 2, size - 1)
+    together = Together(
+        cast("Exchange", exchange),
+        RankInfo(rank=0, world_size=size),
+        cast("Collector", None),
+        cast("Trust", None),
+        part,
+    )
+    monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
+    assert together.agree(7, {}, {}, 1.0) == Agreed(None, {size - 2: b"510", size - 1: b"511"})
+    assert exchange.asked <= {size - 2, size - 1}
+
+
+# --- periodic saves ---
+
+
+def swapping(told: dict[int, str], neighbours: tuple[int, ...] = (1, 2)) -> tuple[Together, _Rounds]:
+    exchange, part = _Rounds(Decision(None), told), SavesPart([], [], [], 0, can=False)
+    part.are_replicas, part.neighbours = True, neighbours
+    ranks = RankInfo(rank=0, world_size=3)
+    return Together(cast("Exchange", exchange), ranks, cast("Collector", None), cast("Trust", None), part), exchange
+
+
+def small_of(step: int, small: bytes) -> str:
+    return json.dumps([step, "", base64.b64encode(small).decode()])
+
+
+def test_neighbours_that_come_to_the_step_later_are_waited_for() -> None:
+    told = {1: small_of(6, b"of the step before"), 2: small_of(7, b"two")}
+    together, exchange = swapping(told)
+    later = threading.Timer(0.05, lambda: told.update({1: small_of(7, b"one")}))
+    later.start()
+    assert together.swap(7, b"mine", 60.0, frozenset) == {1: b"one", 2: b"two"}
+    assert json.loads(exchange.told[0])[:2] == [7, ""]
+    later.join()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [small_of(8, b"of the next step"), small_of(7, b"")],
+    ids=["it has gone on", "its small state is too large"],
+)
+def test_what_a_neighbour_cannot_give_is_not_waited_for(other: str) -> None:
+    together, _ = swapping({1: other, 2: small_of(7, b"two")})
+    assert together.swap(7, b"mine", 60.0, frozenset) == {2: b"two"}
+
+
+def test_neither_a_dead_neighbour_nor_one_that_stands_still_holds_up_a_periodic_save() -> None:
+    together, _ = swapping({2: small_of(7, b"two")})
+    assert together.swap(7, b"mine", 60.0, lambda: [1]) == {2: b"two"}
+    assert together.swap(7, b"mine", 0.05, frozenset) == {2: b"two"}
+
+
+def test_ranks_that_are_no_replicas_swap_nothing() -> None:
+    together, exchange = swapping({})
+    together.part.are_replicas = False
+    assert together.pack() == b"" and together.swap(7, b"", 60.0, frozenset) == {} and exchange.told == {}

@@ -121,6 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
     parser.add_argument("--remove-redundancy", action="store_true")
+    parser.add_argument("--save-every", type=int, default=0, help="a periodic checkpoint every so many steps; 0: none")
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.memory.snapshots")
@@ -181,6 +182,8 @@ class Trainer:
             num_workers=args.num_workers,
             worker_init_fn=announce_worker,
         )
+        often = mx.CheckpointConfig(save_checkpoint_steps=max(1, args.save_every))
+        every = mx.ModelCheckpoint(prefix="every", directory=args.directory, config=often)
         self.guard = mx.Guard(
             model=self.network if args.ddp == "hidden" else self.wrapped,
             optimizer=[self.optimizer, self.second],
@@ -191,6 +194,7 @@ class Trainer:
             grace_s=args.grace_s,
             flag_file=args.flag_file,
             remove_redundancy=args.remove_redundancy,
+            periodic=every.periodic_policies() if args.save_every else (),
         )
         self.seen = ""
 

@@ -54,10 +54,10 @@ def newest(directory: Path) -> Step:
     return inventory.steps[0]
 
 
-def assert_resumes_equal(directory: Path, whole: Job, first: Job, ranks: int = RANKS) -> Job:
+def assert_resumes_equal(directory: Path, whole: Job, first: Job, ranks: int = RANKS, step: int = AT) -> Job:
     """The same weights as the uninterrupted run's, on every rank."""
     resumed = run_job("loop.py", directory, ranks=ranks, env=ALWAYS)
-    assert resumed.matches(rf"READY \d+ \d+ {AT}"), resumed.report()
+    assert resumed.matches(rf"READY \d+ \d+ {step}"), resumed.report()
     assert resumed.hashes() == whole.hashes(), f"{first.report()}\n\n{resumed.report()}"
     return resumed
 
@@ -106,6 +106,18 @@ def test_the_loss_of_a_file_is_exact(
     assert step.is_complete and not step.candidate.lacks_rank_state
     resumed = assert_resumes_equal(directory, reference(RANKS), job)
     assert resumed.matches(rf"rank {lost} has no file of step {AT}: .* CPU buffers from .*rank_"), resumed.report()
+
+
+def test_the_loss_of_a_periodic_file_is_exact(tmp_path: Path, reference: Reference) -> None:
+    """A job that had saved periodically, and then lost its newest step and a file of the one before."""
+    directory = tmp_path / "ckpt"
+    job = stop(directory, "--save-every", 3)
+    for path in directory.glob("rank_*/*_breakpoint*"):
+        path.unlink()
+    shutil.rmtree(directory / "rank_1")
+    step = newest(directory)
+    assert step.moment[2] == 6 and step.is_complete and not step.candidate.lacks_rank_state, job.report()
+    assert_resumes_equal(directory, reference(RANKS), job, step=6)
 
 
 def test_a_stop_inside_an_accumulation_carries_the_small_states_too(tmp_path: Path) -> None:
