@@ -236,7 +236,9 @@ class Opening:
     @cached_property
     def _together(self) -> Together:
         """Whether and with which other ranks this one saves at a stop."""
-        can, divides = self.saver.replicated and not self.around.keeps_nothing, self.around.mirror is None
+        replicated = self.saver.replicated
+        can = (replicated or len(self.collector.layouts.same_parts()) > 1) and not self.around.keeps_nothing
+        divides = replicated and self.around.mirror is None
         part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can, divides=divides)
         return Together(self._exchange, self._ranks, self.collector, self._trust, part)
 

@@ -16,6 +16,7 @@ Nothing here decides whether a step is complete: the next start does, by what th
 group does or misses in the meantime, the step is complete or an older one is taken, and each message that is lost costs
 time only. Where the ranks do not agree, each writes all it has.
 
+Where only some ranks hold the same (HSDP), they divide nothing, and keep each other's small states in the same way.
 Files that are saved periodically hold the small states of the same two neighbours, if these come to the step in a
 moment (`Together.swap`). Policies with ``remove_redundancy=True`` also divide what is saved then and at the end of a
 training, each part once. Nothing is covered there: if a rank fails in it, the step before stays the newest.
@@ -108,9 +109,9 @@ class SavesPart(Part):
         node: str = "",
         mode: str = "auto",
     ) -> None:
-        """`folders`: where all of them save, made and resolved. `nbytes`: of the state, about. `can`: this rank's
-        state is a replica of every other rank's. `divides`: it need not be whole in this rank's file. `node`: the same
-        for all ranks of a node. `mode`: see `SavingSettings`."""
+        """`folders`: where all of them save, made and resolved. `nbytes`: of the state, about. `can`: some other rank
+        holds the same tensors. `divides`: every one does, and this rank's file need not have all of them. `node`: the
+        same for all ranks of a node. `mode`: see `SavingSettings`."""
         saving = [policy for policy in policies if policy.save]
         plain = all(policy.place is None and policy.finish is None for policy in saving)
         self.are_replicas = False
