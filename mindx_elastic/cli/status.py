@@ -112,6 +112,10 @@ def _print(console: Console, report: dict[str, Any], runs: list[AgentRun], recov
         console.print(_worker_table(report["workers"]))
         if save_every_s := next(filter(None, (worker["save_every_s"] for worker in report["workers"])), None):
             console.print(f"a periodic checkpoint every {human_age(save_every_s)}, by what it costs (auto)")
+        if every := next(filter(None, (worker["snapshot_every"] for worker in report["workers"])), None):
+            console.print(
+                "a snapshot in memory at every step" if every == 1 else f"a snapshot in memory every {every} steps"
+            )
     console.print()
     console.print(totals_line(add_up(run.records)), soft_wrap=True)
     older = report["older_runs"]

@@ -79,6 +79,7 @@ def _workers(agent_dir: Path) -> list[dict[str, Any]]:
             "resumed_step": status.resumed_step,
             "saved_step": status.saved_step,
             "save_every_s": status.save_every_s or None,
+            "snapshot_every": status.snapshot_every or None,
             "paused_step": status.paused_step if _waits(status) else None,
             "paused_s": round((time.monotonic_ns() - status.paused_ns) / 1e9, 3) if _waits(status) else None,
             "reason": status.reason or None,

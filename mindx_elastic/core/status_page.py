@@ -40,7 +40,7 @@ _FIELDS = (
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
     *("accumulates", "save_every_s"),
     *("durable_step", "durable_ns", "durable_bytes", "stall_ns"),
-    *("planned_steps", "asked_code"),
+    *("planned_steps", "asked_code", "snapshot_every"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -118,6 +118,8 @@ class Status:
     save_every_s: int = 0
     """Seconds between two periodic saves, where that is measured (``save_checkpoint_steps="auto"``); 0: it is not, or
     not yet. Rank 0's page."""
+    snapshot_every: int = 0
+    """Steps between two snapshots in memory; 0: there are none, or the interval is not measured yet."""
     durable_step: int = -1
     """Newest step that this process has brought to disk, so that a start can go on from it; -1: none."""
     durable_ns: int = 0

@@ -188,6 +188,7 @@ class Connections:
                 begins_again=begins_again,
                 also_to=None if self._member is None else self._member.courier(replicated=saver.replicated),
                 keeps_device_buffers=bool(saver.collector.buffers_of_this_rank(leads=saver.ranks.rank == 0)),
+                tell_interval=lambda every: self.page.set(snapshot_every=every),
             )
         if self.mirror is not None:
             self.mirror.endpoints.close()

@@ -94,10 +94,12 @@ class Memory:
         begins_again: bool = False,
         also_to: Callable[..., None] | None = None,
         keeps_device_buffers: bool = False,
+        tell_interval: Callable[[int], None] = lambda every: None,
     ) -> None:
         """The state is back, from `resumed`, and training begins. `replicas`: the modules that other ranks hold too;
         `all_alike`: every rank does. `donates`: `donate` may be called, also where no snapshots are taken.
-        `begins_again`: after a recovery in place. `also_to`, `keeps_device_buffers`: see `BoundaryLog`."""
+        `begins_again`: after a recovery in place. `also_to`, `keeps_device_buffers`: see `BoundaryLog`.
+        `tell_interval`: called with the number of steps between two snapshots, when it is known."""
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
@@ -119,7 +121,15 @@ class Memory:
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
             instead = None if self._log is None or self._local_rank == 0 or not all_alike else self._log.pin
             self._snapshotter = Snapshotter(
-                self._arena, collector, update_gate, schedule, describe, exchange, events, instead=instead
+                self._arena,
+                collector,
+                update_gate,
+                schedule,
+                describe,
+                exchange,
+                events,
+                instead=instead,
+                tell=tell_interval,
             )
             if self._every != 0 and instead is None:
                 self._snapshotter.prepare(collector.expected_nbytes())

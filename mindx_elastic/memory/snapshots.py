@@ -81,12 +81,16 @@ class Snapshotter:
         events: EventLog,
         *,
         instead: Callable[[], None] | None = None,
+        tell: Callable[[int], None] = lambda every: None,
     ) -> None:
         """`describe` gives the header facts of the collector's current boundary.
 
         `instead`: what to do in place of a copy, where another rank of the machine copies a state that all share.
+        `tell`: called with the interval in steps, when it is known.
         """
-        self._instead = instead
+        self._instead, self._tell = instead, tell
+        if schedule.every:
+            tell(schedule.every)
         self._arena, self._collector, self._gate = arena, collector, update_gate
         self.schedule, self._describe, self._exchange, self._events = schedule, describe, exchange, events
         self._sequence = arena.newest().sequence
@@ -308,6 +312,7 @@ class Snapshotter:
             return
         self.schedule.agree(intervals)
         self._arena.interval = interval = self.schedule.every or 0
+        self._tell(interval)
         logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", interval)
         self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(interval))
 

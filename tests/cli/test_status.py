@@ -181,14 +181,17 @@ def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path,
     ]
 
 
-def test_a_measured_interval_between_saves(
+def test_measured_intervals_between_saves_and_snapshots(
     run: Callable[..., Any], run_dir: Path, tmp_path: Path, sleeper: int
 ) -> None:
     start_agent(run_dir, sleeper, agent_dir=str(tmp_path))
     page = StatusPage(page_path(tmp_path, 0))
-    page.set(phase=WorkerPhase.TRAINING, step=7, save_every_s=412)
-    assert json.loads(run("status", "--json", str(run_dir)).stdout)["workers"][0]["save_every_s"] == 412
-    assert "a periodic checkpoint every 7 min, by what it costs (auto)" in run("status", str(run_dir)).stdout
+    page.set(phase=WorkerPhase.TRAINING, step=7, save_every_s=412, snapshot_every=16)
+    worker = json.loads(run("status", "--json", str(run_dir)).stdout)["workers"][0]
+    assert (worker["save_every_s"], worker["snapshot_every"]) == (412, 16)
+    said = run("status", str(run_dir)).stdout
+    assert "a periodic checkpoint every 7 min, by what it costs (auto)" in said
+    assert "a snapshot in memory every 16 steps" in said
     page.close()
 
 

@@ -56,6 +56,7 @@ class Worker:
         stack.callback(self.gate.unwatch)
         self.folder = folder
         saver = Saver(self.collector, RankInfo(), self.events)
+        self.told: list[int] = []
         self.snapshotter = Snapshotter(
             self.arena,
             self.collector,
@@ -64,6 +65,7 @@ class Worker:
             lambda: saver.describe("snapshot"),
             exchange,
             self.events,
+            tell=self.told.append,
         )
         stack.callback(self.snapshotter.close)
         self.step = 0
@@ -367,6 +369,7 @@ def test_ranks_agree_on_the_rarest_interval(make: Make, exchanges: list[StoreExc
     for thread in threads:
         thread.join(60)
     assert [worker.snapshotter.schedule.every for worker in workers] == [32, 32, 32]
+    assert [worker.told for worker in workers] == [[32]] * 3, "for the agent's status"
     assert [event["outcome"] for event in events(workers[0].folder, "snapshot_every")] == ["32"] * 3
 
 
