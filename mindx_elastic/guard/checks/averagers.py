@@ -16,6 +16,7 @@ from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import paths_of
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of, program_files, variables_of
+from mindx_elastic.guard.checks.syntax import walk
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Averagers"]
@@ -82,5 +83,5 @@ def _is_set(name: str, frame: FrameType | None) -> bool:
         and node.attr == "step"
         and ast.unparse(node).endswith(own)
         for tree, _ in Sources(program_files(frame)).trees()
-        for node in ast.walk(tree)
+        for node in walk(tree)
     )

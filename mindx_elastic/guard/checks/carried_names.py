@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from mindx_elastic.guard.checks.syntax import children, walk
+
 __all__ = ["attribute", "is_carried", "is_read", "variable"]
 
 _Test: TypeAlias = "Callable[[ast.AST], bool]"
@@ -45,7 +47,7 @@ def is_carried(loop: ast.For | ast.While, it: _Test) -> bool:
         if _sets(loop.target, it):
             return False
         reads, _ = _in_turn(loop.body, it)
-    return reads and any(_sets(node, it) for statement in loop.body for node in ast.walk(statement))
+    return reads and any(_sets(node, it) for statement in loop.body for node in walk(statement))
 
 
 def is_read(nodes: Sequence[ast.stmt], it: _Test) -> bool:
@@ -94,7 +96,7 @@ def _flow(node: ast.stmt, it: _Test) -> _Flow:
         return False, any(_sets(target, it) for target in targets)
     if isinstance(node, _SCOPES):
         return False, False
-    return _reads(node, it), any(_sets(inner, it) for inner in ast.walk(node))
+    return _reads(node, it), any(_sets(inner, it) for inner in walk(node))
 
 
 def _leaves(statements: Sequence[ast.stmt]) -> bool:
@@ -112,7 +114,7 @@ def _reads(node: ast.AST, it: _Test) -> bool:
             return False  # a variable of its own
     if isinstance(node, _SCOPES):
         return False
-    return any(_reads(child, it) for child in ast.iter_child_nodes(node))
+    return any(_reads(child, it) for child in children(node))
 
 
 def _sets(node: ast.AST, it: _Test) -> bool:

@@ -43,6 +43,7 @@ from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.running_source import Entry, Loop, entry_of, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.checks.surroundings import place_of
+from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import (
     STEPS,
     logs,
@@ -179,7 +180,7 @@ def _loops_by_frame(around: Sequence[tuple[Loop, FrameType]]) -> Iterator[tuple[
 
 def _find(frame: FrameType, loops: list[Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
     outer = loops[-1]
-    nodes = list(ast.walk(outer))
+    nodes = list(walk(outer))
     tree = tree_of(frame)
     for name in sorted({name for node in nodes for name in _first_in(node)}):
         if any(is_carried(loop, variable(name)) for loop in loops) and tree is not None:
@@ -205,7 +206,7 @@ def _find_sums(around: Sequence[tuple[Loop, FrameType]]) -> Iterator[_Variable]:
     loop, place = around[0]
     if any(where is place for _, where in around[1:]) or len(around) < 2:
         return  # a loop around it is in the same function, where `_find` looks
-    nodes = [node for statement in loop.body for node in ast.walk(statement)]
+    nodes = [node for statement in loop.body for node in walk(statement)]
     for name in dict.fromkeys(target.id for node in nodes for target in _own_updates(node)):
         if is_carried(loop, _other_than_logged(name, nodes)) and (found := find_steering(around, name)) is not None:
             line, where = found
@@ -215,7 +216,7 @@ def _find_sums(around: Sequence[tuple[Loop, FrameType]]) -> Iterator[_Variable]:
 def _other_than_logged(name: str, nodes: list[ast.AST]) -> Callable[[ast.AST], bool]:
     """Accepts the variable, but where it is only printed or logged."""
     calls = [node for node in nodes if isinstance(node, ast.Call) and logs(node)]
-    logged = {id(part) for call in calls for part in ast.walk(call)}
+    logged = {id(part) for call in calls for part in walk(call)}
     is_it = variable(name)
     return lambda node: id(node) not in logged and is_it(node)
 
@@ -229,15 +230,15 @@ def _find_in_functions(places: Iterable[FrameType]) -> Iterator[_Variable]:
             continue
         seen.add(file)
         parents: dict[int, ast.AST] | None = None
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            nodes = list(ast.walk(function))
+        for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
+            nodes = list(walk(function))
             own = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
             if not own:
                 continue
             parents = parents or parents_of(tree)
             updates = [(node, target.id) for node in nodes for target in _own_updates(node) if target.id in own]
             for name in dict.fromkeys(name for _, name in updates):
-                inside = {id(part) for node, its in updates if its == name for part in ast.walk(node)}
+                inside = {id(part) for node, its in updates if its == name for part in walk(node)}
                 reads = [n for n in steering_reads(tree, variable(name), parents) if id(n) not in inside]
                 if reads:
                     yield _Variable(name, place_of(frame), min(n.lineno for n in reads), ())
@@ -258,7 +259,7 @@ def _that_follow_the_training(nodes: list[ast.AST], frame: FrameType, kept: set[
     given = {
         name
         for sets, assigned in assigns
-        for call in ast.walk(assigned)
+        for call in walk(assigned)
         if isinstance(call, ast.Call)
         and isinstance(value := value_of(call.func, frame), nn.Module)
         and id(value) in kept
@@ -327,7 +328,7 @@ def _first_in(node: ast.AST) -> Iterator[str]:
 
 def _saves(outer: Loop | ast.FunctionDef, name: str) -> int | None:
     """The line in which it decides what is saved or copied."""
-    nodes = [node for statement in outer.body for node in ast.walk(statement)]
+    nodes = [node for statement in outer.body for node in walk(statement)]
     flags = {
         target.id
         for node in nodes
@@ -338,7 +339,7 @@ def _saves(outer: Loop | ast.FunctionDef, name: str) -> int | None:
     lines = []
     for node in nodes:
         if isinstance(node, ast.If) and _reads(node.test) & {name, *flags}:
-            inner = [each for statement in node.body for each in ast.walk(statement)]
+            inner = [each for statement in node.body for each in walk(statement)]
             lines += [n.lineno for n in inner if isinstance(n, ast.Call) and _COPIES.search(name_of(n.func))]
         elif isinstance(node, ast.Call) and _COPIES.search(name_of(node.func)):
             given = (name for part in (*node.args, *node.keywords) for name in _reads(part))
@@ -364,12 +365,12 @@ def _reads(node: ast.AST) -> set[str]:
         return set()
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
-    return {name for child in ast.iter_child_nodes(node) for name in _reads(child)}
+    return {name for child in children(node) for name in _reads(child)}
 
 
 def _is_begun_from(name: str, frame: FrameType, outer: Loop, origins: set[int]) -> bool:
     """Whether a statement sets it from one of `origins`."""
-    inside = {id(node) for node in ast.walk(outer)}
+    inside = {id(node) for node in walk(outer)}
     for node in _function(frame):
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             continue
@@ -380,11 +381,11 @@ def _is_begun_from(name: str, frame: FrameType, outer: Loop, origins: set[int]) 
                 continue
             begins_anew = {  # observation = world.reset(), where `world` is kept
                 id(part)
-                for call in ast.walk(value)
+                for call in walk(value)
                 if isinstance(call, ast.Call) and "reset" in name_of(call.func)
-                for part in ast.walk(call.func)
+                for part in walk(call.func)
             }
-            for part in ast.walk(value):
+            for part in walk(value):
                 if not isinstance(part, (ast.Name, ast.Attribute)) or id(part) in begins_anew:
                     continue
                 if id(value_of(part, frame)) in origins:
@@ -395,15 +396,15 @@ def _is_begun_from(name: str, frame: FrameType, outer: Loop, origins: set[int]) 
 def _function(frame: FrameType) -> list[ast.AST]:
     """The nodes of the running function."""
     tree = tree_of(frame)
-    nodes = [] if tree is None else list(ast.walk(tree))
+    nodes = [] if tree is None else list(walk(tree))
     name, line = frame.f_code.co_name, frame.f_lineno
     own = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == name and spans(n, line)]
-    return list(ast.walk(own[-1])) if own else nodes
+    return list(walk(own[-1])) if own else nodes
 
 
 def _sink(outer: Loop, name: str, frame: FrameType, kept: set[int]) -> int | None:
     """The line in which it steers the training."""
-    nodes = [node for statement in outer.body for node in ast.walk(statement)]
+    nodes = [node for statement in outer.body for node in walk(statement)]
     tainted: set[str] = {name}
     before: set[str] = set()
     while tainted != before:
@@ -417,7 +418,7 @@ def _sink(outer: Loop, name: str, frame: FrameType, kept: set[int]) -> int | Non
                 if any(_reads(part) & tainted for part in node.args):
                     tainted |= _reads(node.func.value)
             elif isinstance(node, ast.If) and _reads(node.test) & tainted:
-                inner = [each for statement in (*node.body, *node.orelse) for each in ast.walk(statement)]
+                inner = [each for statement in (*node.body, *node.orelse) for each in walk(statement)]
                 assigns = [each for each in inner if isinstance(each, ast.Assign)]
                 tainted |= {each.id for node in assigns for target in node.targets for each in _targets(target)}
     code = (node for node in nodes if isinstance(node, (ast.stmt, ast.expr)))
@@ -468,23 +469,23 @@ def _is_sink(
 
 
 def _loads(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Call) and name_of(node.func) in _LOADS for node in ast.walk(statement))
+    return any(isinstance(node, ast.Call) and name_of(node.func) in _LOADS for node in walk(statement))
 
 
 def _moduli(nodes: list[ast.AST], name: str, frame: FrameType) -> tuple[int, ...]:
     """The n of ``name % n`` where nothing else of it is used; a test of another kind, or an n not known: none."""
-    own = {id(part) for node in nodes if _own_updates(node) for part in ast.walk(node)}
+    own = {id(part) for node in nodes if _own_updates(node) for part in walk(node)}
     logged = {
         id(part)
         for node in nodes
         if isinstance(node, ast.Call) and names_a_log(name_of(node.func))
-        for part in ast.walk(node)
+        for part in walk(node)
     }
     reads = {id(node) for node in nodes if isinstance(node, ast.Name) and node.id == name} - own - logged
     found: list[int] = []
     for node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            inside = {id(part) for part in ast.walk(node.left)} & reads
+            inside = {id(part) for part in walk(node.left)} & reads
             by = node.right.value if isinstance(node.right, ast.Constant) else value_of(node.right, frame)
             if inside and type(by) is int and by > 0:
                 reads -= inside

@@ -31,6 +31,7 @@ from mindx_elastic.guard.checks.loss_reads import line_of_gradients
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.running_source import tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
+from mindx_elastic.guard.checks.syntax import walk
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ChangedInPlace"]
@@ -79,10 +80,10 @@ def _find(frame: FrameType, loops: list[ast.For | ast.While]) -> Iterator[_Varia
     tree = tree_of(frame)
     if tree is None:
         return
-    inside = {id(node) for node in ast.walk(loops[-1])}
-    found = dict.fromkeys(name for node in ast.walk(tree) for name in _goes_on(node))
+    inside = {id(node) for node in walk(loops[-1])}
+    found = dict.fromkeys(name for node in walk(tree) for name in _goes_on(node))
     for name in found:
-        binds = [node for node in ast.walk(tree) if _is_set(node, name)]
+        binds = [node for node in walk(tree) if _is_set(node, name)]
         if not binds or any(id(node) in inside for node in binds):
             continue
         line = line_of_gradients(tree, variable(name))
@@ -102,7 +103,7 @@ def _goes_on(node: ast.AST) -> Iterator[str]:
             if base is None or not isinstance(target, ast.Subscript):
                 continue
             shown = ast.unparse(target)
-            parts = (ast.unparse(each) for each in ast.walk(node.value) if isinstance(each, ast.Subscript))
+            parts = (ast.unparse(each) for each in walk(node.value) if isinstance(each, ast.Subscript))
             if isinstance(node, ast.AugAssign) or shown in parts:
                 yield base
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):

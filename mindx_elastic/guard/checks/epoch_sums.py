@@ -28,6 +28,7 @@ from torch import nn
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
+from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["find_epoch_sums", "find_steering"]
@@ -143,14 +144,14 @@ def _inside(statements: _Body) -> Iterator[ast.AST]:
     for statement in statements:
         if not isinstance(statement, _SCOPES):
             yield statement
-            for child in ast.iter_child_nodes(statement):
+            for child in children(statement):
                 yield from _inside_node(child)
 
 
 def _inside_node(node: ast.AST) -> Iterator[ast.AST]:
     if not isinstance(node, _SCOPES):
         yield node
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             yield from _inside_node(child)
 
 
@@ -177,9 +178,7 @@ def find_steering(loops: Sequence[tuple[Loop, FrameType]], key: str) -> tuple[in
             return None
         outer, caller = callers[0]
         called, statement = place.f_code.co_name, _statement_at(outer.body, caller.f_lineno)
-        if statement is None or not any(
-            isinstance(n, ast.Call) and name_of(n.func) == called for n in ast.walk(statement)
-        ):
+        if statement is None or not any(isinstance(n, ast.Call) and name_of(n.func) == called for n in walk(statement)):
             return None
         tainted = {f"{called}()"}
         behind, place = [statement, *_behind(statement, caller, outer)], caller
@@ -209,7 +208,7 @@ def _behind(node: ast.stmt, place: FrameType, outer: Loop | None) -> Iterator[as
 
 
 def _function_at(tree: ast.Module | None, place: FrameType) -> ast.AST | None:
-    nodes = () if tree is None else ast.walk(tree)
+    nodes = () if tree is None else walk(tree)
     name, line = place.f_code.co_name, place.f_lineno
     own = [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name]
     return next((n for n in own if spans(n, line)), None)
@@ -269,4 +268,4 @@ def _reads(node: ast.AST, tainted: set[str]) -> bool:
     is_one = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Load)
     if is_one and ast.unparse(node) in tainted:
         return True
-    return any(_reads(child, tainted) for child in ast.iter_child_nodes(node))
+    return any(_reads(child, tainted) for child in children(node))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from mindx_elastic.guard.checks.syntax import children, walk
+
 __all__ = ["line_of_gradients", "takes_a_result"]
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -35,7 +37,7 @@ def line_of_gradients(
 
 def takes_a_result(value: ast.expr) -> bool:
     """``loss.detach()``, ``float(loss)``: whether an expression takes what the weights have given, not a constant."""
-    for node in ast.walk(value):
+    for node in walk(value):
         if isinstance(node, ast.Attribute) and node.attr in ("detach", "item"):
             return True
         if isinstance(node, (ast.Name, ast.Attribute)) and "loss" in _last_name(node).lower():
@@ -62,7 +64,7 @@ class _Flow:
         self._names_by_function: dict[int, set[str]] = {}
         self._classes: dict[str, list[str]] = {}
         functions = []
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.ClassDef):
                 methods = [each for each in node.body if isinstance(each, _FUNCTIONS)]
                 self._classes[node.name] = [each.name for each in methods if each.name in _CALLED_BY_THE_OBJECT]
@@ -103,7 +105,7 @@ class _Flow:
 
     def _instances(self, tree: ast.AST) -> Iterator[tuple[str, str]]:
         """``criterion = Contrastive()``: which variables and attributes are of which class of the file."""
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 kind = _last_name(node.value.func)
                 if kind in self._classes:
@@ -151,7 +153,7 @@ class _Flow:
                 self._of_target.setdefault((id(scope), node.id), []).append(number)
             if isinstance(getattr(node, "ctx", None), ast.Load):
                 self._of_node.setdefault(node, []).append(number)
-            todo += ast.iter_child_nodes(node)
+            todo += children(node)
 
     def _called(self, call: ast.Call) -> list[tuple[int, list[str]]]:
         return [each for name in self._names_of(call) for each in self._parameters.get(name, ())]
@@ -185,10 +187,12 @@ def _differentiated(node: ast.AST) -> Iterator[ast.AST]:
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """Those of a function or a file, without the functions and classes in it."""
-    for child in ast.iter_child_nodes(scope):
-        if not isinstance(child, _FUNCTIONS):
-            yield child
-            yield from _own_nodes(child)
+    todo = children(scope)[::-1]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, _FUNCTIONS):
+            yield node
+            todo += children(node)[::-1]
 
 
 def _variables(target: ast.AST) -> Iterator[str]:

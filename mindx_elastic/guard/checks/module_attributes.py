@@ -31,6 +31,7 @@ from torch import nn
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.own_tensors import carries
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, sets_from_itself, steering_reads
+from mindx_elastic.guard.checks.syntax import walk
 
 __all__ = ["ModuleAttributes"]
 
@@ -202,12 +203,12 @@ class _Classes:
         if any(_is_flag(tree, is_it) for tree, _, _ in own):
             return True
         places = [*own, *((tree, up, from_outside) for tree, up in self._sources.trees())]
-        goes_on = [node for tree, _, is_this in places for node in ast.walk(tree) if sets_from_itself(node, is_this)]
+        goes_on = [node for tree, _, is_this in places for node in walk(tree) if sets_from_itself(node, is_this)]
         if not goes_on:
             return False
         if _is_torchs(module):
             return True  # its own forward reads it
-        inside = {id(inner) for node in goes_on for inner in ast.walk(node)}
+        inside = {id(inner) for node in goes_on for inner in walk(node)}
         reads = (read for tree, up, is_this in places for read in steering_reads(tree, is_this, up))
         return any(id(read) not in inside for read in reads)
 
@@ -223,7 +224,7 @@ class _Classes:
             found = None if file is None else self._sources.tree(file)
             if found is None:
                 continue
-            for node in ast.walk(found[0]):
+            for node in walk(found[0]):
                 if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
                     yield node, found[1]
 
@@ -240,10 +241,10 @@ def _is_attribute_of_another(name: str, node: ast.AST) -> bool:
 
 def _is_flag(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
     """Whether ``if not self.x: weight.copy_(...); self.x = True`` is there."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.If) or not any(map(is_it, ast.walk(node.test))):
+    for node in walk(tree):
+        if not isinstance(node, ast.If) or not any(map(is_it, walk(node.test))):
             continue
-        inner = [each for statement in node.body for each in ast.walk(statement)]
+        inner = [each for statement in node.body for each in walk(statement)]
         sets = any(isinstance(each, ast.Assign) and any(map(is_it, each.targets)) for each in inner)
         if sets and any(map(_sets_values, (*inner, *_called(tree, inner)))):
             return True
@@ -253,9 +254,9 @@ def _is_flag(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
 def _called(tree: ast.AST, nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """What the methods do that are called there by ``self.method()``."""
     names = {node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in names:
-            yield from ast.walk(node)
+            yield from walk(node)
 
 
 def _sets_values(node: ast.AST) -> bool:

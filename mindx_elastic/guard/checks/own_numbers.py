@@ -23,6 +23,7 @@ from typing import Any
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, sets_from_itself, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["OwnNumbers"]
@@ -100,21 +101,21 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
 
     places: list[tuple[ast.AST, _Parents, _Test]] = []
     for tree, parents in sources.classes_of(type(value)):
-        methods = [node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.FunctionDef)]
+        methods = [node for node in children(tree) if isinstance(node, ast.FunctionDef)]
         places += [(method, parents, of_self) for method in methods if method.name not in _BEGINS]
     outside = [(tree, parents, of_another) for tree, parents in sources.trees()]
     updates = [
         node
         for tree, _, is_it in [*places, *outside]
         if not (data and isinstance(tree, ast.FunctionDef) and tree.name in _MAKES_SAMPLES)
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.stmt) and (sets_from_itself(node, is_it) or _adds_to(node, is_it))
     ]
     if not updates:
         return None
     if data:
         return min(node.lineno for node in updates)
-    inside = {id(part) for node in updates for part in ast.walk(node)}
+    inside = {id(part) for node in updates for part in walk(node)}
     lines = [
         read.lineno
         for tree, parents, is_it in [*places, *outside]
@@ -155,7 +156,7 @@ def _steers(read: ast.AST, parents: _Parents) -> bool:
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult):
             scales = True
             other = parent.right if node is parent.left else parent.left
-            if any(isinstance(n, ast.Call) and "rand" in name_of(n.func) for n in ast.walk(other)):
+            if any(isinstance(n, ast.Call) and "rand" in name_of(n.func) for n in walk(other)):
                 return True
         if isinstance(parent, (ast.Assign, ast.AugAssign)):
             targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]

@@ -20,6 +20,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of, kind_of
+from mindx_elastic.guard.checks.syntax import walk
 
 __all__ = ["OwnOptimizers"]
 
@@ -109,12 +110,12 @@ def _goes_on(found: Found, files: Callable[[], Collection[str]]) -> bool:
 @lru_cache(maxsize=64)  # files; each container is asked for by itself
 def _items_that_go_on(tree: ast.AST) -> frozenset[str]:
     """In the functions of a file: of ``self.m[p]`` the name ``m``, of ``state["m"]`` the key."""
-    scopes = (node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.FunctionDef)))
+    scopes = (node for node in walk(tree) if isinstance(node, (ast.Module, ast.FunctionDef)))
     return frozenset(name for scope in scopes for name in _items_in(scope))
 
 
 def _items_in(scope: ast.AST) -> set[str]:
-    items = [node for node in ast.walk(scope) if isinstance(node, ast.Subscript)]
+    items = [node for node in walk(scope) if isinstance(node, ast.Subscript)]
     read: dict[str, int] = {}
     for item in items:
         if isinstance(item.ctx, ast.Load):

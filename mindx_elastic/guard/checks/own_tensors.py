@@ -41,6 +41,7 @@ from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["OwnTensors", "carries"]
 
@@ -199,7 +200,7 @@ def _of_self(name: str) -> Callable[[ast.AST], bool]:
 
 
 def _methods(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    for node in ast.iter_child_nodes(tree):
+    for node in children(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in _NOT_OF_A_STEP and "reset" not in node.name:
             yield node
 
@@ -208,7 +209,7 @@ def _is_in_a_loss(trees: Iterable[Tree], sources: Sources, name: str) -> bool:
     """Whether a method sets a new value from the last one, and a loss depends on it."""
     for tree, _ in trees:
         is_it = _of_self(name)
-        nodes = [node for method in _methods(tree) for node in ast.walk(method) if isinstance(node, ast.stmt)]
+        nodes = [node for method in _methods(tree) for node in walk(method) if isinstance(node, ast.stmt)]
         if any(_writes(node, is_it) and _goes_on(node, is_it) for node in nodes) and _line_in_a_loss(
             tree, sources, name
         ):
@@ -218,7 +219,7 @@ def _is_in_a_loss(trees: Iterable[Tree], sources: Sources, name: str) -> bool:
 
 def _line_in_a_loss(kind: ast.AST, sources: Sources, name: str) -> int | None:
     """`kind`: the class; in others ``self.<name>`` is another thing."""
-    inside = set(map(id, ast.walk(kind)))
+    inside = set(map(id, walk(kind)))
     is_self = _of_self(name)
 
     def is_it(node: ast.AST) -> bool:
@@ -233,7 +234,7 @@ def _line_in_a_loss(kind: ast.AST, sources: Sources, name: str) -> int | None:
 def _takes_the_first(tree: ast.AST, parents: Mapping[int, ast.AST], name: str) -> bool:
     """``if self.x is None: self.x = loss.detach()``, and nothing takes it away again."""
     is_it = _of_self(name)
-    nodes = [node for method in _methods(tree) for node in ast.walk(method) if isinstance(node, ast.Assign)]
+    nodes = [node for method in _methods(tree) for node in walk(method) if isinstance(node, ast.Assign)]
     sets = [node for node in nodes if any(map(is_it, node.targets))]
     return bool(sets) and all(
         takes_a_result(node.value) and _fills_what_is_missing(node, parents, is_it) for node in sets
@@ -246,18 +247,18 @@ def carries(
     """Whether a method of a class uses the last value of ``self.<name>`` and sets another. `shuffled`, `replaced`: only
     in that way."""
     is_it = _of_self(name)
-    for method in ast.walk(tree):
+    for method in walk(tree):
         if not isinstance(method, ast.FunctionDef) or method.name in _NOT_OF_A_STEP or "reset" in method.name:
             continue
-        nodes = list(ast.walk(method))
+        nodes = list(walk(method))
         writes = [node for node in nodes if isinstance(node, ast.stmt) and _writes(node, is_it)]
         for call in (node for node in nodes if isinstance(node, ast.Call) and _shuffles(node, is_it)):
             anew = any(_overwrites(node, is_it) and _place(node) < _place(call) for node in writes)
-            if not anew and any(_is_read(node, is_it) and parents.get(id(node)) is not call for node in ast.walk(tree)):
+            if not anew and any(_is_read(node, is_it) and parents.get(id(node)) is not call for node in walk(tree)):
                 return True
         if not writes or shuffled:
             continue
-        inside = {id(inner) for node in writes for inner in ast.walk(node)}
+        inside = {id(inner) for node in writes for inner in walk(node)}
         reads = [
             read
             for read in steering_reads(method, is_it, dict(parents))
@@ -323,7 +324,7 @@ def _overwrites(node: ast.stmt, is_it: Callable[[ast.AST], bool], *, in_place: b
         return _in_place(node.value, is_it) in _OVERWRITES
     if in_place or not isinstance(node, ast.Assign):
         return False
-    return any(map(is_it, node.targets)) and not any(map(is_it, ast.walk(node.value)))
+    return any(map(is_it, node.targets)) and not any(map(is_it, walk(node.value)))
 
 
 def _goes_on(node: ast.stmt, is_it: Callable[[ast.AST], bool]) -> bool:
@@ -331,7 +332,7 @@ def _goes_on(node: ast.stmt, is_it: Callable[[ast.AST], bool]) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return _in_place(node.value, is_it) not in _OVERWRITES
-    return isinstance(node, ast.Assign) and any(map(is_it, ast.walk(node.value)))
+    return isinstance(node, ast.Assign) and any(map(is_it, walk(node.value)))
 
 
 def _uses_the_value(read: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
@@ -363,7 +364,7 @@ def _fills_what_is_missing(node: ast.AST, parents: Mapping[int, ast.AST], is_it:
     """``if self.x is None: self.x = ...``, ``if not self.filled[i]: self.x[i] = ...``."""
     while (parent := parents.get(id(node))) is not None and not isinstance(parent, ast.FunctionDef):
         if isinstance(parent, ast.If):
-            for inner in ast.walk(parent.test):
+            for inner in walk(parent.test):
                 if isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.Not):
                     return True
                 if isinstance(inner, ast.Compare) and any(isinstance(o, (ast.Is, ast.NotIn)) for o in inner.ops):

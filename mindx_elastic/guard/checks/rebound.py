@@ -39,6 +39,7 @@ from mindx_elastic.guard.checks.surroundings import (
     program_frames,
     variables_of,
 )
+from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ReboundState", "content_of", "paths_of"]
@@ -207,7 +208,7 @@ def _is_carried(holder: _Holder, frame: FrameType | None) -> bool | None:
     loops = [loop for each, tree in trees for loop in _loops_of(each, tree)]
     if any(is_carried(loop, it) or _is_chosen(loop, it) for loop in loops):
         return True
-    if loops and is_read(loops[0].body, it) and any(_is_set(node) for node in ast.walk(loops[-1]) if it(node)):
+    if loops and is_read(loops[0].body, it) and any(_is_set(node) for node in walk(loops[-1]) if it(node)):
         return None  # at the head of an epoch, perhaps from the epoch's number
     return not loops and _is_global(holder.path[0], program_files(frame))
 
@@ -221,13 +222,13 @@ def _loops_of(frame: FrameType, tree: ast.AST) -> list[ast.For | ast.While]:
             found = []  # loops around the definition do not run
         if isinstance(node, (ast.For, ast.While)):
             found.append(node)
-        node = next((inner for inner in ast.iter_child_nodes(node) if spans(inner, frame.f_lineno)), None)
+        node = next((inner for inner in children(node) if spans(inner, frame.f_lineno)), None)
     return found[::-1]
 
 
 def _is_chosen(loop: ast.For | ast.While, it: Callable[[ast.AST], bool]) -> bool:
     """Whether some turns set it and others leave it as it is, as ``if loss < best:`` does."""
-    sets = [node for node in ast.walk(loop) if it(node) and isinstance(node, ast.Name) and _is_set(node)]
+    sets = [node for node in walk(loop) if it(node) and isinstance(node, ast.Name) and _is_set(node)]
     return bool(sets) and is_read([*loop.body, ast.Expr(ast.Name(sets[0].id, ast.Load()))], it)
 
 
@@ -240,7 +241,7 @@ def _is_attribute_carried(name: str, files: Iterable[str]) -> bool | None:
     it = attribute(name)
     if not trees:
         return None
-    functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [n for tree in trees for n in walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     bodies = [function.body for function in functions if function.name != "__init__"]
     bodies += [tree.body for tree in trees if isinstance(tree, ast.Module)]
     return any(is_read(body, it) for body in bodies)
@@ -249,9 +250,7 @@ def _is_attribute_carried(name: str, files: Iterable[str]) -> bool | None:
 def _is_global(name: str, files: Iterable[str]) -> bool:
     """Whether a function of the program sets the global variable `name`."""
     return any(
-        isinstance(node, ast.Global) and name in node.names
-        for tree, _ in Sources(files).trees()
-        for node in ast.walk(tree)
+        isinstance(node, ast.Global) and name in node.names for tree, _ in Sources(files).trees() for node in walk(tree)
     )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.checks.syntax import children, parsed
 
 __all__ = [
     "Entry",
@@ -73,15 +73,7 @@ def tree_of(frame: FrameType) -> ast.Module | None:
 def tree_of_file(file: str, variables: dict[str, Any]) -> ast.Module | None:
     """The same of a file. `variables`: the module's; without a file they may know their source."""
     lines = linecache.getlines(file, variables)
-    return _parsed("".join(lines)) if lines else None
-
-
-@lru_cache(maxsize=4)
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):  # a template, or not Python
-        return None
+    return parsed("".join(lines)) if lines else None
 
 
 def _loops_at(tree: ast.Module, function: str, line: int) -> list[Loop]:
@@ -93,7 +85,7 @@ def _loops_at(tree: ast.Module, function: str, line: int) -> list[Loop]:
             found = []  # loops around the definition do not run
         if isinstance(node, (ast.For, ast.While)) and any(spans(statement, line) for statement in node.body):
             found.append(node)
-        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
+        inner = next((n for n in children(node) if spans(n, line)), None)
         if inner is None or isinstance(inner, ast.Lambda):
             return found
         node = inner

@@ -18,6 +18,7 @@ from torch.utils.data import WeightedRandomSampler
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import Found
+from mindx_elastic.guard.checks.syntax import walk
 
 __all__ = ["WeightsOfSamplers", "samplers_of"]
 
@@ -90,7 +91,7 @@ class WeightsOfSamplers:
 def _is_set_after_steps(sources: Sources) -> bool:
     """Whether the program sets ``.weights`` anywhere but at the head of an epoch, in front of its loop over steps."""
     for tree, parents in sources.trees():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if not isinstance(node, ast.Attribute) or node.attr != "weights":
                 continue
             statement = _statement(node, parents)
@@ -108,11 +109,11 @@ def _statement(node: ast.AST, parents: Mapping[int, ast.AST]) -> ast.AST:
 def _changes(statement: ast.AST, node: ast.Attribute) -> bool:
     if isinstance(statement, (ast.Assign, ast.AugAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return any(inner is node for target in targets for inner in ast.walk(target))
+        return any(inner is node for target in targets for inner in walk(target))
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
     func = statement.value.func
-    return isinstance(func, ast.Attribute) and func.attr.endswith("_") and any(n is node for n in ast.walk(func))
+    return isinstance(func, ast.Attribute) and func.attr.endswith("_") and any(n is node for n in walk(func))
 
 
 def _is_in_a_loop(node: ast.AST, parents: Mapping[int, ast.AST]) -> bool:

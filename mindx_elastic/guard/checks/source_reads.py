@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from itertools import islice
 from pathlib import PurePath
 
+from mindx_elastic.guard.checks.syntax import MOST_FILES, children, parsed, walk
 from mindx_elastic.guard.checks.training_words import logs
 
 __all__ = ["Sources", "Tree", "parents_of", "sets_from_itself", "steering_reads"]
@@ -20,7 +21,6 @@ Tree = tuple[ast.AST, dict[int, ast.AST]]
 """A file's syntax tree, and the parents of its nodes."""
 
 _MOST_BYTES = 200_000  # about 5,000 lines
-_MOST_FILES = 64
 
 
 class Sources:
@@ -32,6 +32,11 @@ class Sources:
     def __init__(self, files: Iterable[str]) -> None:
         """`files`: those of the running functions first."""
         self.files = tuple(_first(dict.fromkeys(files)))
+
+    def read(self) -> None:
+        """Parse all of it now: a look that comes later in this process finds it done."""
+        for file in self.files:
+            _parsed(file)
 
     def tree(self, file: str) -> Tree | None:
         """None where there is no source, or none that can be read."""
@@ -57,14 +62,14 @@ class Sources:
                 file = next(iter(self.files), None)
             found = None if file is None else self.tree(file)
             if found is not None:
-                for node in ast.walk(found[0]):
+                for node in walk(found[0]):
                     if isinstance(node, ast.ClassDef) and node.name == each.__name__:
                         yield node, found[1]
 
 
 def _first(files: Iterable[str]) -> Iterator[str]:
     left = _MOST_BYTES
-    for number, file in enumerate(islice(files, _MOST_FILES)):
+    for number, file in enumerate(islice(files, MOST_FILES)):
         left -= _size(file)
         if left < 0 and number:
             return
@@ -85,23 +90,20 @@ def _words(file: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", "".join(linecache.getlines(file))))
 
 
-# As many as are looked at: else each look would parse them anew. Not more: a tree has twenty objects a line, and the
-# garbage collector goes through them.
-@lru_cache(maxsize=_MOST_FILES)
+@lru_cache(maxsize=MOST_FILES)
 def _parsed(file: str) -> tuple[Tree | None, frozenset[str]]:
     """The tree, and the names of its variables and attributes."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
+    tree = parsed("".join(linecache.getlines(file)))
+    if tree is None:
         return None, frozenset()
-    nodes = list(ast.walk(tree))
+    nodes = walk(tree)
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     return (tree, parents_of(tree)), frozenset(names | {n.attr for n in nodes if isinstance(n, ast.Attribute)})
 
 
 def parents_of(tree: ast.AST) -> dict[int, ast.AST]:
     """The parent of each node, by the node's ``id``."""
-    return {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    return {id(child): node for node in walk(tree) for child in children(node)}
 
 
 def steering_reads(
@@ -115,7 +117,7 @@ def steering_reads(
     A test that decides only whether something is logged is none of them. `is_off`: whether a test is known to fail
     (``if args.dry_run: break``), so that what stands below it does not count.
     """
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load) or not is_it(node):
             continue
         if not _is_for_a_log(node, tree, parents, is_off):
@@ -163,7 +165,7 @@ def sets_from_itself(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
     if not isinstance(node, ast.Assign):
         return False
     targets = [inner for target in node.targets for inner in _targets(target)]
-    return any(map(is_it, targets)) and any(map(is_it, ast.walk(node.value)))
+    return any(map(is_it, targets)) and any(map(is_it, walk(node.value)))
 
 
 def _targets(node: ast.expr) -> Iterator[ast.expr]:

@@ -9,6 +9,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from mindx_elastic.guard.checks.syntax import children, walk
+
 __all__ = ["STEPS", "logs", "name_of", "names_a_log", "names_a_setting", "sets_a_rate", "trains"]
 
 STEPS = ("step", "step_update", "step_frac")
@@ -91,7 +93,7 @@ def trains(statement: ast.stmt) -> bool:
             and not _is_profiler(n)
         )
         or (isinstance(n, ast.stmt) and sets_a_rate(n))
-        for n in ast.walk(statement)
+        for n in walk(statement)
     )
 
 
@@ -104,5 +106,5 @@ def _of_this_loop(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes below, without those of loops and functions inside."""
     yield node
     if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             yield from _of_this_loop(child)

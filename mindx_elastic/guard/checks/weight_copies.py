@@ -24,6 +24,7 @@ from torch import nn
 
 from mindx_elastic.guard.checks.source_reads import Sources, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found
+from mindx_elastic.guard.checks.syntax import walk
 
 __all__ = ["WeightCopies"]
 
@@ -163,13 +164,13 @@ def _uses(tree: ast.AST, parents: dict[int, ast.AST], name: str) -> _Uses:
                 isinstance(node, ast.Attribute) and node.attr == name
             )
 
-        values = [(node, value) for node in ast.walk(tree) if (value := _set_to(node, is_it)) is not None]
+        values = [(node, value) for node in walk(tree) if (value := _set_to(node, is_it)) is not None]
         found = _Uses(
             is_read=any(
                 _is_used(read, parents) and not _is_set_before(read, parents, is_it)
                 for read in steering_reads(tree, is_it, parents)
             ),
-            goes_on=any(any(map(is_it, ast.walk(value))) for _, value in values),
+            goes_on=any(any(map(is_it, walk(value))) for _, value in values),
             is_chosen=any(_is_chosen(node, parents) for node, _ in values),
         )
         _known_uses[key] = found, tree
@@ -209,12 +210,12 @@ def _is_set_before(read: ast.AST, parents: Mapping[int, ast.AST], is_it: Callabl
             for earlier in reversed(block[: block.index(node)]):
                 if _set_to(earlier, is_it) is not None:
                     return True
-                inner = list(ast.walk(earlier))
+                inner = list(walk(earlier))
                 has_loop = any(isinstance(each, (ast.For, ast.While)) for each in inner)
                 if has_loop and any(_set_to(each, is_it) is not None for each in inner):
                     return False
         is_loop = isinstance(parent, (ast.For, ast.While))
-        if is_loop and any(_set_to(each, is_it) is not None for each in ast.walk(parent)):
+        if is_loop and any(_set_to(each, is_it) is not None for each in walk(parent)):
             return False  # it may be from the pass before
         node = parent
     return False
@@ -230,14 +231,14 @@ def _set_to(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> ast.expr | None:
     if not isinstance(node, (ast.Assign, ast.AnnAssign)) or isinstance(node.value, ast.Constant):
         return None
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return node.value if any(is_it(inner) for target in targets for inner in ast.walk(target)) else None
+    return node.value if any(is_it(inner) for target in targets for inner in walk(target)) else None
 
 
 def _is_chosen(node: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
     """Whether it stands below a test of which of two values is better."""
     while (parent := parents.get(id(node))) is not None and not isinstance(node, (ast.For, ast.While, ast.FunctionDef)):
         if isinstance(parent, ast.If) and node is not parent.test and node in parent.body:
-            for inner in ast.walk(parent.test):
+            for inner in walk(parent.test):
                 if isinstance(inner, ast.Compare) and any(isinstance(op, _ORDER) for op in inner.ops):
                     return True
                 name = (

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.surroundings import is_library
+from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["Askers"]
 
@@ -111,7 +112,7 @@ def _loop_at(tree: ast.Module, line: int) -> ast.For | ast.AsyncFor | ast.While 
     found = None
     node: ast.AST = tree
     while True:
-        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
+        inner = next((n for n in children(node) if spans(n, line)), None)
         if inner is None:
             return found
         if isinstance(inner, (*_FUNCTIONS, ast.Lambda)):
@@ -124,22 +125,22 @@ def _loop_at(tree: ast.Module, line: int) -> ast.For | ast.AsyncFor | ast.While 
 def _hands_on(loop: ast.For | ast.AsyncFor | ast.While, asked: Collection[int]) -> bool:
     """Whether an iteration of `loop` may leave a batch to the next one. `asked`: the lines that ask for batches."""
     keys: dict[str, tuple[int, int]] = {}  # what holds a batch, and where it is set; the loop's own targets at its head
-    by_next = any(isinstance(n, ast.Assign) and _asks(n, asked) and _has_next(n) for n in ast.walk(loop))
-    for node in ast.walk(loop):
+    by_next = any(isinstance(n, ast.Assign) and _asks(n, asked) and _has_next(n) for n in walk(loop))
+    for node in walk(loop):
         if isinstance(node, (ast.For, ast.AsyncFor)) and (node is loop or _asks(node.iter, asked)):
-            if any(_name(n) in _READS_AHEAD for n in ast.walk(node.iter)):
+            if any(_name(n) in _READS_AHEAD for n in walk(node.iter)):
                 return True
             keys |= {name: _place(node) for name in _set_by(node.target)}
         elif isinstance(node, ast.Assign) and _asks(node, asked) and (_has_next(node) or not by_next):
             for name in (name for target in node.targets for name in _set_by(target)):
                 keys[name] = max(_end(node), keys.get(name, (0, 0)))
     for _round in range(3):  # copies of copies
-        for node in ast.walk(loop):
+        for node in walk(loop):
             if isinstance(node, ast.Assign) and _is_copy(node.value, keys):
                 names = [name for target in node.targets for name in _set_by(target)]
                 keys |= {name: _end(node) for name in names if name not in keys}
-    heads = {_place(node) for node in ast.walk(loop) if isinstance(node, _LOOPS)}
-    for node in ast.walk(loop):
+    heads = {_place(node) for node in walk(loop) if isinstance(node, _LOOPS)}
+    for node in walk(loop):
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             at = keys.get(ast.unparse(node))
             if at is not None and at not in heads and _place(node) < at:
@@ -152,7 +153,7 @@ def _hands_on(loop: ast.For | ast.AsyncFor | ast.While, asked: Collection[int]) 
 
 
 def _has_next(node: ast.AST) -> bool:
-    return any(isinstance(n, ast.Call) and _name(n.func) in ("next", "__next__") for n in ast.walk(node))
+    return any(isinstance(n, ast.Call) and _name(n.func) in ("next", "__next__") for n in walk(node))
 
 
 def _asks(node: ast.AST, asked: Collection[int]) -> bool:
@@ -193,7 +194,7 @@ def _is_copy(value: ast.expr, keys: Collection[str]) -> bool:
 
 def _is_taken(loop: ast.AST, container: str) -> bool:
     """Whether single things are taken out of `container` in the loop."""
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == container:
             return True
         method = node.func if isinstance(node, ast.Call) else None

@@ -32,6 +32,7 @@ from mindx_elastic.guard.checks.running_source import (
     tree_of,
     value_of,
 )
+from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["OwnCounter", "find_counter_in_epoch", "find_inner_counter", "find_own_counter"]
 
@@ -143,7 +144,7 @@ def _is_as_long(loop: ast.While, frame: FrameType, kept: Collection[int]) -> boo
     in a resumed epoch the loader has fewer batches left than the count."""
     lengths = [
         node.args[0]
-        for node in ast.walk(loop.test)
+        for node in walk(loop.test)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args
     ]
     if not any(id(value_of(node, frame)) in kept for node in lengths):
@@ -157,9 +158,9 @@ def _is_as_long(loop: ast.While, frame: FrameType, kept: Collection[int]) -> boo
 
 def _values_set(tree: ast.Module, frame: FrameType, name: str) -> Iterator[ast.expr]:
     """What the running function sets the variable to; not what it adds to it."""
-    own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == frame.f_code.co_name]
+    own = [n for n in walk(tree) if isinstance(n, ast.FunctionDef) and n.name == frame.f_code.co_name]
     own = [function for function in own if spans(function, frame.f_lineno)]
-    for node in ast.walk(own[-1] if own else tree):
+    for node in walk(own[-1] if own else tree):
         for target, value in _assigned(node):
             if _has_name(target, name) and not _has_name(value, name):
                 yield value
@@ -176,16 +177,16 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _has_name(node: ast.AST, name: str) -> bool:
-    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
+    return any(isinstance(part, ast.Name) and part.id == name for part in walk(node))
 
 
 def _takes_all(loop: Loop, frame: FrameType, kept: Collection[int]) -> bool:
     """Whether it goes through fixed numbers, or as many as something is long, and skips none."""
     if isinstance(loop, ast.While):
         return _is_as_long(loop, frame, kept)
-    if not isinstance(loop, ast.For) or any(isinstance(node, ast.Continue) for node in ast.walk(loop)):
+    if not isinstance(loop, ast.For) or any(isinstance(node, ast.Continue) for node in walk(loop)):
         return False
-    ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
+    ranges = [node for node in walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
     is_long = len(ranges) == 1 and len(ranges[0].args) == 1 and ast.unparse(ranges[0].args[0]).startswith("len(")
     return is_long or _is_literal(loop.iter) or _is_fixed(loop, frame)
 
@@ -196,13 +197,13 @@ def _asked(node: ast.AST, frame: FrameType) -> Iterator[Any]:
         return
     if isinstance(node, (ast.Name, ast.Attribute)):
         yield value_of(node, frame)
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         yield from _asked(child, frame)
 
 
 def _expects_an_end(loop: Loop) -> bool:
     """Whether it does something of its own when no batch is left: ``except StopIteration``, ``next(batches, None)``."""
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.Name) and node.id == "StopIteration":
             return True
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "next" and len(node.args) > 1:
@@ -211,7 +212,7 @@ def _expects_an_end(loop: Loop) -> bool:
 
 
 def _is_over_epochs(loop: Loop) -> bool:
-    calls = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
+    calls = walk(loop.iter) if isinstance(loop, ast.For) else ()
     return any(isinstance(node, ast.Attribute) and node.attr == "epochs" for node in calls)
 
 
@@ -221,7 +222,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 def _counts(node: ast.AST) -> bool:
     """Whether an iterable is made of numbers: ``range(n)``, ``tqdm(range(n))``, ``itertools.count()``."""
-    names = (getattr(n, "id", None) or getattr(n, "attr", None) for n in ast.walk(node))
+    names = (getattr(n, "id", None) or getattr(n, "attr", None) for n in walk(node))
     return any(name in _COUNTS for name in names)
 
 
@@ -231,9 +232,9 @@ def _ends(loop: Loop) -> Iterator[ast.expr]:
         yield loop.test
     elif _counts(loop.iter):
         yield loop.iter
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.If) and any(
-            isinstance(inner, (ast.Break, ast.Return, ast.Continue, ast.Raise)) for inner in ast.walk(node)
+            isinstance(inner, (ast.Break, ast.Return, ast.Continue, ast.Raise)) for inner in walk(node)
         ):
             yield node.test
 
@@ -245,7 +246,7 @@ def _asks(loop: Loop, frame: FrameType, kept: Collection[int], *, strictly: bool
     """
     if isinstance(loop, ast.For) and isinstance(items := value_of(loop.iter, frame), (list, tuple)):
         return any(id(item) in kept for item in items)  # loaders in turn: those before the resumed one have no batch
-    nodes = [node for end in _ends(loop) for node in ast.walk(end)]
+    nodes = [node for end in _ends(loop) for node in walk(end)]
     if strictly and any(isinstance(node, ast.Call) and not _is_plain(node) for node in nodes):
         return True
     return any(isinstance(node, (ast.Name, ast.Attribute)) and id(value_of(node, frame)) in kept for node in nodes)
@@ -253,9 +254,9 @@ def _asks(loop: Loop, frame: FrameType, kept: Collection[int], *, strictly: bool
 
 def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
     """Whether the loop goes over ``range(90)``, or a name or setting for such a number, and skips nothing."""
-    if any(isinstance(node, ast.Continue) for node in ast.walk(loop)):
+    if any(isinstance(node, ast.Continue) for node in walk(loop)):
         return False
-    ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
+    ranges = [node for node in walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
     if len(ranges) != 1 or len(ranges[0].args) != 1:
         return False
     number = ranges[0].args[0]
@@ -263,11 +264,11 @@ def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
         tree = tree_of(frame)
         targets = [
             (target, node.value)
-            for node in (() if tree is None else ast.walk(tree))
+            for node in (() if tree is None else walk(tree))
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         ]
-        values = [v for t, v in targets if any(isinstance(n, ast.Name) and n.id == number.id for n in ast.walk(t))]
+        values = [v for t, v in targets if any(isinstance(n, ast.Name) and n.id == number.id for n in walk(t))]
         return len(values) == 1 and isinstance(values[0], ast.Constant)
     return isinstance(number, (ast.Constant, ast.Attribute))
 
@@ -279,22 +280,20 @@ def _is_plain(call: ast.Call) -> bool:
 def _own_count(loop: ast.While) -> str | None:
     """A variable that the loop counts up (or down) and that decides how long it runs."""
     counted = {
-        node.target.id
-        for node in ast.walk(loop)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+        node.target.id for node in walk(loop) if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
     } | {
         target.id
-        for node in ast.walk(loop)
+        for node in walk(loop)
         for target, value in _assigned(node)
         if isinstance(target, ast.Name) and isinstance(value, ast.BinOp) and _has_name(value, target.id)
     }
-    read = [node.id for end in _ends(loop) for node in ast.walk(end) if isinstance(node, ast.Name)]
+    read = [node.id for end in _ends(loop) for node in walk(end) if isinstance(node, ast.Name)]
     return next((name for name in read if name in counted), None)
 
 
 def _bounds(node: ast.expr) -> str:
     """The arguments of our loop in the place of a ``range(...)``."""
-    ranges = [n for n in ast.walk(node) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ("range", "trange")]
+    ranges = [n for n in walk(node) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ("range", "trange")]
     if not ranges:
         return "number"
     first, *others = ranges[0].args or [ast.Constant("number")]

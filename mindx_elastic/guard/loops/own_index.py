@@ -18,6 +18,7 @@ from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loop_in_words, loops_around, spans, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
+from mindx_elastic.guard.checks.syntax import walk
 from mindx_elastic.guard.checks.training_words import name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["Numbered", "find_own_index"]
@@ -47,7 +48,7 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         if found is None:
             continue
         index, batches, start = found
-        wanted = [node for node in ast.walk(batches) if isinstance(node, (ast.Name, ast.Attribute))]
+        wanted = [node for node in walk(batches) if isinstance(node, (ast.Name, ast.Attribute))]
         named = next((node for node in wanted if id(value_of(node, place)) in kept), None)
         if named is None:
             continue
@@ -86,7 +87,7 @@ def _is_off(loop: ast.AST, place: FrameType, test: ast.expr) -> bool:
     own = name_of(test)
     return not any(
         isinstance(node, (ast.Name, ast.Attribute)) and name_of(node) == own and not isinstance(node.ctx, ast.Load)
-        for node in ast.walk(loop)
+        for node in walk(loop)
     )
 
 
@@ -122,9 +123,9 @@ def _steering_line(
     whether an expression is a modulo whose divisor the length of the epoch is a multiple of. `is_off`: see
     `steering_reads`. `first`: the index of the first batch, if it is known."""
     names = {index}
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            inner = list(ast.walk(node.value))
+            inner = list(walk(node.value))
             if any(isinstance(n, ast.Name) and n.id in names for n in inner) and all(map(_is_arithmetic, inner)):
                 names.add(node.targets[0].id)
 
@@ -133,12 +134,12 @@ def _steering_line(
 
     parents = parents_of(loop)
     inside: set[int] = set()  # of tests whose windows end where the boundaries are
-    for node in ast.walk(loop):
-        if isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
+    for node in walk(loop):
+        if isinstance(node, ast.If) and any(map(is_it, walk(node.test))):
             holds = any(spans(statement, place.f_lineno) for statement in node.body)
             if holds or (_ends_window(node.test, index, first) and _has_all_updates(node, loop, place)):
-                fits = any(map(divides, ast.walk(node.test)))
-                reads = [n for n in ast.walk(node.test) if is_it(n)]
+                fits = any(map(divides, walk(node.test)))
+                reads = [n for n in walk(node.test) if is_it(n)]
                 inside |= {id(n) for n in reads if fits or _in_modulo(n, parents)}
     rest = [n for n in steering_reads(loop, is_it, parents, is_off) if id(n) not in inside]
     return min((read.lineno for read in rest if _steers(read, parents)), default=None)
@@ -150,7 +151,7 @@ def _ends_window(test: ast.expr, index: str, first: object) -> bool:
     if first not in (0, 1):
         return False
     count = f"{index} + 1" if first == 0 else index
-    modulos = (node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod))
+    modulos = (node for node in walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod))
     if any(ast.unparse(node.left) in (count, f"({count})") for node in modulos):
         return True
     return first == 0 and any(isinstance(n, ast.Compare) and _is_last_of_window(n, index) for n in _operands(test))
@@ -178,12 +179,12 @@ def _is_last_of_window(node: ast.Compare, index: str) -> bool:
 def _has_all_updates(window: ast.If, loop: ast.AST, place: FrameType) -> bool:
     """Whether what the loop updates is updated in the body of `window`, and nowhere else. Else each batch ends with a
     boundary, and what the window has (a scheduler, the second optimizer of a GAN) goes by the index alone."""
-    inside = [node for statement in window.body for node in ast.walk(statement)]
+    inside = [node for statement in window.body for node in walk(statement)]
     calls = [node for node in inside if isinstance(node, ast.Call)]
     if any(name_of(call.func) == "backward" for call in calls) or not any(_may_update(call, place) for call in calls):
         return False
     ids = set(map(id, calls))
-    outside = (node for node in ast.walk(loop) if isinstance(node, ast.Call) and id(node) not in ids)
+    outside = (node for node in walk(loop) if isinstance(node, ast.Call) and id(node) not in ids)
     return not any(isinstance(_stepped(call, place), _OPTIMIZERS) for call in outside)
 
 

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from mindx_elastic.guard.checks.running_source import Entry, spans, tree_of, tree_of_file, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import is_library, program_frames
+from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["Place", "TailReads", "attribute_read", "function_of", "places_of", "tail_reads"]
 
@@ -161,7 +162,7 @@ def _path(tree: ast.Module, function: str, line: int) -> list[ast.AST]:
     found: list[ast.AST] = [tree]
     node: ast.AST = tree
     while True:
-        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
+        inner = next((n for n in children(node) if spans(n, line)), None)
         if inner is None or isinstance(inner, ast.expr):
             return found
         if isinstance(inner, _FUNCTIONS) and inner.name == function:
@@ -196,7 +197,7 @@ def _behind(path: Sequence[ast.AST], first: int, inner: int | None) -> Iterator[
 
 def _functions_of(tree: ast.Module) -> dict[str, list[_Function]]:
     found: dict[str, list[_Function]] = {}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, _FUNCTIONS):
             found.setdefault(node.name, []).append(node)
     return found
@@ -212,7 +213,7 @@ def _called(
     found: dict[int, _Function] = {}
     todo = list(nodes)
     for depth in range(_DEPTH):
-        calls = [node.func for one in todo for node in ast.walk(one) if isinstance(node, ast.Call)]
+        calls = [node.func for one in todo for node in walk(one) if isinstance(node, ast.Call)]
         meant = [f for call in calls for f in _meant(call, None if depth else frame, functions)]
         todo = list({id(f): f for f in meant if id(f) not in found}.values())
         found |= {id(f): f for f in meant}
@@ -257,7 +258,7 @@ class _Gathered:
 
     def gather(self, loop: ast.AST, frame: FrameType, functions: dict[str, list[_Function]]) -> None:
         self.names |= set(_bound(loop))
-        for node in ast.walk(loop):
+        for node in walk(loop):
             if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
                 self._add(node.value, frame)
             elif isinstance(node, ast.Call):
@@ -268,14 +269,14 @@ class _Gathered:
                         self._add(argument, frame)
         if frame.f_code.co_name == "<module>":
             for function in _called([loop], frame, functions):
-                declared = [n for node in ast.walk(function) if isinstance(node, ast.Global) for n in node.names]
+                declared = [n for node in walk(function) if isinstance(node, ast.Global) for n in node.names]
                 self.names |= set(declared) & set(_bound(function))
         self.gather_attributes(loop, frame, functions)
 
     def gather_attributes(self, node: ast.AST, frame: FrameType | None, functions: dict[str, list[_Function]]) -> None:
         """``self.total += ...`` and ``self.losses.append(...)`` in `node` and in what it calls."""
         for one in (node, *_called([node], frame, functions)):
-            for inner in ast.walk(one):
+            for inner in walk(one):
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
                     self.attributes |= {inner.attr} - _OF_TENSORS
                 elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
@@ -317,7 +318,7 @@ def _is_self(name: str, frame: FrameType) -> bool:
 
 def _bound(node: ast.AST) -> Iterator[str]:
     """The names that are set below `node`, in its own scope."""
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             yield child.id
         elif isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
@@ -325,7 +326,7 @@ def _bound(node: ast.AST) -> Iterator[str]:
         elif isinstance(child, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name.partition(".")[0] for alias in child.names)
         elif isinstance(child, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)):
-            yield from (n.target.id for n in ast.walk(child) if isinstance(n, ast.NamedExpr))
+            yield from (n.target.id for n in walk(child) if isinstance(n, ast.NamedExpr))
         else:
             yield from _bound(child)
 
@@ -382,7 +383,7 @@ class _Reads:
             own = {a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
             own |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
             body = [node.body] if isinstance(node, ast.Lambda) else node.body
-            shared = {n for one in ast.walk(node) if isinstance(one, ast.Global) for n in one.names}
+            shared = {n for one in walk(node) if isinstance(one, ast.Global) for n in one.names}
             self.go(body, bound | own | (set(_bound(node)) - shared))
             return bound if isinstance(node, ast.Lambda) else bound | {node.name}
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
@@ -402,13 +403,13 @@ class _Reads:
             return self.go([*node.args, *node.keywords], bound)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             self._one(ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target), bound)
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             bound = self._one(child, bound)
         return bound | set(_bound(node)) if isinstance(node, ast.stmt) else bound
 
 
 def _names_of(target: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {node.id for node in walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _attributes_read(
@@ -417,7 +418,7 @@ def _attributes_read(
     """Those of `attributes` that `tail` reads, where an object's first value (zero, None, an empty list) may fail."""
     found: dict[str, None] = {}
     for one in (*tail, *_called(tail, frame, functions)):
-        nodes = list(ast.walk(one))
+        nodes = list(walk(one))
         filled = {id(owner) for owner in map(_filled_by, nodes) if owner is not None}
         parents = parents_of(one)
         for node in nodes:
