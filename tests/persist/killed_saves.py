@@ -8,6 +8,7 @@ same names. Forking from this process spares an import of torch per point. Print
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -63,15 +64,14 @@ def save(folder: Path, step: int) -> None:
 
 def kill_at(where: Any, name: str, after: int, which: int) -> None:
     original: Callable[..., Any] = getattr(where, name)
-    calls = 0
+    calls = itertools.count(1)  # of several threads
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == which and not after:
+        number = next(calls)
+        if number == which and not after:
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(*args, **kwargs)
-        if calls == which:
+        if number == which:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
