@@ -273,6 +273,20 @@ def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogC
     assert "stateful={" in told[0]
 
 
+def test_a_change_in_the_first_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stop may come before the next one: a run that is resumed there begins with the first value."""
+    job = Job(tmp_path)
+    x, scale = torch.randn(4, 4), 1.0
+    with job.guard:
+        for step in job.guard.steps(3):
+            if step == 1:
+                scale = scale * 0.5
+            update(job, job.network(x * scale).square().mean())
+            job.guard.step_end()
+    told = [r.getMessage() for r in caplog.records if "goes on from step to step" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("the variable scale ("), told
+
+
 def test_what_the_first_step_has_given_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     with job.guard:

@@ -49,6 +49,57 @@ class Annealed:
         return loss
 
 
+class ByALocal:
+    """The agent of many tutorials: epsilon is worked out from a count of steps."""
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+
+    def act(self) -> int:
+        threshold = 0.05 + 0.85 * 0.9**self.steps_done
+        self.steps_done += 1
+        if random.random() > threshold:
+            return 0
+        return random.randrange(2)
+
+
+class Warmup:
+    """A schedule of the program's own, which keeps its optimizer under another name than torch's do."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt, self.t = opt, 0
+
+    def step(self) -> None:
+        self.t += 1
+        rate = 0.01 * min(1.0, self.t / 10)
+        for group in self.opt.param_groups:
+            group["lr"] = rate
+
+
+class ByATest:
+    """A count that decides when another number changes."""
+
+    def __init__(self) -> None:
+        self.tokens, self.scale = 0, 1.0
+
+    def rate(self, group: dict[str, Any]) -> None:
+        group["lr"] = 0.01 * self.scale
+        self.tokens += 8
+        if self.tokens % 800 == 0:
+            self.scale *= 0.9
+
+
+class ByAnAttribute:
+    def __init__(self) -> None:
+        self.seen, self.weight = 0, 0.0
+
+    def loss(self, out: torch.Tensor) -> torch.Tensor:
+        self.seen += len(out)
+        self.weight = min(1.0, self.seen / 1000)
+        loss = out.square().mean() + self.weight * out.abs().mean()
+        return loss
+
+
 class Patience:
     def __init__(self) -> None:
         self.bad = 0
@@ -118,6 +169,44 @@ def a_factor_of_the_loss(job: Job) -> str:
     return "annealed.beta"
 
 
+def a_count_by_a_local(job: Job) -> str:
+    agent = ByALocal()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, (job.network(x) * agent.act()).square().mean())
+            job.guard.step_end()
+    return "agent.steps_done"
+
+
+def a_schedule(job: Job) -> str:
+    warmup = Warmup(job.optimizer)
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            warmup.step()
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+    return "warmup.t"
+
+
+def a_count_by_a_test(job: Job) -> str:
+    rates = ByATest()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            rates.rate(job.optimizer.param_groups[0])
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+    return "rates.tokens"
+
+
+def a_count_by_an_attribute(job: Job) -> str:
+    task = ByAnAttribute()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, task.loss(job.network(x)))
+            job.guard.step_end()
+    return "task.seen"
+
+
 def a_patience(job: Job) -> str:
     patience = Patience()
     for _ in job.guard.epochs(3):
@@ -129,13 +218,36 @@ def a_patience(job: Job) -> str:
     return "patience.bad"
 
 
-@pytest.mark.parametrize("program", [an_agent, a_factor_of_the_loss, a_patience])
+@pytest.mark.parametrize(
+    "program",
+    [
+        an_agent,
+        a_factor_of_the_loss,
+        a_patience,
+        a_count_by_a_local,
+        a_schedule,
+        a_count_by_a_test,
+        a_count_by_an_attribute,
+    ],
+)
 def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     with job.guard:
         name = program(job)
     (told,) = [r.getMessage() for r in caplog.records if "is carried from one step into another" in r.getMessage()]
     assert told.startswith(f'"{name}" (') and "stateful={" in told
+
+
+def test_a_change_in_the_first_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stop there would leave it out of the file."""
+    agent, job = Agent(), Job(tmp_path)
+    with job.guard:
+        for _ in job.guard.steps(1):
+            agent.epsilon *= 0.5
+            x, _ = next(iter(job.loader))
+            update(job, (job.network(x) * agent.act()).square().mean())
+            job.guard.step_end()
+    assert '"agent.epsilon" (Agent, ' in caplog.text and "is carried from one step into another" in caplog.text
 
 
 def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

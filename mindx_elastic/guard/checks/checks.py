@@ -178,7 +178,12 @@ class Checks:
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
         self._variables.at_entry(sys._getframe(1))
+        self._own_numbers.begin(seen.counted.values())
         return seen
+
+    def at_loop(self, frame: FrameType) -> None:
+        """The program, in `frame`, begins a loop over the guard."""
+        self._variables.at_loop(frame)
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
