@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from mindx_elastic.guard.checks.remedies import can_be_named
-from mindx_elastic.guard.checks.source_reads import Sources, sets_from_itself, steering_reads
+from mindx_elastic.guard.checks.source_reads import Sources, only_logs, sets_from_itself, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
@@ -211,7 +211,9 @@ def _does_steer(read: ast.AST, parents: _Parents) -> bool:
         if isinstance(parent, ast.Return):
             return compares
         if isinstance(parent, (ast.If, ast.While)):
-            return node is parent.test and not isinstance(node, ast.Attribute) and any(map(trains, parent.body))
+            if node is not parent.test or isinstance(node, ast.Attribute) or _only_leaves_a_log(parent, parents):
+                return False
+            return any(map(trains, parent.body))
         if isinstance(parent, ast.Call) and node is not parent.func:
             called = name_of(parent.func)
             if names_a_log(called):
@@ -230,6 +232,16 @@ def _does_steer(read: ast.AST, parents: _Parents) -> bool:
             return False
         node = parent
     return False
+
+
+def _only_leaves_a_log(test: ast.If | ast.While, parents: _Parents) -> bool:
+    """``if self.calls % self.every: return`` in front of what only prints."""
+    function = parents.get(id(test))
+    if not isinstance(function, _FUNCTIONS) or test not in function.body:
+        return False
+    if test.orelse or not all(isinstance(one, ast.Return) and one.value is None for one in test.body):
+        return False
+    return all(map(only_logs, function.body[function.body.index(test) + 1 :]))
 
 
 def _is_nothing(node: ast.expr) -> bool:
