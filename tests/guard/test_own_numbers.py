@@ -76,6 +76,21 @@ class Warmup:
             group["lr"] = rate
 
 
+class Clip:
+    """The first value is none."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+
+    def __call__(self, parameters: Any) -> None:
+        norm = sum(p.grad.square().sum().item() for p in parameters) ** 0.5
+        limit = norm if self.mean is None else 1.1 * self.mean
+        self.mean = norm if self.mean is None else 0.9 * self.mean + 0.1 * norm
+        if norm > limit:
+            for p in parameters:
+                p.grad.mul_(limit / norm)
+
+
 class ByATest:
     """A count that decides when another number changes."""
 
@@ -200,6 +215,18 @@ def a_schedule(job: Job) -> str:
     return "warmup.t"
 
 
+def a_clip(job: Job) -> str:
+    clip = Clip()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            job.network(x).square().mean().backward()
+            clip(list(job.network.parameters()))
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.guard.step_end()
+    return "clip.mean"
+
+
 def a_count_by_a_test(job: Job) -> str:
     rates = ByATest()
     for _ in job.guard.epochs(3):
@@ -238,6 +265,7 @@ def a_patience(job: Job) -> str:
         a_patience,
         a_count_by_a_local,
         a_schedule,
+        a_clip,
         a_count_by_a_test,
         a_count_by_an_attribute,
     ],

@@ -7,8 +7,9 @@ That a value changes is not enough: most such variables are sums and counts for 
   others (``observation = world.step(act(observation))``), or from what a named module gives (``last = loss.item()``),
 - not begun from the guard or from an object that the guard keeps, and
 - used, itself or by what is worked out from it, in one of these places: ``loss.backward()``, a learning rate, a call
-  of a named module, an argument of ``step(...)`` or of a function named like ``adjust_lr``, a test above a step or a
-  break; behind the loop also in what its function returns, where the caller does that (a mean of the epoch's losses).
+  of a named module, the place in a named tensor that is set (``queue[at] = key``), an argument of ``step(...)`` or of a
+  function named like ``adjust_lr``, a test above a step or a break; behind the loop also in what its function returns,
+  where the caller does that (a mean of the epoch's losses).
 
 So is the best value so far (``best = max(value, best)``, ``if value < best: best = value``), where it decides what is
 saved or copied: a resumed run would take the next value for the best.
@@ -477,6 +478,9 @@ def _is_sink(
             return False
         return any(trains(statement) or _loads(statement) for statement in node.body)
     if isinstance(node, (ast.Assign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(_is_place_in_kept(target, tainted, frame, kept) for target in targets):
+            return True
         return sets_a_rate(node) and bool(_reads(node.value) & tainted)
     if not isinstance(node, ast.Call):
         return False
@@ -490,6 +494,14 @@ def _is_sink(
         return True
     value = value_of(node.func, frame)
     return isinstance(value, nn.Module) and id(value) in kept
+
+
+def _is_place_in_kept(target: ast.expr, tainted: set[str], frame: FrameType, kept: set[int]) -> bool:
+    """``queue[at : at + n] = keys`` where the queue is named: it says what the queue's next places are."""
+    if not isinstance(target, ast.Subscript) or not _reads(target.slice) & tainted:
+        return False
+    value = value_of(target.value, frame)
+    return isinstance(value, (torch.Tensor, np.ndarray, list)) and id(value) in kept
 
 
 def _loads(statement: ast.stmt) -> bool:

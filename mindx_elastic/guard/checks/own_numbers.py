@@ -7,8 +7,8 @@ shows, and
 - belongs to a data set, a sampler or what hangs on one, and is not set where samples are made, or
 - is read in a test above a ``return``, a break or a step (other than against nothing: ``if self.count == 0``), in a
   comparison that is returned, in a learning rate, in an argument of ``step(...)`` or of a function named like
-  ``adjust_lr`` or ``clip_grad_norm_``, or as a factor of a loss or of random numbers; or a local variable that is
-  worked out from it is.
+  ``adjust_lr`` or ``clip_grad_norm_``, in a change of a gradient, or as a factor of a loss or of random numbers; or a
+  local variable or an attribute that is worked out from it is.
 
 So are lists of numbers that are appended to, such as AutoClip's history of gradient norms. All is a risk.
 """
@@ -24,8 +24,16 @@ from typing import Any
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, only_logs, sets_from_itself, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.training_words import (
+    STEPS,
+    changes_a_gradient,
+    name_of,
+    names_a_log,
+    names_a_setting,
+    sets_a_rate,
+    trains,
+)
 from mindx_elastic.guard.checks.syntax import children, walk
-from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
 __all__ = ["OwnNumbers"]
 
@@ -101,17 +109,20 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
     """The line that shows that the training depends on it; None: nothing does."""
 
     names = {name}
+    methods: set[int] = set()  # x.mean() has nothing to do with a number that is called mean
 
     def of_self(node: ast.AST) -> bool:
         return isinstance(node, ast.Attribute) and node.attr in names and _is_self(node.value)
 
     def of_another(node: ast.AST) -> bool:
-        return isinstance(node, ast.Attribute) and node.attr in names and not _is_self(node.value)
+        if not isinstance(node, ast.Attribute) or node.attr not in names or id(node) in methods:
+            return False
+        return not _is_self(node.value)
 
     places: list[tuple[ast.AST, _Parents, _Test]] = []
     for tree, parents in sources.classes_of(type(value)):
-        methods = [node for node in children(tree) if isinstance(node, ast.FunctionDef)]
-        places += [(method, parents, of_self) for method in methods if method.name not in _BEGINS]
+        own = [node for node in children(tree) if isinstance(node, ast.FunctionDef)]
+        places += [(method, parents, of_self) for method in own if method.name not in _BEGINS]
     outside = [(tree, parents, of_another) for tree, parents in sources.trees()]
     updates = [
         node
@@ -125,6 +136,7 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
     if data:
         return min(node.lineno for node in updates)
     inside = {id(part) for node in updates for part in walk(node)}
+    methods = {id(node.func) for tree, _, _ in outside for node in walk(tree) if isinstance(node, ast.Call)}
     before = 0
     while len(names) != before:
         before = len(names)
@@ -218,7 +230,7 @@ def _does_steer(read: ast.AST, parents: _Parents) -> bool:
             called = name_of(parent.func)
             if names_a_log(called):
                 return False
-            if called in STEPS or names_a_setting(called):
+            if called in STEPS or names_a_setting(called) or changes_a_gradient(parent):
                 return True
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult):
             scales = True
@@ -227,7 +239,11 @@ def _does_steer(read: ast.AST, parents: _Parents) -> bool:
                 return True
         if isinstance(parent, (ast.Assign, ast.AugAssign)):
             targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            return sets_a_rate(parent) or (scales and any("loss" in name_of(t) for t in targets))
+            return (
+                sets_a_rate(parent)
+                or changes_a_gradient(parent)
+                or (scales and any("loss" in name_of(t) for t in targets))
+            )
         if isinstance(parent, ast.stmt):
             return False
         node = parent
