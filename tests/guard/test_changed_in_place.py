@@ -53,6 +53,14 @@ CARRIED = {
             for i, one in enumerate(each.detach()):
                 losses[i] = float(one)
         """,
+    "counts": """
+        from collections import Counter
+        counts = Counter()
+        def step():
+            counts.update([0, 1, 1])
+            weights = torch.tensor([1.0 / counts[0], 1.0 / counts[1], 1.0])
+            update((weights * net(x)).square().mean(), opt)
+        """,
     "history": """
         history = [1.0]
         def step():
@@ -83,6 +91,12 @@ LEFT_ALONE = {
             rows.zero_(); rows[:3] = x[:3]; parts.clear()
             for number in range(2): parts.append(number + 1.0)
             update(net(rows * sum(parts)).square().mean(), opt)
+        """,
+    "a dict for the batch": """
+        batch = {}
+        def step():
+            batch.update(x=x)
+            update(net(batch["x"]).square().mean(), opt)
         """,
     "a buffer for the batch": """
         rows = torch.zeros(5, 3)
