@@ -138,14 +138,14 @@ def _goes_on(node: ast.AST) -> Iterator[str]:
 
 def _overwritten_behind_a_read(part: ast.AST) -> Iterator[str]:
     """The variables of which a loop, or a function, reads the whole or a part before it overwrites a part."""
-    nodes = list(ast.walk(part))
+    nodes = list(walk(part))
     written: dict[str, int] = {}
     passed_by: set[int] = set()  # names that are no reads of what is in them
     for node in nodes:
         for target in node.targets if isinstance(node, ast.Assign) else ():
             base = _base(target)
             if base is not None and isinstance(target, ast.Subscript):
-                inner = (each for each in ast.walk(target) if isinstance(each, ast.Name))
+                inner = (each for each in walk(target) if isinstance(each, ast.Name))
                 passed_by |= {id(each) for each in inner if each.id == base}
                 if not isinstance(target.slice, ast.Constant):
                     written[base] = max(target.lineno, written.get(base, 0))

@@ -24,6 +24,7 @@ from typing import Any
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, only_logs, sets_from_itself, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import (
     STEPS,
     changes_a_gradient,
@@ -33,7 +34,6 @@ from mindx_elastic.guard.checks.training_words import (
     sets_a_rate,
     trains,
 )
-from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["OwnNumbers"]
 
@@ -153,10 +153,10 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
 def _set_by(tree: ast.AST, is_it: _Test) -> Iterator[str]:
     """The attributes that are worked out from it, or that change by a test of it:
     ``if self.n % 9 == 0: self.k *= 0.9``."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Assign) and any(map(is_it, _read_in(node.value))):
             yield from (target.attr for target in node.targets if isinstance(target, ast.Attribute))
-        elif isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
+        elif isinstance(node, ast.If) and any(map(is_it, walk(node.test))):
             changes = (each for each in node.body if isinstance(each, ast.AugAssign))
             for each in changes:
                 if isinstance(each.target, ast.Attribute) and not isinstance(each.op, (ast.Add, ast.Sub)):
@@ -171,7 +171,7 @@ def _steers_by_a_local(read: ast.AST, parents: _Parents, is_it: _Test) -> int:
         function = parent
     if not isinstance(function, _FUNCTIONS):
         return 0
-    nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    nodes = [node for node in walk(function) if isinstance(node, (ast.Assign, ast.AnnAssign))]
     names: set[str] = set()
     before = -1
     while len(names) != before:
@@ -192,7 +192,7 @@ def _is_of(node: ast.AST, names: Collection[str]) -> bool:
 def _read_in(node: ast.AST) -> Iterator[ast.AST]:
     """The parts of an expression, without what it hands to a log."""
     yield node
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if not (isinstance(node, ast.Call) and names_a_log(name_of(node.func))):
             yield from _read_in(child)
 

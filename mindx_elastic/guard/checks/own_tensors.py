@@ -233,9 +233,9 @@ def _is_in_samples(trees: Iterable[Tree], name: str) -> bool:
     """Whether a method of a data set sets a new value from the last one, and samples are made of it: pseudo labels."""
     is_it, methods = _of_self(name), [method for tree, _ in trees for method in _methods(tree)]
     makes = [method for method in methods if method.name in _MAKES_SAMPLES]
-    sets = [node for each in methods if each not in makes for node in ast.walk(each) if isinstance(node, ast.stmt)]
+    sets = [node for each in methods if each not in makes for node in walk(each) if isinstance(node, ast.stmt)]
     goes_on = any(_writes(node, is_it) and _goes_on(node, is_it) for node in sets)
-    return goes_on and any(_is_read(node, is_it) for method in makes for node in ast.walk(method))
+    return goes_on and any(_is_read(node, is_it) for method in makes for node in walk(method))
 
 
 def _line_in_a_loss(kind: ast.AST, sources: Sources, name: str) -> int | None:
