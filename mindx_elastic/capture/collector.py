@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
+from mindx_elastic.capture.changed_settings import find_changed_settings
 from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
     AdaptedComponent,
@@ -546,13 +547,14 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
+        changed = [] if live else find_changed_settings(self.components, state)
         self._load_components(state, self.components, live=live)
         progress = dict(state["progress"])
         self.loop = self._loop = dict(progress.pop("loop", {}))
         self.position = Position(**progress)
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
-        return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
+        return [*changed, *(f"the checkpoint also holds {name}, which this job does not use" for name in extra)]
 
     def without_parts(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """A `state` that another world has written, less what of `module_extras` each rank holds in parts of its own;

@@ -253,6 +253,7 @@ class Guard(LayeredGuard):
         self._loaders.know((self._checks.at_entry() if trains else look(sys._getframe(1), {})).loaders)
         if trains:
             self._loops.at_next_batch = self._checks.refreshed.at_next_batch
+            self._loops.at_loop = self._checks.at_loop
             stack.callback(self._checks.refreshed.leave)
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)

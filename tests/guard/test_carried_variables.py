@@ -273,6 +273,35 @@ def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogC
     assert "stateful={" in told[0]
 
 
+def test_the_place_in_a_named_queue_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    queue, at = torch.zeros(12), 0
+    job = Job(tmp_path, stateful={"queue": queue})
+    with job.guard:
+        for _ in job.guard.epochs(2):
+            for x, _ in job.loader:
+                y = job.network(x + queue.mean())
+                update(job, y.square().mean())
+                queue[at : at + 2] = y.detach().mean()
+                at = (at + 2) % 12
+                job.guard.step_end()
+    told = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("the variable at ("), told
+
+
+def test_a_change_in_the_first_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stop may come before the next one: a run that is resumed there begins with the first value."""
+    job = Job(tmp_path)
+    x, scale = torch.randn(4, 4), 1.0
+    with job.guard:
+        for step in job.guard.steps(3):
+            if step == 1:
+                scale = scale * 0.5
+            update(job, job.network(x * scale).square().mean())
+            job.guard.step_end()
+    told = [r.getMessage() for r in caplog.records if "goes on from step to step" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("the variable scale ("), told
+
+
 def test_what_the_first_step_has_given_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     with job.guard:

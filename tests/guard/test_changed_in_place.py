@@ -39,6 +39,28 @@ CARRIED = {
             y = net(x); loss = (y - means["a"]).square().mean(); update(loss, opt)
             means["a"].mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
         """,
+    "queue": """
+        queue, at = torch.randn(12, 3), [0]
+        def step():
+            y = net(x); update((y @ queue.T).square().mean(), opt)
+            queue[at[0] : at[0] + 3] = y.detach()[:3]; at[0] = (at[0] + 3) % 12
+        """,
+    "losses": """
+        losses = {}
+        def step():
+            weights = torch.tensor([losses.get(i, 1.0) for i in range(5)])
+            each = net(x).square().mean(1); update((weights * each).mean(), opt)
+            for i, one in enumerate(each.detach()):
+                losses[i] = float(one)
+        """,
+    "counts": """
+        from collections import Counter
+        counts = Counter()
+        def step():
+            counts.update([0, 1, 1])
+            weights = torch.tensor([1.0 / counts[0], 1.0 / counts[1], 1.0])
+            update((weights * net(x)).square().mean(), opt)
+        """,
     "history": """
         history = [1.0]
         def step():
@@ -69,6 +91,20 @@ LEFT_ALONE = {
             rows.zero_(); rows[:3] = x[:3]; parts.clear()
             for number in range(2): parts.append(number + 1.0)
             update(net(rows * sum(parts)).square().mean(), opt)
+        """,
+    "a dict for the batch": """
+        batch = {}
+        def step():
+            batch.update(x=x)
+            update(net(batch["x"]).square().mean(), opt)
+        """,
+    "a buffer for the batch": """
+        rows = torch.zeros(5, 3)
+        def step():
+            print(rows.shape, len(rows))
+            for i in range(5):
+                rows[i] = x[i] * 2
+            update(net(rows).square().mean(), opt)
         """,
     "made in the loop": """
         with Guard(directory=DIRECTORY, model=net, optimizer=opt) as guard:

@@ -13,6 +13,7 @@ import mindx_elastic as mx
 from mindx_elastic.capture.device_progress import DeviceProgress
 from mindx_elastic.errors import UnmanagedStateError
 from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.persist.format import read_header
 from tests.guard.programs import EXACT, LATE_AVERAGE, NOTED, REFUSED, run
 from tests.guarded import no_traces, plain_environment
@@ -84,3 +85,7 @@ def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.
         guard.step_end()
         assert "look" in order and order[0] == "wait"
     assert average is not None
+
+
+def test_the_line_to_write_is_python_for_a_part_of_a_sequential() -> None:
+    assert Remedies({}).stateful_line(["model.0.gen"]) == 'Guard(stateful={"gen": model[0].gen}, ...)'

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mindx_elastic import Guard
 from mindx_elastic import data as mx_data
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from tests.guard.loader_loops import BATCHES, EPOCHS, FORMS, Pictures, Run, run_loop
@@ -366,3 +367,25 @@ def test_one_that_is_left_by_itself_is_told(tmp_path: Path) -> None:
     run, _ = run_loop(one_is_left, tmp_path, make=two_lengths)
     (note,) = [note for note in run.guard._unmanaged.notes if "leaves an epoch" in note]
     assert "loader_1" in note
+
+
+def test_a_cycle_beside_a_longer_loader_is_refused(tmp_path: Path) -> None:
+    """As ``zip(unlabelled, itertools.cycle(labelled))``: the short one's later batches are no loader's."""
+    many, few = DataLoader(points(20), batch_size=2), DataLoader(points(6), batch_size=2, shuffle=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model=model, optimizer=optimizer, loader=[many, few], directory=tmp_path)
+
+    def train() -> None:
+        with guard:
+            again = itertools.cycle(few)
+            for _ in guard.epochs(2):
+                for x, _ in many:
+                    model(torch.cat([x, next(again)[0]])).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    guard.step_end()
+
+    with pytest.raises(UnmanagedStateError, match=r"itertools.cycle\(loader_1\) keeps the batches"):
+        train()
+    assert guard.step == 4  # the short one has 3 batches

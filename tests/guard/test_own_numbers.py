@@ -49,6 +49,72 @@ class Annealed:
         return loss
 
 
+class ByALocal:
+    """The agent of many tutorials: epsilon is worked out from a count of steps."""
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+
+    def act(self) -> int:
+        threshold = 0.05 + 0.85 * 0.9**self.steps_done
+        self.steps_done += 1
+        if random.random() > threshold:
+            return 0
+        return random.randrange(2)
+
+
+class Warmup:
+    """A schedule of the program's own, which keeps its optimizer under another name than torch's do."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt, self.t = opt, 0
+
+    def step(self) -> None:
+        self.t += 1
+        rate = 0.01 * min(1.0, self.t / 10)
+        for group in self.opt.param_groups:
+            group["lr"] = rate
+
+
+class Clip:
+    """The first value is none."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+
+    def __call__(self, parameters: Any) -> None:
+        norm = sum(p.grad.square().sum().item() for p in parameters) ** 0.5
+        limit = norm if self.mean is None else 1.1 * self.mean
+        self.mean = norm if self.mean is None else 0.9 * self.mean + 0.1 * norm
+        if norm > limit:
+            for p in parameters:
+                p.grad.mul_(limit / norm)
+
+
+class ByATest:
+    """A count that decides when another number changes."""
+
+    def __init__(self) -> None:
+        self.tokens, self.scale = 0, 1.0
+
+    def rate(self, group: dict[str, Any]) -> None:
+        group["lr"] = 0.01 * self.scale
+        self.tokens += 8
+        if self.tokens % 800 == 0:
+            self.scale *= 0.9
+
+
+class ByAnAttribute:
+    def __init__(self) -> None:
+        self.seen, self.weight = 0, 0.0
+
+    def loss(self, out: torch.Tensor) -> torch.Tensor:
+        self.seen += len(out)
+        self.weight = min(1.0, self.seen / 1000)
+        loss = out.square().mean() + self.weight * out.abs().mean()
+        return loss
+
+
 class Patience:
     def __init__(self) -> None:
         self.bad = 0
@@ -87,6 +153,18 @@ class Clock:
             print(self.ticks)
 
 
+class NowAndThen:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def tell(self, loss: float) -> None:
+        self.calls += 1
+        if self.calls % 4:
+            return
+        rate = self.calls / 100
+        print(f"{self.calls}: {loss:.3f} {rate}")
+
+
 class Noisy(Dataset[Any]):
     def __init__(self) -> None:
         self.noise, self.calls = 0.5, 0
@@ -118,6 +196,56 @@ def a_factor_of_the_loss(job: Job) -> str:
     return "annealed.beta"
 
 
+def a_count_by_a_local(job: Job) -> str:
+    agent = ByALocal()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, (job.network(x) * agent.act()).square().mean())
+            job.guard.step_end()
+    return "agent.steps_done"
+
+
+def a_schedule(job: Job) -> str:
+    warmup = Warmup(job.optimizer)
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            warmup.step()
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+    return "warmup.t"
+
+
+def a_clip(job: Job) -> str:
+    clip = Clip()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            job.network(x).square().mean().backward()
+            clip(list(job.network.parameters()))
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.guard.step_end()
+    return "clip.mean"
+
+
+def a_count_by_a_test(job: Job) -> str:
+    rates = ByATest()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            rates.rate(job.optimizer.param_groups[0])
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+    return "rates.tokens"
+
+
+def a_count_by_an_attribute(job: Job) -> str:
+    task = ByAnAttribute()
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, task.loss(job.network(x)))
+            job.guard.step_end()
+    return "task.seen"
+
+
 def a_patience(job: Job) -> str:
     patience = Patience()
     for _ in job.guard.epochs(3):
@@ -129,13 +257,37 @@ def a_patience(job: Job) -> str:
     return "patience.bad"
 
 
-@pytest.mark.parametrize("program", [an_agent, a_factor_of_the_loss, a_patience])
+@pytest.mark.parametrize(
+    "program",
+    [
+        an_agent,
+        a_factor_of_the_loss,
+        a_patience,
+        a_count_by_a_local,
+        a_schedule,
+        a_clip,
+        a_count_by_a_test,
+        a_count_by_an_attribute,
+    ],
+)
 def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     with job.guard:
         name = program(job)
     (told,) = [r.getMessage() for r in caplog.records if "is carried from one step into another" in r.getMessage()]
     assert told.startswith(f'"{name}" (') and "stateful={" in told
+
+
+def test_a_change_in_the_first_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stop there would leave it out of the file."""
+    agent, job = Agent(), Job(tmp_path)
+    with job.guard:
+        for _ in job.guard.steps(1):
+            agent.epsilon *= 0.5
+            x, _ = next(iter(job.loader))
+            update(job, (job.network(x) * agent.act()).square().mean())
+            job.guard.step_end()
+    assert '"agent.epsilon" (Agent, ' in caplog.text and "is carried from one step into another" in caplog.text
 
 
 def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +305,7 @@ def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_statistics_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job, meter, clock = Job(tmp_path), Meter(), Clock()
+    job, meter, clock, teller = Job(tmp_path), Meter(), Clock(), NowAndThen()
     with job.guard:
         for _ in job.guard.epochs(3):
             for x, _ in job.loader:
@@ -161,6 +313,7 @@ def test_statistics_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixt
                 update(job, loss)
                 meter.update(loss.item())
                 clock.tick()
+                teller.tell(loss.item())
                 job.guard.step_end()
             print(meter.mean(), meter.average)
     assert "is not kept" not in caplog.text

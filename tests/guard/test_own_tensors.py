@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
+from mindx_elastic import Guard
 from tests.guard.programs import run
 from tests.guarded import no_traces, plain_environment
 
@@ -313,3 +317,51 @@ def test_weights_of_a_sampler_that_the_head_of_the_epoch_sets(source: str, tmp_p
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_statistics_caches_and_buffers_are_left_alone(name: str, tmp_path: Path) -> None:
     assert train(LEFT_ALONE[name], tmp_path) == ()
+
+
+class SelfTrained(Dataset[Any]):
+    """Its labels follow the predictions."""
+
+    def __init__(self) -> None:
+        self.x, self.labels = torch.randn(8, 3), torch.zeros(8, 1)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.labels[index]
+
+    @torch.no_grad()
+    def label(self, model: torch.nn.Module) -> None:
+        self.labels = torch.where(self.x[:, :1] > 0, model(self.x), self.labels)
+
+
+class SelfTrainedWithState(SelfTrained):
+    def state_dict(self) -> dict[str, Any]:
+        return {"labels": self.labels}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.labels = state["labels"]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_labels_of_a_data_set_that_follow_the_predictions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_named: bool
+) -> None:
+    model, data = torch.nn.Linear(3, 1), SelfTrainedWithState() if is_named else SelfTrained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    stateful = {"dataset": data} if is_named else {}
+    with Guard(model=model, optimizer=optimizer, loader=loader, stateful=stateful, directory=tmp_path) as guard:
+        for _ in guard.epochs(3):
+            for x, y in loader:
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                guard.step_end()
+            data.label(model)
+    told = [r.getMessage() for r in caplog.records if "not kept" in r.getMessage()]
+    assert len(told) == (not is_named), told
+    for each in told:
+        assert each.startswith('"loader.dataset.labels" (SelfTrained'), told
+        assert 'load_state_dict() in SelfTrained, and Guard(stateful={"dataset": loader.dataset}, ...)' in each

@@ -7,8 +7,9 @@ That a value changes is not enough: most such variables are sums and counts for 
   others (``observation = world.step(act(observation))``), or from what a named module gives (``last = loss.item()``),
 - not begun from the guard or from an object that the guard keeps, and
 - used, itself or by what is worked out from it, in one of these places: ``loss.backward()``, a learning rate, a call
-  of a named module, an argument of ``step(...)`` or of a function named like ``adjust_lr``, a test above a step or a
-  break; behind the loop also in what its function returns, where the caller does that (a mean of the epoch's losses).
+  of a named module, the place in a named tensor that is set (``queue[at] = key``), an argument of ``step(...)`` or of a
+  function named like ``adjust_lr``, a test above a step or a break; behind the loop also in what its function returns,
+  where the caller does that (a mean of the epoch's losses).
 
 So is the best value so far (``best = max(value, best)``, ``if value < best: best = value``), where it decides what is
 saved or copied: a resumed run would take the next value for the best.
@@ -42,7 +43,7 @@ from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_res
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.running_source import Entry, Loop, entry_of, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
-from mindx_elastic.guard.checks.surroundings import place_of
+from mindx_elastic.guard.checks.surroundings import place_of, program_frames
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import (
     STEPS,
@@ -57,7 +58,8 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["CarriedVariables"]
 
-_SIMPLE = (int, float, np.number, torch.Tensor, np.ndarray)
+_NUMBERS = (int, float, np.number)
+_SIMPLE = (*_NUMBERS, torch.Tensor, np.ndarray)
 _COPIES = re.compile(r"save|checkpoint|deepcopy|clone|copy|state_dict|export")
 _ADDS = ("append", "appendleft", "extend", "add", "push", "insert", "put", "store", "remember")
 _LOADS = ("load_state_dict", "copy_", "reset_parameters")
@@ -91,15 +93,30 @@ class CarriedVariables:
         self._entry: Entry | None = None
         self._variables: list[_Variable] | None = None
         self._told: set[str] = set()
+        self._begun: dict[tuple[str, str], Any] = {}
+        """By place and name: the numbers in the program's variables in front of its first loop."""
         self._in_place = ChangedInPlace(unmanaged)
 
     def at_entry(self, frame: FrameType | None) -> None:
         """Where the program enters the guard's block."""
         self._entry, self._variables = entry_of(frame), None
+        self._begun = {}
+
+    def at_loop(self, frame: FrameType | None) -> None:
+        """A loop begins: with these values a start begins. What its first step changes is seen only against them."""
+        if self._variables is not None:
+            return
+        for place in program_frames(frame):
+            for name, value in list(place.f_locals.items()):
+                if isinstance(value, _NUMBERS) and not isinstance(value, bool):
+                    self._begun[place_of(place), name] = value
+            if self._entry is not None and place.f_code is self._entry[0]:
+                break
 
     def forget(self) -> None:
         """What has changed until the next look does not count."""
         self._in_place.forget()
+        self._begun = {}
         for one in self._variables or ():
             one.before = None
 
@@ -116,6 +133,10 @@ class CarriedVariables:
             self._variables = list({each.name: each for each in chain(sums, *found)}.values())
             known = {each.name for each in self._variables}
             self._variables += [v for v in _find_in_functions(places) if v.name not in known]
+            for one in self._variables:
+                if (begun := self._begun.get((one.place, one.name))) is not None:
+                    one.before = _in_short(one, begun)
+            self._begun = {}
         frames = {place_of(place): place for place in places}
         for one in self._variables:
             place = frames.get(one.place)
@@ -136,11 +157,15 @@ class CarriedVariables:
             if not _is_simple(value) or (torch.is_tensor(value) and kept.has(value)) or _is_named(value, kept):
                 one.before = None
                 continue
-            now = content_of(value) if not one.moduli else repr([value % n for n in one.moduli])
+            now = _in_short(one, value)
             before, one.before = one.before, now
             if before is not None and before != now:
                 self._told.add(one.name)
                 self._unmanaged.risk(*_words(one, value))
+
+
+def _in_short(one: _Variable, value: Any) -> object:
+    return content_of(value) if not one.moduli else repr([value % n for n in one.moduli])
 
 
 def _in_closure(name: str, frame: FrameType) -> Any:
@@ -453,6 +478,9 @@ def _is_sink(
             return False
         return any(trains(statement) or _loads(statement) for statement in node.body)
     if isinstance(node, (ast.Assign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(_is_place_in_kept(target, tainted, frame, kept) for target in targets):
+            return True
         return sets_a_rate(node) and bool(_reads(node.value) & tainted)
     if not isinstance(node, ast.Call):
         return False
@@ -466,6 +494,14 @@ def _is_sink(
         return True
     value = value_of(node.func, frame)
     return isinstance(value, nn.Module) and id(value) in kept
+
+
+def _is_place_in_kept(target: ast.expr, tainted: set[str], frame: FrameType, kept: set[int]) -> bool:
+    """``queue[at : at + n] = keys`` where the queue is named: it says what the queue's next places are."""
+    if not isinstance(target, ast.Subscript) or not _reads(target.slice) & tainted:
+        return False
+    value = value_of(target.value, frame)
+    return isinstance(value, (torch.Tensor, np.ndarray, list)) and id(value) in kept
 
 
 def _loads(statement: ast.stmt) -> bool:

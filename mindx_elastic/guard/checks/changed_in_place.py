@@ -7,6 +7,9 @@ Each must go on from what it was, as the source shows, and be made outside of th
 ``bank[i] = 0.5 * bank[i] + f``, ``centres[c] += d``   the same place is read and set, or the value as a whole
 ``bank[i].mul_(m).add_(f)``                            other than by ``copy_``, ``zero_`` and the like
 ``history.append(loss.item())``                        a list of numbers
+``counts.update(labels)``                              a `collections.Counter`
+``queue[at : at + n] = keys``, ``losses[i] = value``   a part, by another key each time, behind a line that reads it: a
+                                                       buffer is filled first and then read
 =====================================================  =================================================================
 
 and be in a ``backward`` (see `loss_reads`). All is a risk.
@@ -15,6 +18,7 @@ and be in a ``backward`` (see `loss_reads`). All is a risk.
 from __future__ import annotations
 
 import ast
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -38,7 +42,12 @@ __all__ = ["ChangedInPlace"]
 
 _MOST_ITEMS = 8
 _OVERWRITES = ("zero_", "copy_", "fill_", "normal_", "uniform_", "random_", "set_", "requires_grad_", "detach_")
+_OF_NO_VALUE = ("shape", "size", "device", "dtype", "ndim", "numel", "keys")
 _ADDS = ("append", "appendleft", "extend", "insert")
+
+
+_COUNTS = ("update", "subtract")  # of a Counter; those of a dict overwrite
+_DICTS = (dict, Counter, defaultdict, OrderedDict)
 
 
 @dataclass
@@ -81,7 +90,14 @@ def _find(frame: FrameType, loops: list[ast.For | ast.While]) -> Iterator[_Varia
     if tree is None:
         return
     inside = {id(node) for node in walk(loops[-1])}
-    found = dict.fromkeys(name for node in walk(tree) for name in _goes_on(node))
+    found = dict.fromkeys(
+        name
+        for node in walk(tree)
+        for name in _goes_on(node)
+        if not _is_update(node) or isinstance(value_of(ast.Name(name, ast.Load()), frame), Counter)
+    )
+    functions = (node for node in walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    found |= dict.fromkeys(name for part in (loops[-1], *functions) for name in _overwritten_behind_a_read(part))
     for name in found:
         binds = [node for node in walk(tree) if _is_set(node, name)]
         if not binds or any(id(node) in inside for node in binds):
@@ -89,6 +105,11 @@ def _find(frame: FrameType, loops: list[ast.For | ast.While]) -> Iterator[_Varia
         line = line_of_gradients(tree, variable(name))
         if line is not None:
             yield _Variable(name, place_of(frame), line)
+
+
+def _is_update(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _COUNTS
 
 
 def _is_set(node: ast.AST, name: str) -> bool:
@@ -111,8 +132,29 @@ def _goes_on(node: ast.AST) -> Iterator[str]:
         while isinstance(value, ast.Attribute):  # the first method of bank[i].mul_(m).add_(f)
             first, value = value.attr, value.value.func if isinstance(value.value, ast.Call) else value.value
         goes_on = first.endswith("_") and first[:1] != "_" and first not in _OVERWRITES
-        if (goes_on or first in _ADDS) and (base := _base(value)) is not None:
+        if (goes_on or first in _ADDS or first in _COUNTS) and (base := _base(value)) is not None:
             yield base
+
+
+def _overwritten_behind_a_read(part: ast.AST) -> Iterator[str]:
+    """The variables of which a loop, or a function, reads the whole or a part before it overwrites a part."""
+    nodes = list(walk(part))
+    written: dict[str, int] = {}
+    passed_by: set[int] = set()  # names that are no reads of what is in them
+    for node in nodes:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            base = _base(target)
+            if base is not None and isinstance(target, ast.Subscript):
+                inner = (each for each in walk(target) if isinstance(each, ast.Name))
+                passed_by |= {id(each) for each in inner if each.id == base}
+                if not isinstance(target.slice, ast.Constant):
+                    written[base] = max(target.lineno, written.get(base, 0))
+        if isinstance(node, ast.Attribute) and node.attr in (*_OVERWRITES, *_OF_NO_VALUE):
+            passed_by.add(id(node.value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
+            passed_by |= set(map(id, node.args))
+    reads = (node for node in nodes if isinstance(node, ast.Name) and id(node) not in passed_by)
+    yield from {node.id for node in reads if node.lineno < written.get(node.id, 0)}
 
 
 def _base(node: ast.expr) -> str | None:
@@ -124,7 +166,7 @@ def _base(node: ast.expr) -> str | None:
 def _is_kept(value: Any, kept: Kept) -> bool:
     if id(value) in kept.objects or isinstance(value, (nn.Parameter, nn.Module)):
         return True
-    some = list(islice(value.values(), _MOST_ITEMS)) if type(value) is dict else [value]
+    some = list(islice(value.values(), _MOST_ITEMS)) if type(value) in _DICTS else [value]
     return any(isinstance(one, torch.Tensor) and (one.requires_grad or kept.has(one)) for one in some)
 
 
@@ -132,9 +174,13 @@ def _content(value: Any) -> object:
     """What can be compared with a later look; None: it is of another kind."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return content_of(value)
-    if type(value) is dict and value and all(isinstance(v, (torch.Tensor, np.ndarray)) for v in value.values()):
-        return content_of(value)
+    if type(value) in _DICTS and value and all(map(_is_number_or_array, islice(value.values(), _MOST_ITEMS))):
+        return len(value), content_of(value)
     return content_of(value) if type(value) is list and value and _is_of_numbers(value[-1]) else None
+
+
+def _is_number_or_array(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray)) or (_is_of_numbers(value) and not isinstance(value, bool))
 
 
 def _is_of_numbers(value: Any) -> bool:

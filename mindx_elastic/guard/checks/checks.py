@@ -178,7 +178,12 @@ class Checks:
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
         self._variables.at_entry(sys._getframe(1))
+        self._own_numbers.begin(seen.counted.values())
         return seen
+
+    def at_loop(self, frame: FrameType) -> None:
+        """The program, in `frame`, begins a loop over the guard."""
+        self._variables.at_loop(frame)
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -483,7 +488,8 @@ class Checks:
         for told in self._copies.look(found, self._weights(), kept.has, files, self._boundaries):
             self._unmanaged.risk(*told)
         holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
-        holders += samplers_of(self._loaders)
+        named = set(map(id, self._targets.values()))
+        holders += [one for one in samplers_of(self._loaders) if id(one.value) not in named]
         line = self._remedies.stateful_line
         for told in self._weights_of_samplers.look(self._loaders, self._epoch(), kept.has, files):
             self._unmanaged.risk(*told)

@@ -11,6 +11,7 @@ also be used in the method that sets it, as the source of its class shows:
 ``y, h = net(x, self.h)``, then ``self.h = h``       it is read first and set afterwards, unless it was missing
 ===================================================  ===================================================================
 
+or a data set makes its samples of it and another method sets it from its last value (pseudo labels),
 or the gradients must depend on it, as the source of the program shows (see `loss_reads`):
 
 ===================================================  ===================================================================
@@ -32,12 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
-from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
@@ -60,6 +61,9 @@ _NOT_OF_A_STEP = (
     "load_state_dict",
     "__post_init__",
 )
+
+
+_MAKES_SAMPLES = ("__getitem__", "__getitems__", "__iter__")
 
 
 @dataclass
@@ -119,6 +123,7 @@ class OwnTensors:
                 for name in moved
                 if any(carries(*tree, name, shuffled=isinstance(own[name], list)) for tree in trees)
                 or (not isinstance(own[name], list) and _is_in_a_loss(trees, sources, name))
+                or (isinstance(one.value, Dataset) and _is_in_samples(trees, name))
             ]
             if carried:
                 yield _words(one, carried, line_of)
@@ -155,12 +160,13 @@ def _is_state(value: Any, kept: Kept) -> bool:
         return is_plain and value.numel() > 1 and not kept.has(value)
     if type(value) is list:
         return 1 < len(value) <= _MOST_ITEMS and type(value[0]) is int
-    return isinstance(value, np.ndarray) and value.size > 1 and value.dtype != object
+    is_array = isinstance(value, np.ndarray) and not isinstance(value, np.memmap)  # of a file, and slow
+    return is_array and value.size > 1 and value.dtype != object
 
 
 def _look_at(value: Any) -> object:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value._version, repr(TensorsLook.at([value]).sample)
+        return value._version, repr(content_of(value))
     if isinstance(value, list):
         return len(value), hash(tuple(value)) if all(type(one) is int for one in value) else 0
     part = value if value.nbytes <= _MOST_BYTES else value.reshape(-1)[:: max(1, value.size // 1024)]
@@ -173,6 +179,12 @@ def _words(found: Found, names: list[str], line_of: Callable[[list[str]], str]) 
     are = "is" if len(names) == 1 else "are"
     what = f"{shown} ({whose}) {are} carried from one step into another and not kept"
     kind = type(found.value)
+    if issubclass(kind, Dataset) and not issubclass(kind, IterableDataset):
+        line = line_of([found.name])
+        has_state = hasattr(kind, "state_dict")
+        return what, f"Write {line}" if has_state else (
+            f"Write state_dict() and load_state_dict() in {kind.__name__}, and {line}"
+        )
     if issubclass(kind, (Sampler, Dataset)):
         why = "If the order of the samples depends on it, make it anew in each epoch, or give"
         return what, f"{why} {kind.__name__} state_dict() and load_state_dict(), which the loader then keeps"
@@ -215,6 +227,15 @@ def _is_in_a_loss(trees: Iterable[Tree], sources: Sources, name: str) -> bool:
         ):
             return True
     return False
+
+
+def _is_in_samples(trees: Iterable[Tree], name: str) -> bool:
+    """Whether a method of a data set sets a new value from the last one, and samples are made of it: pseudo labels."""
+    is_it, methods = _of_self(name), [method for tree, _ in trees for method in _methods(tree)]
+    makes = [method for method in methods if method.name in _MAKES_SAMPLES]
+    sets = [node for each in methods if each not in makes for node in walk(each) if isinstance(node, ast.stmt)]
+    goes_on = any(_writes(node, is_it) and _goes_on(node, is_it) for node in sets)
+    return goes_on and any(_is_read(node, is_it) for method in makes for node in walk(method))
 
 
 def _line_in_a_loss(kind: ast.AST, sources: Sources, name: str) -> int | None:

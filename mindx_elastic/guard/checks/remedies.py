@@ -41,7 +41,7 @@ class Remedies:
         for name in names:
             if (owner := name.partition(".")[0]) in self._own:
                 return f"state_dict() and load_state_dict() in {owner}, with this in it"
-        content = ", ".join(f'"{self.key(name)}": {name}' for name in names)
+        content = ", ".join(f'"{self.key(name)}": {_as_code(name)}' for name in names)
         return f"Guard(stateful={{{content}}}, ...)"
 
     def of_own(self, remedy: str) -> str:
@@ -96,6 +96,11 @@ class Remedies:
                 found = self._known_names.of(target) or kinds[argument].get(id(target))
                 names.append(found.name if found is not None and found.place else name)
         return names
+
+
+def _as_code(name: str) -> str:
+    """``model[0].gen`` of ``model.0.gen``: the parts of an `nn.Sequential` have numbers for names."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
 
 
 def can_be_named(value: object) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import Dataset, WeightedRandomSampler
 
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.guard.checks.source_reads import Sources
@@ -32,10 +32,25 @@ def _parts(loaders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
                     yield name, part
 
 
-def samplers_of(loaders: Iterable[Any]) -> list[Found]:
-    """Those of the program's own classes."""
+def samplers_of(loaders: Sequence[Any]) -> list[Found]:
+    """Samplers and data sets of the program's own classes that have no state of their own for a checkpoint."""
     parts = _parts(loaders)
-    return [Found(f"loader.{name}", "", p) for name, p in parts if type(p).__module__.partition(".")[0] != "torch"]
+    own = [Found(f"loader.{name}", "", p) for name, p in parts if type(p).__module__.partition(".")[0] != "torch"]
+    known = {id(one.value) for one in own}
+    return [*own, *(one for one in _datasets_of(loaders) if id(one.value) not in known)]
+
+
+def _datasets_of(loaders: Iterable[Any]) -> list[Found]:
+    found: dict[int, Found] = {}
+    for loader in loaders:
+        source = loader.loader if isinstance(loader, ReplayLoader) else loader
+        dataset = getattr(source, "dataset", None)
+        while isinstance(inner := getattr(dataset, "wrapped", None) or getattr(dataset, "dataset", None), Dataset):
+            dataset = inner  # one of ours, or a Subset
+        is_own = dataset is not None and type(dataset).__module__.partition(".")[0] != "torch"
+        if is_own and not (isinstance(loader, ReplayLoader) and hasattr(dataset, "state_dict")):  # which keeps that
+            found[id(dataset)] = Found("loader.dataset", "", dataset)
+    return list(found.values())
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from mindx_elastic.guard.checks.syntax import MOST_FILES, children, parsed, walk
 from mindx_elastic.guard.checks.training_words import logs
 
-__all__ = ["Sources", "Tree", "parents_of", "sets_from_itself", "steering_reads"]
+__all__ = ["Sources", "Tree", "only_logs", "parents_of", "sets_from_itself", "steering_reads"]
 
 Tree = tuple[ast.AST, dict[int, ast.AST]]
 """A file's syntax tree, and the parents of its nodes."""
@@ -136,7 +136,7 @@ def _is_for_a_log(
         if isinstance(parent, ast.Call) and child is not parent.func and logs(parent):
             return True
         if isinstance(parent, (ast.If, ast.IfExp)) and child is parent.test:
-            return isinstance(parent, ast.If) and all(_only_logs(s, is_off) for s in (*parent.body, *parent.orelse))
+            return isinstance(parent, ast.If) and all(only_logs(s, is_off) for s in (*parent.body, *parent.orelse))
         child = parent
     return False
 
@@ -145,16 +145,16 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool]) -> bool:
+def only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool] = lambda test: False) -> bool:
     """Whether a statement prints, logs, evaluates or works out what is printed: it may not touch the training."""
     if isinstance(statement, ast.Expr):
         value = statement.value
         return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and logs(value))
     if isinstance(statement, ast.If):
         body = () if is_off(statement.test) else statement.body
-        return all(_only_logs(inner, is_off) for inner in (*body, *statement.orelse))
+        return all(only_logs(inner, is_off) for inner in (*body, *statement.orelse))
     if isinstance(statement, ast.With):
-        return all(_only_logs(inner, is_off) for inner in statement.body)
+        return all(only_logs(inner, is_off) for inner in statement.body)
     return isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass))
 
 

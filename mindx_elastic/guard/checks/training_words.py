@@ -9,9 +9,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+__all__ = ["STEPS", "changes_a_gradient", "logs", "name_of", "names_a_log", "names_a_setting", "sets_a_rate", "trains"]
 from mindx_elastic.guard.checks.syntax import children, walk
-
-__all__ = ["STEPS", "logs", "name_of", "names_a_log", "names_a_setting", "sets_a_rate", "trains"]
 
 STEPS = ("step", "step_update", "step_frac")
 """Methods of schedulers, timm's among them."""
@@ -80,6 +79,20 @@ def sets_a_rate(statement: ast.stmt) -> bool:
     return any(isinstance(t, ast.Subscript) and ast.unparse(t.slice).strip("'\"") in _RATES for t in targets)
 
 
+def changes_a_gradient(node: ast.AST) -> bool:
+    """``p.grad.mul_(scale)``, ``p.grad *= scale``."""
+    owner: ast.AST | None = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+        owner = node.func.value
+    elif isinstance(node, ast.AugAssign):
+        owner = node.target
+    while isinstance(owner, (ast.Attribute, ast.Subscript)):
+        if isinstance(owner, ast.Attribute) and owner.attr == "grad":
+            return True
+        owner = owner.value
+    return False
+
+
 def trains(statement: ast.stmt) -> bool:
     """Whether a statement is of the training: a backward, a step, a break, a learning rate."""
     nodes = list(_of_this_loop(statement))
@@ -93,6 +106,7 @@ def trains(statement: ast.stmt) -> bool:
             and not _is_profiler(n)
         )
         or (isinstance(n, ast.stmt) and sets_a_rate(n))
+        or changes_a_gradient(n)
         for n in walk(statement)
     )
 

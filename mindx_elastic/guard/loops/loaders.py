@@ -329,6 +329,7 @@ class Loaders:
         self._watch.enter(stack)
         self._has_fetched = self._told_idle = self._has_ended = False
         self._idle_after_end = 0
+        self._steps_after_end: dict[str, int] = {}
         for followed in [f for f in self._followed if f.is_native]:
             self._followed.remove(followed)
             unmanaged.risk(
@@ -505,6 +506,7 @@ class Loaders:
         `rng`: torch's stream at the last boundary. Raises UnmanagedStateError for batches that no position covers.
         """
         known, fetched, idle = True, 0, bool(self._followed)
+        ended: list[FollowedLoader] = []
         self._has_ended = False
         for followed in self._followed:
             track = followed.track
@@ -519,6 +521,8 @@ class Loaders:
                 cursor = followed.engine.cursor
                 # As `is_at_end`, without a call at each boundary.
                 self._has_ended |= cursor.finished or (cursor.size is not None and cursor.is_at_end)
+            elif track.handed and not followed.engine.cursor.live:
+                ended.append(followed)
             look_ahead = followed.look_ahead
             idle = idle and look_ahead.used == before
             if track.left_early and (self._knows_ends or self._ended_with(track)):
@@ -529,6 +533,8 @@ class Loaders:
         self._watch.at_boundary(rng)
         if fetched:
             self._has_fetched = True
+            for followed in ended:
+                self._look_for_cycle(followed)
         elif idle and known and self._has_fetched and not self._told_idle:
             self._tell_idle()
         return known
@@ -546,12 +552,7 @@ class Loaders:
             self._idle_after_end += 1
             if self._idle_after_end == 2 and find_cycle(followed.track.batches_of_epoch):
                 self._told_idle = True
-                self._unmanaged.certain(
-                    f"itertools.cycle({followed.name}) keeps the batches of its first epoch, and steps use them again: "
-                    "no file has them",
-                    "Begin each epoch anew: `while True: yield from loader`, or `for epoch in guard.epochs(n): "
-                    "for batch in loader:`",
-                )
+                self._tell_cycle(followed)
             if self._idle_after_end == 2 and followed.track.kept_batches > 1:
                 self._told_idle = True
                 self._unmanaged.risk(
@@ -565,6 +566,21 @@ class Loaders:
             f"a step has ended without a batch of {followed.name}, in the middle of an epoch: if it uses an earlier "
             "batch again, a run that stops before it goes on with the next batch",
             "Call step_end() once a batch, after all that is done with it",
+        )
+
+    def _look_for_cycle(self, followed: FollowedLoader) -> None:
+        """Its epoch has ended, and steps go on with batches of another loader: ``zip(unlabelled, cycle(labelled))``."""
+        steps = self._steps_after_end[followed.name] = self._steps_after_end.get(followed.name, 0) + 1
+        track = followed.track
+        if steps == 2 and track is not None and track.kept_batches and find_cycle(track.batches_of_epoch):
+            self._tell_cycle(followed)
+
+    def _tell_cycle(self, followed: FollowedLoader) -> None:
+        self._unmanaged.certain(
+            f"itertools.cycle({followed.name}) keeps the batches of its first epoch, and steps use them again: "
+            "no file has them",
+            "Begin each epoch anew: `while True: yield from loader`, or `for epoch in guard.epochs(n): "
+            "for batch in loader:`",
         )
 
     def settle(self) -> None:
