@@ -385,21 +385,24 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
-    """How replicas share the work of a save, see `guard.together`."""
+    """How a save is made: what replicas share (`guard.together`), and its way to the disk (`persist.disk_choice`)."""
 
     divide: str = "auto"
     """``MINDX_DIVIDED_SAVES``: ``auto`` divides the state of a stop among the ranks of a machine where that is worth
     it, ``always`` also a small state, ``never`` has each rank write all it has."""
+    page_cache: str = "auto"
+    """``MINDX_PAGE_CACHE``: ``auto`` measures whether saves are faster through the page cache, ``always`` and ``never``
+    say so."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> SavingSettings:
         env = os.environ if env is None else env
-        divide = env.get("MINDX_DIVIDED_SAVES", "").strip() or "auto"
-        if divide not in ("auto", "always", "never"):
-            raise UsageError(
-                f"environment variable MINDX_DIVIDED_SAVES={divide!r}: give auto, always, never or nothing"
-            )
-        return cls(divide=divide)
+        found = {}
+        for name, variable in (("divide", "MINDX_DIVIDED_SAVES"), ("page_cache", "MINDX_PAGE_CACHE")):
+            found[name] = value = env.get(variable, "").strip() or "auto"
+            if value not in ("auto", "always", "never"):
+                raise UsageError(f"environment variable {variable}={value!r}: give auto, always, never or nothing")
+        return cls(**found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ __all__ = ["ALIGNMENT", "BlockWriter", "Reserve", "keep_reserve", "preallocate",
 ALIGNMENT = 4096
 BLOCK_BYTES = 4 << 20
 NUM_BLOCKS = 4
+SYNC_BYTES = 64 << 20  # through the page cache: the device begins while the rest is still being written
 NUM_WRITERS = 4  # requests that the device has at once: all blocks, while the caller waits for a free one
 _PIECE_BYTES = 256 << 10  # copied, then hashed while it is still in the L2 cache
 
@@ -74,8 +75,11 @@ class BlockWriter:
     at full speed. `close` ends the writing threads; call it in any case.
     """
 
-    def __init__(self, fd: int, offset: int, *, pinned: bool = False, reserve: Reserve | None = None) -> None:
-        """reserve: take memory and threads from there, unless another save has them; `pinned` is ignored then."""
+    def __init__(
+        self, fd: int, offset: int, *, pinned: bool = False, reserve: Reserve | None = None, cached: bool = False
+    ) -> None:
+        """reserve: take memory and threads from there, unless another save has them; `pinned` is ignored then. cached:
+        through the page cache (`disk_choice`)."""
         self._fd = fd
         self._offset = offset
         held = None if reserve is None else reserve.take()
@@ -89,10 +93,11 @@ class BlockWriter:
         for index in range(NUM_BLOCKS):
             self._free.put(index)
         self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
-        """Number of a block, bytes, and where they belong in the file."""
+        """Number of a block, bytes, and where they belong in the file; no bytes: flush what is written by now."""
+        self._cached, self._unsynced = cached, 0
         self._current, self._fill = self._free.get(), 0
         self._error: BaseException | None = None
-        self._direct = _set_direct(fd, True)
+        self._direct = _set_direct(fd, not cached)
         self._threads: list[threading.Thread | Job[None]] = self._start()
 
     @property
@@ -179,6 +184,10 @@ class BlockWriter:
             self._write(self._views[self._current][: self._fill], self._offset)
         else:
             self._full.put((self._current, self._fill, self._offset))
+            self._unsynced += self._fill
+            if self._cached and self._unsynced >= SYNC_BYTES:
+                self._full.put((0, 0, 0))
+                self._unsynced = 0
             self._current = self._free.get()
         self._offset += self._fill
         self._fill = 0
@@ -207,10 +216,14 @@ class BlockWriter:
             index, count, offset = item
             if self._error is None:
                 try:
-                    self._write(self._views[index][:count], offset)
+                    if count:
+                        self._write(self._views[index][:count], offset)
+                    else:
+                        os.fdatasync(self._fd)
                 except BaseException as error:  # raised again in the caller's thread
                     self._error = error
-            self._free.put(index)
+            if count:
+                self._free.put(index)
 
     def _write(self, view: memoryview, offset: int) -> None:
         done = 0

@@ -70,6 +70,7 @@ def write_checkpoint(
     reserve: Reserve | None = None,
     held: Held | None = None,
     flat: Flat | None = None,
+    cached: bool = False,
 ) -> SaveResult:
     """Write `state` to `path` and return when it is durable. Blocks; any thread; two calls may run at once.
 
@@ -80,6 +81,7 @@ def write_checkpoint(
     called with the finished temporary file just before it gets the name `path`; an OSError there fails the save.
     reserve: memory and a thread for a process that may get no more of either. held: the parts to write of a state that
     replicas divide; None: all of it. flat: what `flatten` gives for `state`, where the caller knows it already.
+    cached: write through the page cache, which is faster on some disks (`disk_choice`).
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
@@ -98,7 +100,7 @@ def write_checkpoint(
     if held is not None:
         tensors = pieces_of(tensors, held)
     others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held)
+    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held, cached)
     try:
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
@@ -144,7 +146,9 @@ class _Save:
         before_publish: Callable[[Path], None] = lambda temp: None,
         reserve: Reserve | None = None,
         held: Held | None = None,
+        cached: bool = False,
     ) -> None:
+        self.cached = cached
         self.before_publish, self.reserve_held = before_publish, reserve
         self.path, self.also, self.info = path, also, info
         self.target = path  # the name that is being written
@@ -171,7 +175,7 @@ class _Save:
 
     def write(self, fd: int) -> None:
         pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
-        blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held)
+        blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held, cached=self.cached)
         with contextlib.closing(blocks):
             tensors = self.tensors
             digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in self.entries)
