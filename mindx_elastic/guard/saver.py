@@ -35,7 +35,7 @@ from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
 from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
-from mindx_elastic.persist.disk_choice import LEAST_BYTES, DiskChooser
+from mindx_elastic.persist.disk_choice import LEAST_BYTES, MOST_RANK, DiskChooser
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
@@ -405,7 +405,7 @@ class Saver:
         self._always_cached = setting == "always"
         if setting == "auto" and self.expected_bytes >= LEAST_BYTES:
             root = self._resolved.get(directory, directory)
-            self._chooser = DiskChooser(root, measures=self.ranks.local_rank == 0)
+            self._chooser = DiskChooser(root, measures=self.ranks.local_rank == 0 and self.ranks.rank <= MOST_RANK)
             self._chooser.start()
 
     def _goes_through_cache(self, folder: Path) -> bool:

@@ -4,14 +4,14 @@ Which is faster depends on what the disk is. Direct I/O writes 1.4 to 2.5 times 
 NVMe device of a machine's own; on a virtual disk whose host gathers what the guest's kernel hands it, the page cache
 was 1.7 to 1.9 times as fast, if it is flushed on the way. No flag of the file system tells them apart.
 
-So one rank of each node writes some files both ways at its start, beside the first steps, and notes the outcome in the
-checkpoint directory, where the node's other ranks and its later starts find it. Only for states large enough to make a
-difference that one can feel. A save that comes meanwhile ends the measurement, and goes the usual way.
+So one rank of a node writes some files both ways at its start, beside the first steps, and notes the outcome in the
+checkpoint directory, where all find it that see the same disk: other ranks, other nodes of a shared one, later starts.
+Only for states large enough to make a difference that one can feel. A save that comes meanwhile ends the measurement,
+and goes the usual way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -24,21 +24,24 @@ from pathlib import Path
 import torch
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import boot_id
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.storage import create_temp, free_space, publish
 
-__all__ = ["LEAST_BYTES", "DiskChoice", "DiskChooser", "measure"]
+__all__ = ["LEAST_BYTES", "MOST_RANK", "DiskChoice", "DiskChooser", "measure"]
 
 LEAST_BYTES = 256 << 20
 """Of a state for which it is measured: a smaller one is on the disk in a second, either way."""
+MOST_RANK = 63
+"""The last rank that may measure: thousands of ranks that start together would measure each other."""
 _TEST_BYTES = 128 << 20  # with 32 MiB the outcome was the opposite in 2 of 8 times, with these in none
 _PIECE_BYTES = 4 << 20
 _RANDOM_BYTES = 8 << 20
 _FREE_TIMES = 20  # the room that must be free
 _CLEARLY = 1.1
 _VALID_S = 24 * 3600.0
-_PREFIX, _SUFFIX = "disk-", ".json"
+_NOTE = "disk-choice.json"
+_MOST_NOTE_BYTES = 4096
 
 
 class _Interrupted(Exception):
@@ -47,11 +50,8 @@ class _Interrupted(Exception):
 
 @dataclass(frozen=True)
 class DiskChoice:
-    """What was measured on one node, in one boot of it, for one file system."""
+    """What was measured in one directory."""
 
-    boot: str
-    device: int
-    """``st_dev`` of the directory."""
     direct_s: float
     cached_s: float
     """Seconds until as many bytes were durable."""
@@ -68,7 +68,7 @@ class DiskChooser:
     """One per guard. `start`, `stop` and `close` belong to the main thread; `is_cached` to any."""
 
     def __init__(self, directory: Path, *, measures: bool) -> None:
-        """`directory`: where the checkpoints are. `measures`: whether this rank is the one of its node that does."""
+        """`directory`: where the checkpoints are. `measures`: whether this rank does, where nobody has."""
         self._directory, self._measures = directory, measures
         self._choice: DiskChoice | None = None
         self._stopped = threading.Event()
@@ -97,7 +97,8 @@ class DiskChooser:
         self._stopped.set()
         choice = self._choice = self._choice or _read(self._directory)
         try:
-            return choice is not None and choice.is_cached and os.stat(folder).st_dev == choice.device
+            is_cached = choice is not None and choice.is_cached
+            return is_cached and os.stat(folder).st_dev == os.stat(self._directory).st_dev
         except OSError:
             return False
 
@@ -122,7 +123,7 @@ def measure(directory: Path, stopped: threading.Event) -> DiskChoice | None:
             took[cached].append(_time_one(directory, noise, cached=cached, stopped=stopped))
     except _Interrupted:
         return None
-    return DiskChoice(boot_id(), os.stat(directory).st_dev, min(took[False]), min(took[True]), time.time())
+    return DiskChoice(min(took[False]), min(took[True]), time.time())
 
 
 def _time_one(directory: Path, noise: torch.Tensor, *, cached: bool, stopped: threading.Event) -> float:
@@ -151,30 +152,23 @@ def _nameless(directory: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _path(directory: Path) -> Path:
-    return directory / f"{_PREFIX}{boot_id()}{_SUFFIX}"
-
-
 def _read(directory: Path) -> DiskChoice | None:
-    """What was measured in this boot, not long ago."""
+    """What was measured not long ago."""
     try:
-        choice = DiskChoice(**json.loads(_path(directory).read_text(encoding="utf-8")))
-        is_valid = choice.boot == boot_id() and choice.device == os.stat(directory).st_dev
-        return (
-            choice if is_valid and 0 <= time.time() - choice.created < _VALID_S and choice.is_cached in (0, 1) else None
-        )
+        fd = open_regular(directory / _NOTE, os.O_RDONLY)
+        try:
+            choice = DiskChoice(**json.loads(os.read(fd, _MOST_NOTE_BYTES)))
+        finally:
+            os.close(fd)
+        is_new = 0 <= time.time() - choice.created < _VALID_S
+        return choice if is_new and choice.is_cached in (True, False) else None
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _write(directory: Path, choice: DiskChoice) -> None:
-    path = _path(directory)
-    fd, temp = create_temp(path)
-    with contextlib.closing(os.fdopen(fd, "w", encoding="utf-8")) as file:
+    fd, temp = create_temp(directory / _NOTE)
+    with closing(os.fdopen(fd, "w", encoding="utf-8")) as file:
         json.dump(asdict(choice), file)
         file.flush()
-        publish(temp, path)
-    for other in directory.glob(f"{_PREFIX}*{_SUFFIX}"):  # of boots and nodes that are gone
-        with suppress(OSError):
-            if time.time() - other.stat().st_mtime > _VALID_S:
-                other.unlink()
+        publish(temp, directory / _NOTE)

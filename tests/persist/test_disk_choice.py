@@ -16,7 +16,6 @@ import xxhash
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic.core.posix import boot_id
 from mindx_elastic.guard import saver
 from mindx_elastic.persist import direct_io, disk_choice
 from mindx_elastic.persist.direct_io import BlockWriter
@@ -30,13 +29,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_choice, "_TEST_BYTES", 8 << 20)
 
 
-def choice_of(directory: Path, **changes: object) -> DiskChoice:
-    usual = DiskChoice(boot_id(), os.stat(directory).st_dev, direct_s=2.0, cached_s=1.0, created=time.time())
-    return replace(usual, **changes)  # type: ignore[arg-type]
+def choice_of(**changes: object) -> DiskChoice:
+    return replace(DiskChoice(direct_s=2.0, cached_s=1.0, created=time.time()), **changes)  # type: ignore[arg-type]
 
 
 def note(directory: Path, choice: DiskChoice) -> Path:
-    path = directory / f"disk-{boot_id()}.json"
+    path = directory / "disk-choice.json"
     path.write_text(json.dumps(asdict(choice)))
     return path
 
@@ -44,7 +42,6 @@ def note(directory: Path, choice: DiskChoice) -> Path:
 def test_both_ways_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
     found = measure(tmp_path, threading.Event())
     assert found is not None and found.direct_s > 0 and found.cached_s > 0
-    assert (found.boot, found.device) == (boot_id(), os.stat(tmp_path).st_dev)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,16 +72,14 @@ def test_no_room_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_outcome_is_noted_for_the_other_ranks_and_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_choice, "measure", lambda directory, stopped: choice_of(directory))
-    old = tmp_path / "disk-another-boot.json"
-    old.write_text("{}")
-    os.utime(old, (0, 0))
+    monkeypatch.setattr(disk_choice, "measure", lambda directory, stopped: choice_of())
+    note(tmp_path, choice_of(created=0.0))
     chooser = DiskChooser(tmp_path, measures=True)
     chooser.start()
     assert chooser._thread is not None
     chooser._thread.join(WAIT_S)
     assert chooser.is_cached(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"disk-{boot_id()}.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["disk-choice.json"]
     monkeypatch.setattr(disk_choice, "measure", pytest.fail)
     for measures in (False, True):
         other = DiskChooser(tmp_path, measures=measures)
@@ -96,28 +91,31 @@ def test_the_outcome_is_noted_for_the_other_ranks_and_the_next_start(
     "changes",
     [
         {"cached_s": 1.9},  # not clearly
-        {"boot": "another"},
-        {"device": 1},
         {"created": 0.0},
         {"created": 2e10},
         {"direct_s": "fast"},
     ],
 )
 def test_what_says_nothing_of_this_disk_now_is_not_followed(tmp_path: Path, changes: dict[str, object]) -> None:
-    note(tmp_path, choice_of(tmp_path, **changes))
+    note(tmp_path, choice_of(**changes))
     chooser = DiskChooser(tmp_path, measures=False)
     chooser.start()
     assert not chooser.is_cached(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"boot": 1}', "{", "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", '{"created": 1}', "{", "\x00"])
 def test_a_damaged_note_is_not_followed(tmp_path: Path, text: str) -> None:
-    note(tmp_path, choice_of(tmp_path)).write_text(text)
+    note(tmp_path, choice_of()).write_text(text)
+    assert not DiskChooser(tmp_path, measures=False).is_cached(tmp_path)
+
+
+def test_a_pipe_in_its_place_holds_up_no_save(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "disk-choice.json")
     assert not DiskChooser(tmp_path, measures=False).is_cached(tmp_path)
 
 
 def test_a_folder_on_another_disk_goes_the_usual_way(tmp_path: Path) -> None:
-    note(tmp_path, choice_of(tmp_path))
+    note(tmp_path, choice_of())
     chooser = DiskChooser(tmp_path, measures=False)
     assert chooser.is_cached(tmp_path) and not chooser.is_cached(Path("/proc")) and not chooser.is_cached(Path("/none"))
 
@@ -162,7 +160,7 @@ def test_a_disk_that_fails_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("setting", ["auto", "always", "never"])
 def test_a_guard_saves_the_way_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     monkeypatch.setattr(saver, "LEAST_BYTES", 0)
-    monkeypatch.setattr(disk_choice, "measure", lambda directory, stopped: choice_of(directory))
+    monkeypatch.setattr(disk_choice, "measure", lambda directory, stopped: choice_of())
     monkeypatch.setenv("MINDX_PAGE_CACHE", setting)
     ways: list[bool] = []
     original = BlockWriter.__init__
