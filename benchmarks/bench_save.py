@@ -6,7 +6,8 @@ Each sample is a fresh process that builds the state (big and small tensors, as 
 SIGTERM, and saves as soon as the signal is heard. Its first save is *cold* (nothing of the save path has run or has
 touched its memory), the following ones are *warm*. Time ends when the file and its directory are flushed, for
 everybody: `torch.save` and `safetensors.save_file` are followed by fsync, DCP's writer runs with its `sync_files`.
-mindx_elastic alone also computes digests meanwhile. `raw direct` is the limit of the disk: as many bytes, page-aligned
+mindx_elastic alone also computes digests meanwhile. Its way to the disk is measured once before, as a guard does it at
+its start (--page-cache auto). `raw direct` is the limit of the disk: as many bytes, page-aligned
 in memory already, written by O_DIRECT from four threads that also compute the digests, and flushed.
 
 With --ranks N, N replicas in DDP with a state of that size each, on one disk, under torchrun: the time from the signal
@@ -28,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +54,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path(), help="disk to write to (default: here)")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each save (default 0)")
     parser.add_argument("--ranks", type=int, default=1, help="replicas that save together (default 1)")
+    parser.add_argument("--page-cache", choices=("auto", "always", "never"), default="auto", help="for mindx_elastic")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", choices=(*WAYS, *PEERS), help=argparse.SUPPRESS)
     harness.add_arguments(parser)
@@ -63,7 +66,8 @@ def main() -> int:
         _train_until_stopped(args.rank_of, args.gib, args.directory)
         return 0
     report = harness.Report(args, libraries=("safetensors", "xxhash"))
-    print(f"disk      {_file_system(args.directory)}")
+    os.environ["MINDX_PAGE_CACHE"] = way = choose_way(args.page_cache, args.directory)
+    print(f"disk      {_file_system(args.directory)}; mindx_elastic uses the page cache: {way}")
     if args.ranks > 1:
         _compare_ways(args, report)
         return report.end()
@@ -79,6 +83,13 @@ def main() -> int:
         targets.append(harness.Target(method=OURS, figure=kind, times_as_fast=1.3, base=fastest))
     report.add(compared, base=RAW, targets=targets)
     return report.end()
+
+
+def choose_way(setting: str, directory: Path) -> str:
+    from mindx_elastic.persist.disk_choice import measure
+
+    found = measure(directory, threading.Event()) if setting == "auto" else None
+    return setting if setting != "auto" else "always" if found is not None and found.is_cached else "never"
 
 
 def _run_child(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, float]:
@@ -258,7 +269,7 @@ def _mindx_elastic() -> Callable[[Any, Path], None]:
             kind="breakpoint",
             created=time.time(),
         )
-        write_checkpoint(target, state, info)
+        write_checkpoint(target, state, info, cached=os.environ.get("MINDX_PAGE_CACHE") == "always")
 
     return save
 
