@@ -423,6 +423,40 @@ def test_epochs_of_a_finished_run_have_nothing_left(tmp_path: Path) -> None:
     assert longer.steps == list(range(16, 21))
 
 
+def test_a_smaller_number_than_what_is_done_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="enough"):
+        Job(tmp_path).run(after=lambda job, step: stop_with("enough") if step == 2 * STEPS_PER_EPOCH + 1 else None)
+    words = "is at epoch 3 already, so this loop makes no step"
+    shorter = Job(tmp_path)
+    shorter.run(epochs=2)
+    assert shorter.steps == [] and f"guard.epochs(2): the resumed run {words}" in caplog.text
+    caplog.clear()
+    Job(tmp_path).run(epochs=3)
+    assert "makes no step" not in caplog.text
+
+
+def test_fewer_steps_than_are_done_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(steps: int) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
+            for _ in guard.steps(steps):
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                guard.step_end()
+
+    run(4)
+    run(4)
+    assert "makes no step" not in caplog.text
+    run(3)
+    assert "guard.steps(3): the resumed run is at step 4 already" in caplog.text
+
+
+def stop_with(text: str) -> None:
+    raise RuntimeError(text)
+
+
 def test_no_epochs_and_negative_epochs(tmp_path: Path) -> None:
     assert Job(tmp_path).run(epochs=0)
     with pytest.raises(UsageError, match="whole number from 0"):

@@ -239,6 +239,8 @@ class Loops:
         self._running = own
         first = self._first_epoch(num_epochs)
         if first > num_epochs and self._is_resuming:
+            if self.epoch > num_epochs:
+                self._tell_shorter(f"epochs({num_epochs})", f"epoch {self.epoch}")
             self.tail.resume(self._collector.loop)
             self.tail.put_back(sys._getframe(1))
         try:
@@ -296,6 +298,14 @@ class Loops:
                 listed(changed, 4),
                 self.step,
             )
+
+    @staticmethod
+    def _tell_shorter(loop: str, reached: str) -> None:
+        logger.warning(
+            "guard.%s: the resumed run is at %s already, so this loop makes no step; to train on give a larger one",
+            loop,
+            reached,
+        )
 
     def _first_epoch(self, num_epochs: int) -> int:
         if self.tail.was_left(self._collector.loop, self.epoch, num_epochs):
@@ -554,6 +564,8 @@ class Loops:
         if not inside:
             self._begin_loop()
             self.planned = num_steps
+            if self._is_resuming and self.step > num_steps:
+                self._tell_shorter(f"steps({num_steps})", f"step {self.step}")
         ended = (self.epoch if inside else 0, num_steps)
         if 0 < num_steps <= self._ended_steps.get(ended[0], 0):
             raise UsageError(
