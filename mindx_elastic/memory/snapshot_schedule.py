@@ -6,7 +6,7 @@ from statistics import median
 
 __all__ = ["SnapshotSchedule"]
 
-_BUDGET = 0.0075  # of the step time: of the one percent, a boundary without a snapshot needs the rest
+_BUDGET = 0.0075  # of the step time: of the one percent that a guard may cost; a boundary needs some itself
 _PLAIN_STEPS = 8  # measured before the first snapshot
 _TRIALS = 3
 _LONGEST = 1 << 14
