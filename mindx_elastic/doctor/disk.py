@@ -6,8 +6,6 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 
 from mindx_elastic.doctor.saving import Disk
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
-from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, free_space, fsync_dir, publish
+from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, free_space, fsync_dir, nameless_file, publish
 
 __all__ = ["Clocks", "compare_clocks", "existing_part", "measure"]
 
@@ -49,7 +47,7 @@ def measure(folder: Path, measure_s: float) -> Disk:
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
     most = min(_MOST_BYTES, free_space(folder) // _FREE_PART)
-    with _nameless(folder) as fd, contextlib.closing(BlockWriter(fd, 0)) as writer:
+    with nameless_file(folder) as fd, contextlib.closing(BlockWriter(fd, 0)) as writer:
         pieces = max(1, most // _PIECE_BYTES)
         if most < _PIECE_BYTES:
             data = data[: max(1, most // 4096) * 4096]
@@ -75,21 +73,11 @@ def measure(folder: Path, measure_s: float) -> Disk:
 
 def compare_clocks(folder: Path) -> Clocks:
     """What the file system takes for the time, which on a network one is its server's. Raises OSError."""
-    with _nameless(folder) as fd:
+    with nameless_file(folder) as fd:
         before = time.time()
         os.write(fd, b"\0")
         theirs = os.fstat(fd).st_mtime
         return Clocks((before + time.time()) / 2, theirs)
-
-
-@contextmanager
-def _nameless(folder: Path) -> Iterator[int]:
-    fd, temp = create_temp(folder / "doctor")
-    try:
-        temp.unlink()
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _time_small_files(folder: Path) -> float:

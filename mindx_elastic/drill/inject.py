@@ -67,7 +67,7 @@ class Injector:
         """What this process has begun to do."""
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._modules: Mapping[str, nn.Module] = {}
-        self._calls, self._counting = 0, threading.RLock()  # several threads write a file
+        self._calls, self._counting = 0, threading.Lock()  # several threads write a file
         self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
         self._look()
@@ -213,14 +213,13 @@ class Injector:
         assert fault is not None  # the disk breaks when it fires
         with self._counting:
             self._calls += 1
-            if fault.kind == "kill-in-save":
-                self.note("hit", call=name, file=file)
-                if self._calls == fault.call:
-                    self.note("died", call=name)
-                    _kill(os.getpid())
+            call = self._calls
         if fault.kind == "kill-in-save":
-            return
-        if fault.kind == "disk-full" and name in (*_WRITES, "mkdir", "link"):
+            self.note("hit", call=name, file=file)
+            if call == fault.call:
+                self.note("died", call=name)
+                _kill(os.getpid())
+        elif fault.kind == "disk-full" and name in (*_WRITES, "mkdir", "link"):
             self._refuse(errno.ENOSPC, name, path)
         elif fault.kind == "io-error" and name in _FLUSHES:
             self._refuse(errno.EIO, name, path)

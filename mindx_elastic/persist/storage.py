@@ -14,8 +14,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mindx_elastic.core.events import logger
@@ -33,6 +33,7 @@ __all__ = [
     "fsync_dir",
     "keep_as",
     "make_directory_durable",
+    "nameless_file",
     "prepare_owned_directory",
     "publish",
     "publish_copy",
@@ -194,6 +195,17 @@ def create_temp(final: Path) -> tuple[int, Path]:
         if os.fstat(fd).st_nlink:
             return fd, temp
         os.close(fd)  # a cleaner took it for a left-over between its creation and the lock
+
+
+@contextmanager
+def nameless_file(directory: Path) -> Iterator[int]:
+    """A new file to try the disk of `directory` with. It goes with this process, however that ends. Raises OSError."""
+    fd, temp = create_temp(directory / "trial")
+    try:
+        temp.unlink()
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def remove_stale_temps(directory: StrPath) -> list[Path]:
