@@ -49,10 +49,8 @@ from mindx_elastic.platforms.flag_file import AnsweredFlags
 __all__ = ["Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
-_MOMENT_S, _BESIDE_S = (
-    0.5,
-    2.0,
-)  # for neighbours' small states in a periodic save: of the training's time, and beside it
+_MOMENT_S = 0.5  # of the training's time, for neighbours' small states in a periodic save
+_BESIDE_S = 2.0  # the same of a save beside the training
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
 
