@@ -1,10 +1,10 @@
-"""Tells which settings of optimizers and schedulers the program gives otherwise than the run that it resumes.
+"""Tells which settings of optimizers, schedulers and scalers the program gives otherwise than the run that it resumes.
 
 A checkpoint has the learning rate, the length of a schedule and the like, and a start goes on with them: else it would
 be another training. Whoever has changed ``--lr`` or ``--epochs`` on the command line is to hear that.
 
-What moves in a training (``lr``, ``last_epoch``, a momentum that is cycled) says nothing, so what stays is compared. Of
-a learning rate without a scheduler no one can tell whether the program has moved it by hand.
+What stands in these objects moves in a training (by a scheduler or by hand), so it is not what is compared. Each file
+has what the program had given when the training began (`settings_given`), which the same command gives again.
 """
 
 from __future__ import annotations
@@ -12,64 +12,87 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.components import Component, PlainComponent
 from mindx_elastic.capture.optimizer_component import OptimizerComponent
 
-__all__ = ["find_changed_settings"]
+__all__ = ["GivenSettings"]
 
-_OF_A_GROUP = ("initial_lr", "eps", "amsgrad", "nesterov", "dampening")
-_OF_A_SCHEDULER = (
-    "base_lrs", "T_max", "T_0", "T_mult", "eta_min", "step_size", "milestones", "gamma", "total_steps", "total_iters",
-    "start_factor", "end_factor", "factor", "power", "step_size_up", "step_size_down",
-)  # fmt: skip
 _MOST = 4
+_NUMBERS = (bool, int, float)
+_PLAIN = (*_NUMBERS, str, type(None))
 
 
-def find_changed_settings(components: Mapping[str, Component], state: Mapping[str, Any]) -> list[str]:
-    """Before `state` is loaded. A line for each object."""
-    found = []
-    for name, component in components.items():
-        changed = [
-            f"{key} is {ours} in the program and {theirs} in it" for key, ours, theirs in _of(component, state[name])
-        ]
-        if changed:
-            more = f" (and {len(changed) - _MOST} more)" if len(changed) > _MOST else ""
-            found.append(
-                f"{name} goes on with the settings of the checkpoint: {'; '.join(changed[:_MOST])}{more}. To change "
-                'them, set them inside of the guard\'s block, or start anew with resume="never" in another directory'
-            )
-    return found
+class GivenSettings:
+    """What the program has given, by object and setting. Training thread.
+
+    Only of torch's own kinds of objects: what an object of the program's own class begins with may be a time or drawn.
+    """
+
+    def __init__(self, components: Mapping[str, Component]) -> None:
+        """Before anything is loaded into the objects."""
+        found = {name: dict(_of(component)) for name, component in components.items()}
+        self.of_training: Mapping[str, Mapping[str, Any]] = {name: given for name, given in found.items() if given}
+        """When the training began."""
+        self._now = self.of_training
+
+    def resume(self, state: Mapping[str, Any], components: Mapping[str, Component], *, live: bool) -> list[str]:
+        """The training that `state` is of goes on, which is loaded into `components`. Returns a line for each object
+        whose settings that has changed, none if `live`: the objects have run in this process, and moved."""
+        theirs = state.get("settings_given")
+        if not isinstance(theirs, Mapping):  # converted, or of an older version
+            return []
+        self.of_training = theirs
+        return [] if live else list(self._changed(components))
+
+    def _changed(self, components: Mapping[str, Component]) -> Iterator[str]:
+        for name, given in self._now.items():
+            begun = self.of_training.get(name, {})
+            loaded = {**begun, **dict(_of(components[name]))}
+            changed = [
+                f"{key} is {value} in the program and {loaded[key]} in it"
+                for key, value in given.items()
+                if key in begun and value not in (begun[key], loaded[key])
+            ]
+            if changed:
+                more = f" (and {len(changed) - _MOST} more)" if len(changed) > _MOST else ""
+                yield (
+                    f"{name} goes on with the settings of the checkpoint: {'; '.join(changed[:_MOST])}{more}. To "
+                    'change them, set them inside of the guard\'s block, or start anew with resume="never" in another '
+                    "directory"
+                )
 
 
-def _of(component: Component, saved: Any) -> Iterator[tuple[str, Any, Any]]:
-    if not isinstance(saved, Mapping):
-        return
+def _of(component: Component) -> Iterator[tuple[str, Any]]:
     if isinstance(component, OptimizerComponent):
-        groups = zip(component.local.param_groups, saved.get("param_groups", ()), strict=False)
-        for number, (ours, theirs) in enumerate(groups):
-            where = f" of group {number}" if len(component.local.param_groups) > 1 else ""
-            for key in _OF_A_GROUP:
-                if key in ours and key in theirs and _differ(ours[key], theirs[key]):
-                    yield key + where, ours[key], theirs[key]
-    elif isinstance(component, PlainComponent) and isinstance(component.target, LRScheduler):
-        ours = vars(component.target)
-        for key in _OF_A_SCHEDULER:
-            if key in ours and key in saved and _differ(ours[key], saved[key]):
-                yield key, _plain(ours[key]), _plain(saved[key])
+        groups = component.local.param_groups
+        for number, group in enumerate(groups):
+            where = f" of group {number}" if len(groups) > 1 else ""
+            yield from ((key + where, value) for key, value in _plain(group))
+    elif isinstance(component, PlainComponent):
+        if isinstance(component.target, LRScheduler):
+            yield from _of_scheduler(component.target.state_dict())
+        elif isinstance(component.target, torch.amp.GradScaler):
+            yield from _plain(component.target.state_dict())
 
 
-def _differ(ours: Any, theirs: Any) -> bool:
-    ours, theirs = _plain(ours), _plain(theirs)
-    return type(ours) in _PLAIN and type(theirs) in _PLAIN and ours != theirs
+def _of_scheduler(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from _plain(state)
+    for number, inner in enumerate(state.get("_schedulers", ())):  # of a SequentialLR or ChainedScheduler
+        yield from ((f"{key} of scheduler {number}", value) for key, value in _of_scheduler(inner))
 
 
-_PLAIN = (bool, int, float, list)
-
-
-def _plain(value: Any) -> Any:
-    """A list of numbers for a tuple, or for the ``Counter`` of a `MultiStepLR`."""
-    if isinstance(value, Mapping):
-        return sorted(map(str, value))
-    return list(value) if isinstance(value, (list, tuple)) else value
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key == "params" or key.startswith("_"):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+            value = value.item()
+        elif isinstance(value, Mapping):  # the Counter of a MultiStepLR
+            value = list(value)
+        if isinstance(value, _PLAIN):
+            yield key, value
+        elif isinstance(value, (list, tuple)) and all(isinstance(each, _NUMBERS) for each in value):
+            yield key, list(value)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
-from mindx_elastic.capture.changed_settings import find_changed_settings
+from mindx_elastic.capture.changed_settings import GivenSettings
 from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
     AdaptedComponent,
@@ -89,6 +89,7 @@ class Collector:
         self.compiled = CompiledCalls(targets)
         """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
         self._compiled_calls = b""
+        self._settings = GivenSettings(self.components)
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         self._structures = [module.structure for module in self._modules.values()]  # each one for life
         self._flags = [module.flags for module in self._modules.values()]  # so are these
@@ -330,6 +331,8 @@ class Collector:
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
+        if self._settings.of_training:
+            state["settings_given"] = self._settings.of_training
         if are_in_use() and (devices := self._tensor_devices(state)):
             state["tensor_devices"] = devices
         return state
@@ -547,8 +550,8 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
-        changed = [] if live else find_changed_settings(self.components, state)
         self._load_components(state, self.components, live=live)
+        changed = self._settings.resume(state, self.components, live=live)
         progress = dict(state["progress"])
         self.loop = self._loop = dict(progress.pop("loop", {}))
         self.position = Position(**progress)

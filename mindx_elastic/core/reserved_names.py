@@ -13,5 +13,6 @@ RESERVED_NAMES = (
     "module_extras",
     "neighbours",
     "tensor_devices",
+    "settings_given",
 )
 """All of them are a rank's own."""
