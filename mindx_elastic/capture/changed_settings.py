@@ -88,11 +88,14 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if key == "params" or key.startswith("_"):
             continue
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-            value = value.item()
-        elif isinstance(value, Mapping):  # the Counter of a MultiStepLR
-            value = list(value)
-        if isinstance(value, _PLAIN):
-            yield key, value
-        elif isinstance(value, (list, tuple)) and all(isinstance(each, _NUMBERS) for each in value):
-            yield key, list(value)
+        plain = _plain_value(value)
+        if isinstance(plain, _PLAIN) or (isinstance(plain, list) and all(isinstance(each, _NUMBERS) for each in plain)):
+            yield key, plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return value.item()
+    if isinstance(value, (tuple, Mapping)):  # a mapping: the Counter of a MultiStepLR
+        return list(value)
+    return value

@@ -56,9 +56,8 @@ def test_another_rate_and_length(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_other_milestones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, 2, milestones(3, 5), lr=0.1)
     train(tmp_path, 4, milestones(3, 6), lr=0.1)
-    assert "lr_scheduler goes on with the settings of the checkpoint: milestones is [3, 6] in the program and [3, 5]" in (
-        caplog.text
-    )
+    assert "lr_scheduler goes on with the settings of the checkpoint: milestones is [3, 6] in" in caplog.text
+    assert "the program and [3, 5] in it" in caplog.text
 
 
 def warm_up(steps: int) -> Callable[[Any], Any]:
