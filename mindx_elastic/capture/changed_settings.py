@@ -96,6 +96,6 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
-    if isinstance(value, (tuple, Mapping)):  # a mapping: the Counter of a MultiStepLR
+    if isinstance(value, (list, tuple, Mapping)):  # a mapping: the Counter of a MultiStepLR
         return list(value)
     return value
