@@ -3,12 +3,15 @@
 Each tensor is allocated at its final size and filled with the boxes of it that the old ranks' files contain. Only the
 needed bytes are read, and memory holds at most the rank's own shards. The rest (options of the optimizer, scheduler,
 loader, buffers) comes from one file: that of the old rank of the same number, if there is one.
+
+Boxes are found by the caller's thread and read by a few others, which wait for the disk at the same time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -18,11 +21,12 @@ import torch
 
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.division import Divided, Piece, piece_name
-from mindx_elastic.core.layout import REPLICATE, Box, Layout, local_places, overlap
+from mindx_elastic.core.layout import REPLICATE, Box, Interval, Layout, local_places, overlap
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import TensorSpec, global_name
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.dtypes import BY_NAME
+from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.format import Header, open_checkpoint
 from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
@@ -33,6 +37,8 @@ from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, completing
 __all__ = ["Parts", "assemble"]
 
 _MOST_OPEN = 64  # a process has 1024 descriptors by default, and a job may have more old ranks
+_NUM_THREADS = 4
+_SMALL_BYTES = 64 << 10  # to hand it to a thread takes as long as to read it
 
 
 class Parts:
@@ -42,16 +48,25 @@ class Parts:
         """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares."""
         self.plan, self.reader, self.base, self.trust = plan, share.rank, share.file, trust or Trust()
         self.num_bytes = 0
-        """Read so far."""
+        """Read; complete after `finish`."""
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
-        self._places: dict[tuple[int, tuple[int, ...]], list[list[tuple[Box, Box]]]] = {}
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read")
+        # A network has few different shapes. Layouts by id: those of thousands of ranks take long to hash.
+        self._segments: dict[tuple[int, tuple[int, ...], int], list[list[Interval]]] = {}
+        self._places: dict[tuple[int, tuple[int, ...], int], list[tuple[Box, Box]]] = {}
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
         for _file, stack in self._open.values():
             stack.close()
+
+    def finish(self) -> None:
+        """Wait until all tensors are filled. Raises what reading them has raised."""
+        for file, _stack in self._open.values():
+            self.num_bytes += file.finish()
 
     def file(self, fact: FileFact) -> _PartFile:
         """Open a file. Use it at once: the next call may close it.
@@ -63,24 +78,26 @@ class Parts:
             return self._open[fact.path][0]
         if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used for every tensor
             oldest = next(path for path in self._open if path != self.base.path)
+            self.num_bytes += self._open[oldest][0].finish()
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
         fd, header = stack.enter_context(open_checkpoint(fact.path, self.trust.of(Path(fact.path))))
-        file = _PartFile(Path(fact.path), fd, header)
+        file = _PartFile(Path(fact.path), fd, header, self._pool)
         self._open[fact.path] = (file, stack)
         if header.info.moment != fact.moment or header.info.rank != fact.rank:
             raise CorruptCheckpointError(f"{fact.path} is of another step by now", path=fact.path)
         return file
 
     def tensor(self, spec: TensorSpec, layout: Layout, rank: int) -> torch.Tensor:
-        """Read what `rank` holds of the tensor `spec` under `layout`. Raises MismatchError for missing elements."""
-        segments = layout.segments(spec.shape, layout.shard_of(rank))
+        """What `rank` holds of the tensor `spec` under `layout`, filled after `finish`. Raises MismatchError for
+        missing elements."""
+        segments = self._segments_of(layout, spec.shape, layout.shard_of(rank))
         shape = tuple(sum(stop - start for start, stop in each) for each in segments)
         out: torch.Tensor | None = None
         missing = math.prod(shape)
         places = list(local_places(segments))
         for shard in self._shards(spec, layout, rank):
-            for whole, theirs in self._places_of(spec.layout, spec.shape)[shard]:
+            for whole, theirs in self._places_of(spec.layout, spec.shape, shard):
                 for wanted, place in places:
                     common = overlap(whole, wanted) if spec.shape else ()
                     if common is None:
@@ -90,7 +107,7 @@ class Parts:
                         out = torch.empty(shape, dtype=self.file(fact).dtype(spec), device="cpu")
                     inside = _shift(common, whole, theirs)
                     target = out[tuple(slice(a, b) for a, b in _shift(common, wanted, place))]
-                    self.num_bytes += self._read(fact, spec, inside, target)
+                    self._read(fact, spec, inside, target)
                     missing -= target.numel()
             if not missing and out is not None:
                 break
@@ -100,15 +117,16 @@ class Parts:
             raise MismatchError(f"{missing} elements of {spec.name} are in no file of step {self.plan.step}")
         return out
 
-    def _read(self, fact: FileFact, spec: TensorSpec, box: Box, out: torch.Tensor) -> int:
+    def _read(self, fact: FileFact, spec: TensorSpec, box: Box, out: torch.Tensor) -> None:
         """Read a box of what the rank of `fact` held of `spec`; pieces that its file lacks come from its replicas'."""
         file = self.file(fact)
         name = file.name_of(spec)
         divided = None if file.header.held is None else file.header.held.division.tensors.get(name)
         if divided is None:
-            return file.read(spec, box, out)
+            file.read(spec, box, out)
+            return
         others = completing(fact, self.plan.files, self.reader) or ()
-        num_bytes, (first, last) = 0, box[0]
+        first, last = box[0]
         for piece in divided.pieces:
             start, stop = max(first, piece.start), min(last, piece.stop)
             if start >= stop:
@@ -119,31 +137,37 @@ class Parts:
             if holder is None:
                 raise MismatchError(f"rows of {spec.name} are in no file of step {self.plan.step}")
             rows = out[start - first : stop - first]
-            num_bytes += self.file(holder).read_piece(name, divided, piece, ((start, stop), *box[1:]), rows)
-        return num_bytes
-
-    def _places_of(self, layout: Layout, shape: tuple[int, ...]) -> list[list[tuple[Box, Box]]]:
-        """The boxes of each shard, cached: the layers of a network have few different shapes."""
-        key = (id(layout), shape)
-        if key not in self._places:
-            shards = range(layout.num_shards)
-            self._places[key] = [list(local_places(layout.segments(shape, shard))) for shard in shards]
-        return self._places[key]
+            self.file(holder).read_piece(name, divided, piece, ((start, stop), *box[1:]), rows)
 
     def _shards(self, spec: TensorSpec, layout: Layout, rank: int) -> Sequence[int]:
         """The shards of `spec` to read from, in order; only one if the rank held the same shard before."""
         old = spec.layout
-        if rank in old and old.segments(spec.shape, old.shard_of(rank)) == layout.segments(
-            spec.shape, layout.shard_of(rank)
-        ):
-            return [old.shard_of(rank)]
+        if rank in old:
+            shard = old.shard_of(rank)
+            if self._segments_of(old, spec.shape, shard) == self._segments_of(
+                layout, spec.shape, layout.shard_of(rank)
+            ):
+                return [shard]
         return range(old.num_shards)
+
+    def _segments_of(self, layout: Layout, shape: tuple[int, ...], shard: int) -> list[list[Interval]]:
+        key = (id(layout), shape, shard)
+        if key not in self._segments:
+            self._segments[key] = layout.segments(shape, shard)
+        return self._segments[key]
+
+    def _places_of(self, layout: Layout, shape: tuple[int, ...], shard: int) -> list[tuple[Box, Box]]:
+        """The boxes of a shard, in the whole tensor and in the shard."""
+        key = (id(layout), shape, shard)
+        if key not in self._places:
+            self._places[key] = list(local_places(self._segments_of(layout, shape, shard)))
+        return self._places[key]
 
     def any_state(self, component: str, name: str, specs: Sequence[TensorSpec]) -> tuple[_PartFile, Any]:
         """A file whose optimizer has parameter `name`, and the tree of its state; None: it had no state (yet)."""
         for file in self._likely_files(specs or self.plan.source.by_name.get(name, ())):
-            if name in file.parameters.get(component, ()):
-                return file, file.state_node(component, name)
+            if name in (nodes := file.states(component).nodes):
+                return file, nodes[name]
         return self.file(self.base), None
 
     def _likely_files(self, specs: Sequence[TensorSpec]) -> Iterator[_PartFile]:
@@ -172,11 +196,29 @@ class Parts:
 class _PartFile:
     """One open checkpoint file, its tensors by their names in the strategy."""
 
-    def __init__(self, path: Path, fd: int, header: Header) -> None:
+    def __init__(self, path: Path, fd: int, header: Header, pool: ThreadPoolExecutor) -> None:
+        """`pool`: reads what is large."""
         self.path, self.fd, self.header = path, fd, header
         parameters = header.layout.get("parameters", {})
         self.parameters: Mapping[str, Sequence[str]] = parameters
         self._nodes = {global_name(place, parameters)[0]: node for place, node in tensor_places(header).items()}
+        self._pool = pool
+        self._reads: list[Future[int]] = []
+        self._num_bytes = 0
+        self._states: dict[str, _States] = {}
+
+    def finish(self) -> int:
+        """Wait for what is being read. Returns the bytes read since the last call; raises what reading has raised."""
+        num_bytes = self._num_bytes + sum(read.result() for read in self._reads)
+        self._reads.clear()
+        self._num_bytes = 0
+        return num_bytes
+
+    def _fill(self, entry: TensorEntry, box: Box, out: torch.Tensor) -> None:
+        if out.nbytes < _SMALL_BYTES:
+            self._num_bytes += read_box(self.fd, self.header, entry, box, out, self.path)
+        else:
+            self._reads.append(self._pool.submit(read_box, self.fd, self.header, entry, box, out, self.path))
 
     def _node(self, spec: TensorSpec) -> dict[str, Any]:
         node = self._nodes.get(spec.name)
@@ -192,7 +234,7 @@ class _PartFile:
         """Of the tensor in the file. Raises MismatchError."""
         return str(self._node(spec)["$tensor"])
 
-    def read_piece(self, name: str, divided: Divided, piece: Piece, box: Box, out: torch.Tensor) -> int:
+    def read_piece(self, name: str, divided: Divided, piece: Piece, box: Box, out: torch.Tensor) -> None:
         """Read `box`, rows of `piece` of a divided tensor; the file holds the piece, or the whole tensor."""
         is_whole = self.header.held is None
         entry = self.header.entries.get(name if is_whole else piece_name(name, divided, piece))
@@ -200,28 +242,34 @@ class _PartFile:
             raise CorruptCheckpointError(f"{self.path}: {name} is not in it as its header says", path=self.path)
         move = 0 if is_whole else piece.start
         (start, stop), rest = box[0], box[1:]
-        return read_box(self.fd, self.header, entry, ((start - move, stop - move), *rest), out, self.path)
+        self._fill(entry, ((start - move, stop - move), *rest), out)
 
-    def read(self, spec: TensorSpec, box: Box, out: torch.Tensor) -> int:
+    def read(self, spec: TensorSpec, box: Box, out: torch.Tensor) -> None:
         entry = self.header.entries[self._node(spec)["$tensor"]]
         if entry.shape != spec.layout.local_shape(spec.shape, spec.layout.shard_of(self.header.info.rank)):
             problem = f"{self.path}: {spec.name} has not the shape {list(entry.shape)} that its layout gives it"
             raise CorruptCheckpointError(problem, path=self.path, tensor=entry.name)
-        return read_box(self.fd, self.header, entry, box, out, self.path)
+        self._fill(entry, box, out)
 
-    def sharded_keys(self, component: str, parameter: str) -> list[str]:
-        """The tensors in the state of a parameter that were DTensors."""
-        number = f"{list(self.parameters[component]).index(parameter)}."
-        places = self.header.tree[component].get("sharded", [])
-        return [place.removeprefix(number) for place in places if place.startswith(number)]
+    def states(self, component: str) -> _States:
+        if component not in self._states:
+            names = self.parameters.get(component, ())
+            self._states[component] = _States(self.header.tree.get(component, {}), names)
+        return self._states[component]
 
-    def state_node(self, component: str, parameter: str) -> Any:
-        """The tree of an optimizer's state of a parameter; None: it has none."""
-        names = list(self.parameters.get(component, ()))
-        if parameter not in names:
-            return None
-        pairs = self.header.tree.get(component, {}).get("state", {}).get("$map", [])
-        return next((value for key, value in pairs if key == names.index(parameter)), None)
+
+class _States:
+    """An optimizer's states in one file, by parameter."""
+
+    def __init__(self, tree: Mapping[str, Any], names: Sequence[str]) -> None:
+        nodes = dict(tree.get("state", {}).get("$map", ()))
+        self.nodes = {name: nodes.get(number) for number, name in enumerate(names)}
+        """The tree of each state; None: the parameter had none."""
+        self.sharded: dict[str, list[str]] = {}
+        """The tensors in it that were DTensors."""
+        for place in tree.get("sharded", ()):
+            number, _, key = place.partition(".")
+            self.sharded.setdefault(names[int(number)], []).append(key)
 
 
 def _shift(common: Box, whole: Box, place: Box) -> Box:
@@ -246,6 +294,7 @@ def assemble(plan: ResumePlan, share: RankPlan, blueprint: Blueprint, trust: Tru
             state[component] = {**own, **_volatile(parts, base, component, blueprint.volatile[component])}
         for component, groups in blueprint.optimizers.items():
             state[component] = _optimizer(parts, base, component, groups, target.by_name, rank)
+        parts.finish()
         return Checkpoint(base.header.info, state, {})
 
 
@@ -327,7 +376,9 @@ def _optimizer(
             if found is not None:
                 state[number] = found
                 was_whole = not any(spec.layout.splitting for spec in parts.plan.source.by_name.get(name, ()))
-                sharded += [f"{number}.{key}" for key in (alike if was_whole else file.sharded_keys(component, name))]
+                sharded += [
+                    f"{number}.{key}" for key in (alike if was_whole else file.states(component).sharded.get(name, ()))
+                ]
                 sources.setdefault(str(file.path), file)
     for file in sources.values():
         _check_options(component, base, file)

@@ -418,6 +418,7 @@ def read_bytes(root: Path, new: Layout, shape: tuple[int, ...], rank: int) -> tu
     (source,) = plan.source.by_name["model.w"]
     with Parts(plan, plan.ranks[rank]) as parts:
         out = parts.tensor(source, new, rank)
+        parts.finish()
         return parts.num_bytes, out.nbytes
 
 
