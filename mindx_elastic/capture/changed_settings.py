@@ -33,7 +33,7 @@ class GivenSettings:
 
     def __init__(self, components: Mapping[str, Component]) -> None:
         """Before anything is loaded into the objects."""
-        found = {name: dict(_of(component)) for name, component in components.items()}
+        found = {name: dict(_of(each)) for name, each in components.items() if _is_new(each)}
         self.of_training: Mapping[str, Mapping[str, Any]] = {name: given for name, given in found.items() if given}
         """When the training began."""
         self._now = self.of_training
@@ -63,6 +63,18 @@ class GivenSettings:
                     'change them, set them inside of the guard\'s block, or start anew with resume="never" in another '
                     "directory"
                 )
+
+
+def _is_new(component: Component) -> bool:
+    """Whether it stands as the program has made it: not where an earlier block of the process has trained with it."""
+    if isinstance(component, OptimizerComponent):
+        return not component.local.state
+    scheduler = getattr(component, "target", None)
+    return not isinstance(scheduler, LRScheduler) or not _has_moved(scheduler)
+
+
+def _has_moved(scheduler: Any) -> bool:
+    return getattr(scheduler, "last_epoch", 0) > 0 or any(map(_has_moved, getattr(scheduler, "_schedulers", ())))
 
 
 def _of(component: Component) -> Iterator[tuple[str, Any]]:

@@ -126,3 +126,21 @@ def test_the_same_settings(make: Callable[[Any], Any], tmp_path: Path, caplog: p
     train(tmp_path, 5, make, lr=0.1)
     train(tmp_path, 7, make, lr=0.1)
     assert "goes on with the settings" not in caplog.text
+
+
+def test_objects_that_have_trained_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A cell of a notebook that is run again."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    for steps in (4, 6):
+        with Guard(model=model, optimizer=optimizer, lr_scheduler=scheduler, directory=tmp_path) as guard:
+            for _ in guard.steps(steps):
+                model(torch.ones(3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(1.0)
+                guard.step_end()
+        for _ in range(3):
+            scheduler.step(1.0)
+    assert "goes on with the settings" not in caplog.text
