@@ -491,3 +491,32 @@ def test_an_import_that_cannot_be_shared_is_left_to_the_workers(tmp_path: Path, 
         assert not found.problem and (found.pid == first) == (name == "fails")
     finally:
         found.close()
+
+
+STREAMS = {
+    "passes on": """
+        import sys
+        class Marked:
+            def __init__(self, stream): self.stream = stream
+            def write(self, text): return self.stream.write(text.replace("a line", "a marked line"))
+            def __getattr__(self, name): return getattr(self.stream, name)
+        sys.stdout = Marked(sys.stdout)
+        """,
+    "encodes": "import codecs, sys; sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())",
+    "another": "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach(), line_buffering=True)",
+    "is in memory": "import io, sys; sys.stdout = io.TextIOWrapper(io.BytesIO())",
+    "is none": "import sys; sys.stdin = None",
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_that_an_import_has_replaced(tmp_path: Path, installed: Path, name: str) -> None:
+    """`sitecustomize`, or a package that colours the terminal."""
+    write(installed, STREAMS[name], "usercustomize.py")
+    env = {**ENV, "PYTHONUSERBASE": os.environ["PYTHONUSERBASE"], "PYTHONPATH": str(installed)}
+    script = write(tmp_path, "import sys; print('a line', flush=True); print('an error', file=sys.stderr)")
+    found = ready(Zygote([sys.executable, "-u", str(script)], env))
+    try:
+        assert run(found, tmp_path, script, env=env) == run_fresh(script, env=env)
+    finally:
+        found.close()
