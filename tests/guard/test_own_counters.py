@@ -351,6 +351,113 @@ def test_refused_in_loops_of_ours(tmp_path: Path, program: Callable[[Program], N
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+# --- the same with a dict that is kept, which might have the count: where it certainly has not ---
+
+
+def chunks_of_a_text(p: Program) -> None:
+    state, text = p.guard._targets["state"], list(range(21))
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            state["hidden"] = 0.0
+            for _batch, _i in enumerate(range(0, len(text) - 1, 5)):
+                state["hidden"] += 1
+                if p.guard.step % 2 == 0:
+                    p.log.append(state["hidden"])
+                one(p, p.full_batch())
+
+
+def a_number_of_steps(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for _step in range(5):
+                one(p, p.full_batch())
+
+
+def chunks_of_any_length(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            batch, i = 0, 0
+            while i < 20:
+                one(p, p.full_batch())
+                batch += 1
+                i += random.randint(3, 5)
+
+
+WITH_A_DICT = [
+    (
+        chunks_of_a_text,
+        r"_i\) in enumerate.* anew.*guard\.steps\(len\(range\(0, len\(text\) - 1, 5\)\), start=0\): .*_i = range",
+    ),
+    (a_number_of_steps, r"for _step in range\(5\)\) begins anew.*for _step in guard\.steps\(5, start=0\)"),
+    (chunks_of_any_length, r"while i < 20\) begins anew.*if guard\.position\.step_in_epoch == 0:"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), WITH_A_DICT)
+def test_a_dict_does_not_hide_a_count(tmp_path: Path, program: Callable[[Program], None], words: str) -> None:
+    with pytest.raises(UnmanagedStateError, match=words):
+        program(Program(tmp_path, loader=None, stateful={"state": {"hidden": 0.0}}))
+
+
+def chunks_from_the_dict(p: Program) -> None:
+    state = p.guard._targets["state"]
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            done = state["done"] = state["done"] % 5
+            for _i in range(done, 5):
+                state["done"] += 1
+                one(p, p.full_batch())
+
+
+def what_is_left(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for _i in range(0, 20 - p.guard.position.step_in_epoch * 4, 4):
+                one(p, p.full_batch())
+
+
+def skips_what_is_done(p: Program) -> None:
+    state = p.guard._targets["state"]
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            state["done"] %= 5
+            for i in range(5):
+                if i >= state["done"]:
+                    state["done"] += 1
+                    one(p, p.full_batch())
+
+
+def a_count_in_the_dict(p: Program) -> None:
+    state = p.guard._targets["state"]
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            if p.guard.position.step_in_epoch == 0:
+                state["done"] = 0
+            while state["done"] < 20:
+                state["done"] += random.randint(3, 5)
+                one(p, p.full_batch())
+
+
+def as_the_message_says(p: Program) -> None:
+    text, state = list(range(21)), p.guard._targets["state"]
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            if p.guard.position.step_in_epoch == 0:
+                state["done"] = 0
+            for step in p.guard.steps(len(range(0, len(text) - 1, 5)), start=0):
+                p.log.append(range(0, len(text) - 1, 5)[step])
+                state["done"] += 1
+                one(p, p.full_batch())
+            p.log.append(state["done"])
+
+
+@pytest.mark.parametrize(
+    "program", [chunks_from_the_dict, what_is_left, skips_what_is_done, a_count_in_the_dict, as_the_message_says]
+)
+def test_a_dict_may_have_the_count(tmp_path: Path, program: Callable[[Program], None]) -> None:
+    program(Program(tmp_path, loader=None, stateful={"state": {"done": 0}}))
+
+
 # --- what is done between step_end() and the next batch ---
 
 

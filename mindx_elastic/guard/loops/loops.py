@@ -464,17 +464,13 @@ class Loops:
 
     def _look_for_inner_counter(self) -> None:
         """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
-        if self._counts_elsewhere or self.is_layered or self._looked_inside or self._counted_inside:
+        if self.is_layered or self._looked_inside or self._counted_inside:
             return
         self._looked_inside = True
-        has_asked = self._asked_first or self.asked
-        found = find_inner_counter(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
+        may_follow = self._counts_elsewhere or self._asked_first or self.asked
+        found = find_inner_counter(sys._getframe(1), self._entry, self._kept, may_follow=may_follow)
         if found is not None:
-            self._unmanaged.certain(
-                f"the loop at {found} begins anew when its epoch is resumed in the middle, for it counts by itself",
-                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(), or call "
-                "guard.step_end() once an epoch",
-            )
+            self._unmanaged.certain(found.what, found.remedy)
 
     def _look_for_counter_in_epoch(self, *, wraps: bool) -> None:
         """The same where the loader keeps the place, and the loop that takes its batches does not follow it."""

@@ -88,19 +88,83 @@ def find_own_counter(
 
 
 def find_inner_counter(
-    frame: FrameType | None, entry: Entry | None, kept: Collection[int], *, has_asked: bool
-) -> str | None:
-    """The innermost of several loops around the call in `frame`, in words, where it begins anew for certain: over
-    numbers or batches at hand, or with a count. Arguments as for `find_own_counter`."""
+    frame: FrameType | None, entry: Entry | None, kept: Collection[int], *, may_follow: bool
+) -> OwnCounter | None:
+    """The innermost of several loops around the call in `frame`, where it begins anew for certain: over numbers or
+    batches at hand, or with a count. Other arguments as for `find_own_counter`.
+
+    `may_follow`: the program has asked the guard where it is, or keeps counts of its own: only a loop counts that
+    begins at a fixed number, and does not compare its count with what is kept.
+    """
     loops = loops_around(frame, entry)
     if loops is None or len(loops) < 2:
         return None
     loop, place = loops[0]
-    if _asks(loop, place, kept, strictly=has_asked):
+    if _asks(loop, place, kept, strictly=False) or (may_follow and not _begins_anew(loop, place, kept)):
         return None
-    if has_asked and not (isinstance(loop, ast.For) and _is_fixed(loop, place)):
+    if isinstance(loop, ast.While) and _own_count(loop) is None:
         return None
-    return loop_in_words(loop, place) if isinstance(loop, ast.For) or _own_count(loop) else None
+    return OwnCounter(
+        f"the loop at {loop_in_words(loop, place)} begins anew when its epoch is resumed in the middle, for it counts "
+        "by itself",
+        _inner_remedy(loop),
+    )
+
+
+def _begins_anew(loop: Loop, frame: FrameType, kept: Collection[int]) -> bool:
+    counts = _bound_names(loop.target) if isinstance(loop, ast.For) else {_own_count(loop) or ""}
+    tests = [node.test for node in walk(loop) if isinstance(node, (ast.If, ast.IfExp))]
+    compared = [test for test in tests if any(_has_name(test, name) for name in counts)]
+    if any(id(value) in kept for test in compared for value in _asked(test, frame)):
+        return False
+    ends = (node for end in _ends(loop) if not isinstance(loop, ast.For) or end is not loop.iter for node in walk(end))
+    if isinstance(loop, ast.While):
+        tree, name = tree_of(frame), _own_count(loop)
+        begins = [] if tree is None or name is None else list(_values_set(tree, frame, name))
+        return bool(begins) and all(isinstance(value, ast.Constant) for value in begins)
+    if any(isinstance(node, ast.Call) and not _is_plain(node) for node in ends):
+        return False
+    found = _only_range(loop)
+    if found is None or len(found.args) == 1:
+        return _is_fixed(loop, frame)
+    takes = (node.right for node in walk(found.args[1]) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub))
+    return (
+        isinstance(found.args[0], ast.Constant)
+        and all(isinstance(value, ast.Constant) for value in takes)  # n - done are those that are left
+        and not any(isinstance(node, ast.Continue) for node in walk(loop))
+    )
+
+
+def _inner_remedy(loop: Loop) -> str:
+    once = "inside the loop over guard.epochs(), or call guard.step_end() once an epoch"
+    if isinstance(loop, ast.While):
+        name = _own_count(loop)
+        return (
+            f"Write for step in guard.steps(number, start=0): there, {once}. Where the number is not known, keep the "
+            f'count: state["{name}"] in its place with Guard(stateful={{"state": state}}), and set it in front of the '
+            "loop only if guard.position.step_in_epoch == 0:"
+        )
+    found = _only_range(loop)
+    if found is None or len(found.args) < 2 or found.keywords:
+        name = ast.unparse(loop.target) if isinstance(loop.target, ast.Name) else "step"
+        bounds = "number, start=0" if found is None else _bounds(found)
+        return f"Write for {name} in guard.steps({bounds}): there, {once}"
+    numbers = ast.unparse(found)
+    is_pair = isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2
+    target = loop.target.elts[1] if is_pair else loop.target  # type: ignore[attr-defined]
+    return (
+        f"Write for step in guard.steps(len({numbers}), start=0): there, inside the loop over guard.epochs(), and "
+        f"{ast.unparse(target)} = {numbers}[step] as its first line"
+    )
+
+
+def _bound_names(target: ast.expr) -> set[str]:
+    return {node.id for node in walk(target) if isinstance(node, ast.Name)}
+
+
+def _only_range(loop: ast.For) -> ast.Call | None:
+    found = [node for node in walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
+    return found[0] if len(found) == 1 and found[0].args else None
 
 
 def find_counter_in_epoch(
@@ -256,10 +320,10 @@ def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
     """Whether the loop goes over ``range(90)``, or a name or setting for such a number, and skips nothing."""
     if any(isinstance(node, ast.Continue) for node in walk(loop)):
         return False
-    ranges = [node for node in walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
-    if len(ranges) != 1 or len(ranges[0].args) != 1:
+    found = _only_range(loop)
+    if found is None or len(found.args) != 1:
         return False
-    number = ranges[0].args[0]
+    number = found.args[0]
     if isinstance(number, ast.Name):
         tree = tree_of(frame)
         targets = [
