@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -196,6 +196,7 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         plain, nested = {}, {}
+        refused: dict[str, UnsupportedStateError] = {}
         for key, value in _attributes(self._target):
             if id(value) in self._others or isinstance(value, _NO_STATE):
                 continue
@@ -205,12 +206,22 @@ class _Object:
             try:
                 plain[key] = snapshot(value, f"{self._name}.{key}")
             except UnsupportedStateError as error:
-                raise UsageError(
-                    f"{self._name} is a {self._class} without state_dict() and load_state_dict(), and its attribute "
-                    f"{key} cannot be kept for it ({error}): give the class both methods, or name in stateful= what "
-                    f"of it is state, for example {self._name}.{key}"
-                ) from None
+                refused[key] = error
+        if refused:
+            raise UsageError(self._unkept(refused))
         return {"kind": self._class, "plain": plain, "nested": nested}
+
+    def _unkept(self, refused: Mapping[str, UnsupportedStateError]) -> str:
+        names = [*refused, *(key for key, value in _attributes(self._target) if isinstance(value, _NO_STATE))]
+        listed = ", ".join(map(repr, names)) + ","
+        return (
+            f"{self._name} is a {self._class} without state_dict() and load_state_dict(), and its "
+            f"{'attributes' if len(refused) > 1 else 'attribute'} {', '.join(refused)} cannot be kept for it "
+            f"({next(iter(refused.values()))}). Where they are no state, give the class the methods "
+            f"`def state_dict(self): return {{k: v for k, v in vars(self).items() if k not in ({listed})}}` and "
+            "`def load_state_dict(self, state): vars(self).update(state)`; where they are, as in an environment of a "
+            "library, name an object of your own in its place, whose two methods keep what of it is state"
+        )
 
     def _inner(self, key: str, value: object) -> Adapter | Any:
         known = self._nested.get(key)

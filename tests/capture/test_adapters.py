@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -265,6 +266,27 @@ def test_an_attribute_that_cannot_be_kept_is_named() -> None:
     loop.append(loop)
     with pytest.raises(UnsupportedStateError, match="contains itself"):
         component_for("thing", loop)
+
+
+class Memory:
+    """As that of many reinforcement learners."""
+
+    def __init__(self) -> None:
+        self.space, self.other, self.make = object(), [object()], lambda: 0
+        self.rewards, self.place, self.device = np.zeros(3), 0, torch.device("cpu")
+
+
+def test_the_methods_in_the_message_keep_the_rest() -> None:
+    with pytest.raises(UsageError, match="its attributes space, other cannot be kept for it") as caught:
+        component_for("memory", Memory())
+    methods = re.findall("`(def .*?)`", str(caught.value))
+    space: dict[str, Any] = {}
+    exec("\n    ".join(["class Kept(Memory):", *methods]), {"Memory": Memory}, space)  # noqa: S102
+    first, second = space["Kept"](), space["Kept"]()
+    first.rewards[1], first.place = 5, 2
+    own = second.space
+    component_for("memory", second).load(component_for("memory", first).state())
+    assert second.place == 2 and second.rewards.tolist() == [0, 5, 0] and second.space is own
 
 
 def test_a_class_that_the_program_does_not_have_yet_is_named() -> None:
