@@ -409,14 +409,14 @@ def chunks_from_the_dict(p: Program) -> None:
                 one(p, p.full_batch())
 
 
-def what_is_left(p: Program) -> None:
+def chunks_that_are_left(p: Program) -> None:
     with p.guard:
         for _ in p.guard.epochs(2):
             for _i in range(0, 20 - p.guard.position.step_in_epoch * 4, 4):
                 one(p, p.full_batch())
 
 
-def skips_what_is_done(p: Program) -> None:
+def skips_by_the_dict(p: Program) -> None:
     state = p.guard._targets["state"]
     with p.guard:
         for _ in p.guard.epochs(2):
@@ -452,7 +452,7 @@ def as_the_message_says(p: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [chunks_from_the_dict, what_is_left, skips_what_is_done, a_count_in_the_dict, as_the_message_says]
+    "program", [chunks_from_the_dict, chunks_that_are_left, skips_by_the_dict, a_count_in_the_dict, as_the_message_says]
 )
 def test_a_dict_may_have_the_count(tmp_path: Path, program: Callable[[Program], None]) -> None:
     program(Program(tmp_path, loader=None, stateful={"state": {"done": 0}}))
@@ -497,6 +497,24 @@ def test_what_a_stop_would_lose_is_refused(
     p = Program(tmp_path, **options)
     with pytest.raises(UnmanagedStateError, match=words):
         program(p)
+
+
+def samples_now_and_then(p: Program, *, last: int) -> None:
+    with p.guard:
+        for step in p.guard.steps(last):
+            one(p, p.full_batch())
+            if step % 5 == 0:
+                p.log.append(p.full_batch())
+
+
+def test_a_run_that_was_not_refused_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps 1, 2, 3 and 8 show nothing; of the resumed process's own first steps the third one does."""
+    samples_now_and_then(Program(tmp_path, loader=None), last=7)
+    assert "moves after" not in caplog.text
+    resumed = Program(tmp_path, loader=None)
+    samples_now_and_then(resumed, last=12)
+    assert resumed.guard.resumed_from_step == 7 and "moves after guard.step_end()" in caplog.text
+    assert resumed.guard._unmanaged.notes
 
 
 def test_numbers_that_no_step_draws_may_be_drawn_anywhere(tmp_path: Path) -> None:

@@ -26,10 +26,15 @@ class BetweenSteps:
         samples: WeightSamples,
         is_clean: Callable[[], bool],
         at_next_batch: Callable[[], None],
+        *,
+        is_resumed: bool,
     ) -> None:
-        """`is_clean`: as `UpdateGate.is_clean`. `at_next_batch`: also to be called where this looks."""
+        """`is_clean`: as `UpdateGate.is_clean`. `at_next_batch`: also to be called where this looks. `is_resumed`: the
+        run goes on from a boundary. It looks after other steps than the first process did, and what that process was
+        not refused for (a sample that is drawn every thousandth step) must not keep the run from going on."""
         self._collector, self._unmanaged, self._samples = collector, unmanaged, samples
         self._is_clean, self._at_next_batch = is_clean, at_next_batch
+        self._certain = unmanaged.risk if is_resumed else unmanaged.certain
         self.is_watching = False
         self._weights: Mapping[str, WeightSample] = {}
         self.drawn: tuple[list[str], dict[str, Any]] | None = None
@@ -57,7 +62,7 @@ class BetweenSteps:
         sample, self._weights = self._weights, {}
         # Also where no counter has moved (`.data`). Weights that were exchanged and put back are the same.
         moved += self._samples.changed_since(sample)
-        for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
+        for names, tell in ((moved, self._certain), (others, self._unmanaged.risk)):
             if names:
                 tell(*_moves(listed(names, 3)))
 
@@ -67,7 +72,7 @@ class BetweenSteps:
         self.drawn = None
         steps = moved_streams(then, self._collector.rng)
         if used := [name for name in drawn if name in steps]:
-            self._unmanaged.certain(*_moves(f"a random stream ({listed(used, 3)})"))
+            self._certain(*_moves(f"a random stream ({listed(used, 3)})"))
 
 
 def _moves(names: str) -> tuple[str, str]:

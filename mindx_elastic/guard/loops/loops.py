@@ -128,7 +128,9 @@ class Loops:
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
-        self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, self.at_next_batch)
+        self._between = BetweenSteps(
+            collector, unmanaged, self._samples, is_clean, self.at_next_batch, is_resumed=self._is_resuming
+        )
         self._weights_in_front: Mapping[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
