@@ -268,6 +268,21 @@ def plain(run: Run, loader: Any) -> None:
             run.train(batch)
 
 
+def epochs_of_steps(run: Run, loader: Any) -> None:
+    """An epoch is a number of steps (FixMatch), and the loader begins anew in the middle of one."""
+    held_out = DataLoader(points(), batch_size=4, shuffle=True)
+    batches = iter(loader)
+    for _ in run.guard.epochs(EPOCHS):
+        for _ in run.guard.steps(BATCHES - 1):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                batch = next(batches)
+            run.train(batch)
+        list(held_out)
+
+
 def skips(run: Run, loader: Any) -> None:
     """Leaves out bad batches, and leaves an epoch before the step."""
     for _ in run.guard.epochs(EPOCHS):
@@ -305,7 +320,7 @@ def silent(run: Run) -> bool:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("form", [evaluates, skips, peeks, prefetched])
+@pytest.mark.parametrize("form", [evaluates, epochs_of_steps, skips, peeks, prefetched])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_false_alarm(form: Callable[[Run, Any], None], workers: int, tmp_path: Path) -> None:
     run, _ = run_loop(form, tmp_path / "silent", workers=workers)

@@ -65,7 +65,8 @@ class LoaderWatch:
         self._evaluated = False
         self.has_named = bool(adopted)
         self._names: dict[int, str] = {}
-        self.is_outside = False
+        self.is_outside = self.ends_epoch = False
+        """The latter: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
         self._active = False
 
     def enter(self, stack: ExitStack) -> None:
@@ -175,7 +176,7 @@ class LoaderWatch:
                 )
 
     def _see_first(self, iterator: Any, loader: Any) -> None:
-        if not self._boundaries or self._after is not None or threading.get_ident() != self._thread:
+        if self.ends_epoch or not self._boundaries or self._after is not None or threading.get_ident() != self._thread:
             return
         now = self._now()
         if isinstance(iterator, Iteration):

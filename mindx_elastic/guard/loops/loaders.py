@@ -412,6 +412,10 @@ class Loaders:
         followed = self._followed[0]
         return followed.engine.cursor.is_at_end or (followed.track is not None and followed.track.fetches.exhausted)
 
+    def note_end(self, *, ends_epoch: bool) -> None:
+        """At a boundary: whether it is the last one of an epoch that is a number of steps."""
+        self._watch.ends_epoch = ends_epoch
+
     @contextmanager
     def outside(self) -> Iterator[None]:
         """In here batches are for an evaluation."""

@@ -494,6 +494,7 @@ class Loops:
                 self._unmanaged.risk(*told)
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
+            self._loaders.note_end(ends_epoch=bool(ends))
             frame, layered = sys._getframe(1), self.is_layered
             self.tail.at_boundary(frame, self._entry, self._kept, is_layered=layered, ends=ends)
         if self.step in self._tail_steps:
