@@ -151,6 +151,28 @@ notes = guard._unmanaged.notes
 _SET = "sampler.weights = torch.full((20,), float(epoch))"
 _FILL = "sampler.weights.fill_(float(epoch))"
 
+WORLD = """
+class Inner:
+    def __init__(self): self.state, self.space = np.zeros(2), object()
+    def reset(self): self.state = np.random.rand(2)
+    def step(self):
+        a, b = self.state
+        self.state = np.array([a + 0.1 * b, b - 0.1 * a]); return self.state
+class World:
+    def __init__(self): self.env = Inner()
+    def reset(self): self.env.reset()
+world = World()
+world.reset()
+PARTS = dict(model=net, optimizer=opt)
+with Guard(directory=DIRECTORY, **PARTS) as guard:
+    for number in guard.steps(12):
+        {reset}
+        for _ in range(3): a = world.env.step()
+        update(net(torch.tensor([*a, 1.0]).float()[None].repeat(4, 1)).square().mean(), opt)
+        guard.step_end()
+notes = guard._unmanaged.notes
+"""
+
 LEFT_ALONE = {
     "an order that is made anew": """
 class Batches:
@@ -233,6 +255,7 @@ def step():
     if number % 2 == 0: batches.on_epoch_end()
     update(net(x + batches[number].mean()).square().mean(), opt)
 """,
+    "a world that each step resets": WORLD.format(reset="world.reset()"),
     "lists that are filled anew": """
 class Hooks:
     def __init__(self): self.outputs = []
@@ -260,6 +283,18 @@ def test_what_is_carried_on_is_told_with_the_line_to_write(
     assert note.startswith(what)
     assert "carried from one step into another and not kept" in note
     assert any(line in record.getMessage() for record in caplog.records)
+
+
+def test_a_world_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the program's own, and of a library."""
+    (note,) = train(WORLD.format(reset="if number % 5 == 4: world.reset()"), tmp_path / "own")
+    assert note.startswith('"world.env.state" (Inner, ')
+    monkeypatch.setattr("mindx_elastic.guard.checks.own_tensors.is_library", lambda module: True)
+    caplog.clear()
+    train(WORLD.format(reset="pass"), tmp_path / "library")
+    assert "name an object of your own" in caplog.text and 'Guard(stateful={"world": world}, ...)' in caplog.text
 
 
 def test_a_pool_of_constant_length(tmp_path: Path) -> None:

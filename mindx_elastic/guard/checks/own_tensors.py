@@ -41,7 +41,7 @@ from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_res
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
-from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.surroundings import Found, attributes_of, is_library
 from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["OwnTensors", "carries"]
@@ -125,7 +125,7 @@ class OwnTensors:
                 or (not isinstance(own[name], list) and _is_in_a_loss(trees, sources, name))
                 or (isinstance(one.value, Dataset) and _is_in_samples(trees, name))
             ]
-            if carried:
+            if carried and not _is_reset_in_steps(one, sources):
                 yield _words(one, carried, line_of)
 
     def look_for_first_values(
@@ -152,6 +152,32 @@ class OwnTensors:
                     if _takes_the_first(tree, parents, name) and _line_in_a_loss(tree, sources, name):
                         self._done.add(key)
                         yield _words(one, [name], line_of)
+
+
+def _is_reset_in_steps(found: Found, sources: Sources) -> bool:
+    """Whether the loop around ``step_end()`` begins with ``env.reset()``, an episode for each step."""
+    if not hasattr(type(found.value), "reset"):
+        return False
+    for tree, _ in sources.trees_with("reset"):
+        for loop in walk(tree):
+            if isinstance(loop, (ast.For, ast.While)) and _calls(loop, "step_end"):
+                own = [one.value for one in loop.body if isinstance(one, (ast.Assign, ast.Expr))]
+                for call in own:
+                    if (
+                        isinstance(call, ast.Call)
+                        and isinstance(call.func, ast.Attribute)
+                        and call.func.attr == "reset"
+                    ):
+                        owner = ast.unparse(call.func.value)
+                        if f"{found.name}.".startswith(f"{owner}."):
+                            return True
+    return False
+
+
+def _calls(node: ast.AST, name: str) -> bool:
+    return any(
+        isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == name for n in walk(node)
+    )
 
 
 def _is_state(value: Any, kept: Kept) -> bool:
@@ -192,6 +218,11 @@ def _words(found: Found, names: list[str], line_of: Callable[[list[str]], str]) 
         return what, f"If the training depends on it, write {line_of([f'{found.name}.{name}' for name in names])}"
     if can_be_named(found.value):
         return what, f"If the training depends on it, write {line_of([found.name])}"
+    if is_library(kind.__module__):
+        return what, (
+            "If the training depends on it, name an object of your own whose state_dict() gives it and whose "
+            f"load_state_dict() sets it: {line_of(['world'])}"
+        )
     own = f"{found.name}.state"
     return what, (
         f"If the training depends on it, keep it in a dict, {own} = {{{names[0]!r}: ...}}, and write {line_of([own])}, "
