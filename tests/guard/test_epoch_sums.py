@@ -227,7 +227,21 @@ def evaluates(job: Job, plateau: Any) -> None:
         plateau.step(sum(scores))
 
 
-@pytest.mark.parametrize("program", [shows_a_mean, fills_and_empties_in_a_step, evaluates])
+def scales_the_rate_of_a_step(job: Job, plateau: Any) -> None:
+    """For sequences of several lengths, and puts it back (AWD-LSTM)."""
+    optimizer = job.optimizer
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = rate * 2
+            update(job, job.network(x).square().mean())
+            optimizer.param_groups[0]["lr"] = rate
+            job.guard.step_end()
+        if epoch == 2:
+            optimizer.param_groups[0]["lr"] /= 10.0
+
+
+@pytest.mark.parametrize("program", [scales_the_rate_of_a_step, shows_a_mean, fills_and_empties_in_a_step, evaluates])
 def test_left_alone(program: Callable[[Job, Any], None], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told, _ = told_by(program, tmp_path, caplog, {})
     assert not told

@@ -93,6 +93,9 @@ def _filled(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.expr]:
     for node in nodes:
         for held in _filled_by(node):
             key, value = ast.unparse(held), value_of(held, place)
+            owner = value_of(held.value, place) if isinstance(held, ast.Attribute) else None
+            if isinstance(owner, torch.optim.Optimizer):
+                continue  # its groups
             if key not in own and key.partition(".")[0] not in own and _may_be_one(value, kept):
                 found.setdefault(key, held)
     return found
