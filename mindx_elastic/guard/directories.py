@@ -135,7 +135,8 @@ def hold_directories(
         settle(directory / f"rank_{ranks.rank}")  # in all directories before any file is removed
     for directory in trust.roots:
         own = rank_folder(directory, ranks.rank, ranks.world_size)
-        for folder in (own, *step_folders_of_rank(directory, ranks.rank)):
+        plans = () if ranks.rank else (directory,)  # rank 0 writes strategy and plan there
+        for folder in (own, *step_folders_of_rank(directory, ranks.rank), *plans):
             if folder.is_dir():
                 remove_stale_temps(folder)
 

@@ -20,7 +20,7 @@ from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.persist.storage import LOCK_FILE
+from mindx_elastic.persist.storage import LOCK_FILE, create_temp, temp_name
 from tests import checkpoint_files
 from tests.guarded import Job, no_traces, stop_and_wait
 
@@ -121,6 +121,20 @@ def test_left_overs_are_dealt_with_when_the_lock_is_held(tmp_path: Path, monkeyp
         assert note is not None and note.publishing == temp and was_there, "untouched while it waited"
         settled = first.note()
         assert settled is not None and settled.publishing is None and settled.holds and not temp.exists()
+
+
+def test_a_plan_that_was_cut_off_goes_at_the_next_start(tmp_path: Path) -> None:
+    """Rank 0 writes strategy and plan beside the ranks' folders, and may be killed in the middle of it."""
+    ranks = RankInfo(rank=0, world_size=2)
+    left, kept = temp_name(tmp_path / "strategy.proto"), tmp_path / ".notes.txt"
+    for path in (left, kept):
+        path.write_text("torn")
+    fd, ours = create_temp(tmp_path / "resume_plan.json")  # its writer lives
+    _, trust = prepare_directories([tmp_path], ranks, SharingSettings())
+    with ExitStack() as stack:
+        hold_directories(stack, trust, ranks, grace_s=0.0)
+        assert not left.exists() and kept.exists() and ours.exists()
+    os.close(fd)
 
 
 def test_an_evaluation_beside_a_training_leaves_its_first_save_alone(tmp_path: Path) -> None:
