@@ -182,7 +182,7 @@ class FlagFile:
             return None
         value = content["GracefulExit"]
         if value not in (0, 1, True, False, "0", "1"):
-            self._warn(f'has "GracefulExit": {value!r}; expected 0 or 1')
+            self._warn(f'has "GracefulExit": {value!r:.60}; expected 0 or 1')
             return None
         return value in (1, True, "1")
 

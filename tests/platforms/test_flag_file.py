@@ -87,6 +87,7 @@ BAD = {
     "list": b'{"GracefulExit": [1]}',
     "object": b'{"GracefulExit": {"GracefulExit": 1}}',
     "word": b'{"GracefulExit": "yes"}',
+    "a long word": b'{"GracefulExit": "' + b"y" * 900_000 + b'"}',
     "not a number": b'{"GracefulExit": NaN}',
     "too deep": b"[" * 200_000,
     "too long a number": b'{"GracefulExit": ' + b"1" * 10_000 + b"}",
