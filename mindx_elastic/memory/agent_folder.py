@@ -10,8 +10,8 @@
         rank_{r}.modules                                 what the worker had imported when its training began
         job.key                                          of a job of one node, see `agreement.job_key`
 
-Removed at the agent's end. The next agent of the same user removes what a killed one has left
-(`folders.remove_dead_agents`).
+Removed at the agent's end. The next agent of the same user removes what a killed one has left, at its start, and again
+at its end: the workers may have been saving until then (`folders.remove_dead_agents`).
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class AgentFolder:
 
     def remove(self) -> None:
         """Never raises: the next agent removes what is left."""
+        remove_dead_agents(self.path.parent)
         remove_agent(self.path)
 
 

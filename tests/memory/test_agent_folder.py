@@ -117,6 +117,19 @@ def test_what_killed_agents_left_is_removed(tmp_path: Path) -> None:
     folder.remove()
 
 
+def test_what_was_in_use_at_the_start_is_removed_at_the_end(tmp_path: Path) -> None:
+    """An agent was killed, and the next one started while its workers were still saving."""
+    place = user_folder(tmp_path)
+    place.mkdir(mode=0o700)
+    killed = make_dead(place, "agent-1-aa")
+    StatusPage(page_path(killed, 0)).close()  # of this very process
+    folder = AgentFolder(tmp_path)
+    assert killed.exists()
+    page_path(killed, 0).unlink()  # its worker has ended
+    folder.remove()
+    assert not place.exists()
+
+
 def test_what_may_live_is_left_alone(tmp_path: Path) -> None:
     place = user_folder(tmp_path)
     place.mkdir(mode=0o700)
