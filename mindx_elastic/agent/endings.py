@@ -160,7 +160,8 @@ def conclude(
     reason = "" if first.status is None else first.status.reason
     if _code(first) == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=reason, first=first, elsewhere=True)
-    return Ending(outcome="stopped", code=_code(first), cause=reason or describe(first), first=first)
+    cause = reason or f"rank {first.rank}: {describe(first)}"
+    return Ending(outcome="stopped", code=_code(first), cause=cause, first=first)
 
 
 def _was_asked(end: WorkerExit) -> bool:

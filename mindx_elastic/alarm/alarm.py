@@ -91,7 +91,7 @@ class Alarms:
         return replace(self.of_request(signal_name(signum), exit_code("signal", signum=signum)), signum=signum)
 
     def of_exception(self, error: BaseException) -> Alarm:
-        reason = f"exception: {type(error).__name__}: {error}"[:_MAX_EXCEPTION]
+        reason = f"exception: {type(error).__name__}: {error}".rstrip(": ")[:_MAX_EXCEPTION]
         kind = REFUSAL if isinstance(error, UnmanagedStateError) else "exception"
         return self._make(kind, printable(reason), exit_code(kind))
 

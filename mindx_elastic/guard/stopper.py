@@ -241,7 +241,8 @@ class Stopper:
         if alarm.kind in ("exception", REFUSAL):
             logger.error("%s; %s", alarm.reason, _NOTHING if alarm.kind == REFUSAL else "saving the last boundary")
             return
-        heard = " heard" if alarm.kind in ("signal", "flag", "request") and alarm.origin == self.ranks.rank else ""
+        is_message = alarm.signum is not None or alarm.kind in ("flag", "request")  # else a death, or a fault
+        heard = " heard" if is_message and alarm.origin == self.ranks.rank else ""
         left = alarm.deadline.remaining_s()
         logger.warning("%s%s; the process must be gone in %.1f s", alarm.reason, heard, left)
         logger.warning("Graceful exit is triggered, stop training.")

@@ -115,6 +115,11 @@ def test_a_hang_keeps_its_cause_whoever_was_killed_for_it() -> None:
     assert ending.cause == "hang: no step for 9.0 s"
 
 
+def test_a_rank_without_a_guard_that_stops_the_job_is_named() -> None:
+    ending = conclude([end(0), end(143, 1)], None)
+    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 143, "rank 1: exit code 143")
+
+
 @pytest.mark.parametrize("reason", ["rank 3 is gone on rank 2", "exception: E: x on rank 3", "ranks 2, 3 are stuck: h"])
 def test_a_failure_on_another_node_is_one_here_too(reason: str) -> None:
     ending = conclude([guarded(75, left=75, reason=reason)], None)

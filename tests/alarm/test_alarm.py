@@ -56,6 +56,12 @@ def test_each_kind_has_its_exit_code(kind: str, code: int) -> None:
     assert made[kind].exit_code == code
 
 
+def test_an_exception_without_a_message_has_its_name_alone() -> None:
+    alarms = make_alarms()
+    assert alarms.of_exception(MemoryError()).reason == "exception: MemoryError"
+    assert alarms.of_exception(ValueError("x")).reason == "exception: ValueError: x"
+
+
 def test_policies_replace_the_codes_of_their_kinds() -> None:
     alarms = make_alarms(signal=9, flag=0, exception=7, request=8)
     assert alarms.of_signal(signal.SIGTERM).exit_code == 9

@@ -87,10 +87,11 @@ def test_an_agent_stops_its_workers_whatever_the_policies_say(listen: Listen) ->
         assert each is not None and (each.kind, each.reason, each.exit_code) == ("request", "SIGTERM", 143)
 
 
-def test_the_kernels_sigterm_after_the_agents_death(listen: Listen) -> None:
+def test_the_kernels_sigterm_after_the_agents_death(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
     alarm = listen(Link(gone_later=True), signals=(signal.SIGTERM,)).hear(signal.SIGTERM)
     assert alarm is not None
     assert (alarm.kind, alarm.reason, alarm.exit_code) == ("signal", "the agent of rank 0 is gone", 75)
+    assert "the agent of rank 0 is gone; the process must be gone in" in caplog.text
 
 
 def test_an_order_of_the_agent(listen: Listen) -> None:
