@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,17 @@ from pathlib import Path
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.events import logger
-from mindx_elastic.memory.folders import AGENT_FILE, make_user_folder, remove_agent, remove_dead_agents, user_folders
+from mindx_elastic.core.posix import is_alive, is_own_folder, read_stat
+from mindx_elastic.core.status_page import read_page
+from mindx_elastic.memory.folders import (
+    AGENT_FILE,
+    agent_pid,
+    make_user_folder,
+    maker_of_agent,
+    remove_agent,
+    remove_dead_agents,
+    user_folders,
+)
 
 __all__ = ["CONTROL_FILE", "PAUSE", "REJOIN", "RESUME", "AgentFolder", "modules_path"]
 
@@ -59,6 +70,7 @@ class AgentFolder:
             self.path = _create(fallback)
         (self.path / AGENT_FILE).write_text(identity)
         for parent in user_folders(self.path.parent.parent):
+            _let_stopped_go_on(parent)
             remove_dead_agents(parent)
         self._sequence = 0
 
@@ -95,6 +107,27 @@ class AgentFolder:
         """Never raises: the next agent removes what is left."""
         remove_dead_agents(self.path.parent)
         remove_agent(self.path)
+
+
+def _let_stopped_go_on(parent: Path) -> None:
+    """Workers of killed agents that were stopped (SIGSTOP) go on: they have a signal that makes them save and end.
+
+    Else they would keep their lock on the checkpoint directory and their memory, which the next start needs. Not one
+    that a debugger holds.
+    """
+    for folder in parent.glob("agent-*"):
+        agent = agent_pid(folder)
+        if agent is None or not is_own_folder(folder) or maker_of_agent(folder, agent):
+            continue
+        for path in folder.glob("rank_*.page"):
+            with suppress(OSError):
+                page, made_at = read_page(path), path.stat().st_mtime
+                stat = read_stat(page.pid) if page is not None and is_alive(page.pid, made_at) else None
+                if page is not None and stat is not None and stat.state == "T":
+                    logger.warning(
+                        "worker %d of agent %d, which was killed, is stopped: it gets SIGCONT", page.pid, agent
+                    )
+                    os.kill(page.pid, signal.SIGCONT)
 
 
 def _create(base: Path) -> Path:

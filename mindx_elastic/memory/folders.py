@@ -42,6 +42,7 @@ __all__ = [
     "job_folder",
     "make_proof_folder",
     "make_user_folder",
+    "maker_of_agent",
     "proof_folders",
     "rank_folders",
     "read_owner",
@@ -184,9 +185,14 @@ def proof_folders(base: Path) -> dict[Path, int]:
 # --- who uses them ---
 
 
+def maker_of_agent(path: Path, pid: int) -> str:
+    """That the agent `pid`, whose folder this is, still runs, in words; empty: it does not."""
+    return _maker(path, AGENT_FILE, "agent", pid)
+
+
 def user_of_agent(path: Path, pid: int) -> str:
     """Who uses the folder of the agent `pid`, in words; empty: it is a dead agent's."""
-    if maker := _maker(path, AGENT_FILE, "agent", pid):
+    if maker := maker_of_agent(path, pid):
         return maker
     for page in sorted(path.glob("rank_*.page")):
         status = read_page(page)
