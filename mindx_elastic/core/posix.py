@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import signal
 import stat
@@ -31,6 +32,7 @@ __all__ = [
     "is_private_folder",
     "killed_by",
     "members_of",
+    "new_map",
     "open_pidfd",
     "open_regular",
     "read_json_object",
@@ -63,6 +65,21 @@ def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o600, *, 
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return fd
+
+
+def new_map(path: Path, nbytes: int) -> mmap.mmap:
+    """A new file of zeros in place of what is at `path`, mapped. Its memory is reserved: else a store into it would be
+    a SIGBUS where the memory file system is full. Raises OSError, and leaves no file then."""
+    path.unlink(missing_ok=True)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        return mmap.mmap(fd, nbytes)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
 
 
 def read_small(path: StrPath, max_bytes: int = SMALL_BYTES) -> bytes:

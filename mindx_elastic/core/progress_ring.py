@@ -8,14 +8,13 @@ it read is left out. At most one entry in `LEAST_GAP_S`, so a reader that looks 
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.posix import new_map, open_regular
 
 __all__ = ["LEAST_GAP_S", "LOOK_AGAIN_S", "Point", "ProgressRing", "RingReader", "ring_path"]
 
@@ -50,13 +49,7 @@ class ProgressRing:
 
     def __init__(self, path: Path) -> None:
         """Create the file, replacing an older one of the same rank. Raises OSError."""
-        path.unlink(missing_ok=True)
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            os.ftruncate(fd, _BYTES)
-            self._map = mmap.mmap(fd, _BYTES)
-        finally:
-            os.close(fd)
+        self._map = new_map(path, _BYTES)
         self._num = 0
         self._words = memoryview(self._map).cast("q")
         self._reals = memoryview(self._map).cast("d")

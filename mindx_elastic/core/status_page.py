@@ -15,7 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.core.posix import open_regular, read_small
+from mindx_elastic.core.posix import new_map, read_small
 
 __all__ = [
     "NODES_REPLACED",
@@ -155,7 +155,7 @@ class StatusPage:
     def __init__(self, path: Path | None = None) -> None:
         """Create the page, replacing an older one of the same rank. Raises OSError. Without a `path` (there is no
         agent) nobody reads it."""
-        self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else _new_map(path)
+        self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else new_map(path, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
         for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step", "durable_step", "asked_code"):
             self._words[_INDEX[name]] = -1
@@ -195,16 +195,6 @@ class StatusPage:
     def close(self) -> None:
         self._words.release()
         self._map.close()
-
-
-def _new_map(path: Path) -> mmap.mmap:
-    path.unlink(missing_ok=True)
-    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        os.ftruncate(fd, PAGE_BYTES)
-        return mmap.mmap(fd, PAGE_BYTES)
-    finally:
-        os.close(fd)
 
 
 def read_page(path: Path) -> Status | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ from mindx_elastic.core.posix import (
     is_private_folder,
     killed_by,
     members_of,
+    new_map,
     open_pidfd,
     open_regular,
     read_json_object,
@@ -290,3 +292,20 @@ def test_an_exit_is_no_death_by_a_signal(threaded: subprocess.Popen[str]) -> Non
     _wait_for_one(fds)
     assert killed_by(threaded.pid) == 0
     assert threaded.wait() == 9
+
+
+def test_a_new_map_has_its_memory_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store into one that has not is a SIGBUS where the memory file system is full."""
+    path = tmp_path / "page"
+    path.write_text("older")
+    with new_map(path, 3 * mmap.PAGESIZE) as data:
+        assert path.stat().st_blocks * 512 >= len(data) == 3 * mmap.PAGESIZE
+        assert data[:] == bytes(len(data))
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        new_map(path, mmap.PAGESIZE)
+    assert not path.exists()
