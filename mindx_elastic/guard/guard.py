@@ -247,6 +247,7 @@ class Guard(LayeredGuard):
             hosts=self._hosts,
             uneven=start.uneven,
             guard=self,
+            leads=self._ranks.rank == 0,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest

@@ -17,6 +17,9 @@ saved or copied: a resumed run would take the next value for the best.
 A function that is not running at a boundary may do so with a variable that is not its own, too (``global steps_done``).
 
 A count of which only ``count % n`` is used must also differ from its first value in that. All is a risk.
+
+What is only printed (``running_loss += loss.item()``, a meter) is said once, in a run that is resumed in the middle of
+an epoch: it is exact all the same.
 """
 
 from __future__ import annotations
@@ -35,15 +38,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
 from mindx_elastic.guard.checks.changed_in_place import ChangedInPlace
-from mindx_elastic.guard.checks.epoch_sums import find_epoch_sums, find_steering
+from mindx_elastic.guard.checks.epoch_sums import filled_by_steps, find_epoch_sums, find_steering
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.running_source import Entry, Loop, entry_of, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
-from mindx_elastic.guard.checks.surroundings import place_of, program_frames
+from mindx_elastic.guard.checks.surroundings import is_library, place_of, program_frames
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import (
     STEPS,
@@ -96,11 +101,13 @@ class CarriedVariables:
         self._begun: dict[tuple[str, str], Any] = {}
         """By place and name: the numbers in the program's variables in front of its first loop."""
         self._in_place = ChangedInPlace(unmanaged)
+        self._resumed_at = 0
 
-    def at_entry(self, frame: FrameType | None) -> None:
-        """Where the program enters the guard's block."""
+    def at_entry(self, frame: FrameType | None, *, resumed_at: int = 0) -> None:
+        """Where the program enters the guard's block. `resumed_at`: the steps that its epoch has done before."""
         self._entry, self._variables = entry_of(frame), None
         self._begun = {}
+        self._resumed_at = resumed_at
 
     def at_loop(self, frame: FrameType | None) -> None:
         """A loop begins: with these values a start begins. What its first step changes is seen only against them."""
@@ -133,6 +140,8 @@ class CarriedVariables:
             self._variables = list({each.name: each for each in chain(sums, *found)}.values())
             known = {each.name for each in self._variables}
             self._variables += [v for v in _find_in_functions(places) if v.name not in known]
+            if self._resumed_at and around:
+                self._tell_of_printed(around, kept)
             for one in self._variables:
                 if (begun := self._begun.get((one.place, one.name))) is not None:
                     one.before = _in_short(one, begun)
@@ -162,6 +171,51 @@ class CarriedVariables:
             if before is not None and before != now:
                 self._told.add(one.name)
                 self._unmanaged.risk(*_words(one, value))
+
+    def _tell_of_printed(self, around: Sequence[tuple[Loop, FrameType]], kept: Kept) -> None:
+        """What the steps add up for a print, and no file has."""
+        known = {each.name for each in self._variables or ()}
+        names = [name for name in _printed_sums(around, self._origins, kept) if name not in known]
+        if names and not self._told.issuperset(names):
+            self._told.update(names)
+            logger.info(
+                "what is printed of %s (%s) lacks the %d steps in front: it is no state of the training, and begins "
+                "anew where an epoch is resumed in the middle. To have it whole, keep it in a dict or meter that is "
+                'made before the guard: Guard(stateful={"sums": sums}, ...)',
+                listed(names, 6),
+                place_of(around[0][1]),
+                self._resumed_at,
+            )
+        counted = _enumerated(around[0][0])
+        if counted is not None and counted not in self._told:
+            self._told.add(counted)
+            logger.info("enumerate(%s) counts from its start again; guard.enumerate(%s) counts on", counted, counted)
+
+
+def _printed_sums(around: Sequence[tuple[Loop, FrameType]], origins: set[int], kept: Kept) -> Iterator[str]:
+    """Numbers that the innermost loop adds to their own last value, and what it fills."""
+    steps, place = around[0]
+    nodes = [node for statement in steps.body for node in walk(statement)]
+    for name in dict.fromkeys(target.id for node in nodes for target in _own_updates(node)):
+        value = value_of(ast.Name(name, ast.Load()), place)
+        is_number = isinstance(value, (*_NUMBERS, torch.Tensor)) and not isinstance(value, (bool, nn.Parameter))
+        if not is_number or (torch.is_tensor(value) and kept.has(value)):
+            continue
+        if is_carried(steps, variable(name)) and not _is_begun_from(name, place, steps, origins):
+            yield name
+    for name, node in filled_by_steps(steps, place, kept).items():
+        value = value_of(node, place)
+        is_own = isinstance(value, (list, dict)) or not is_library(type(value).__module__)
+        if is_own and find_steering(around, name) is None:
+            yield name
+
+
+def _enumerated(steps: Loop) -> str | None:
+    """What the loop numbers by Python's ``enumerate``, from which the resumed part of an epoch gets small numbers."""
+    if not isinstance(steps, ast.For):
+        return None
+    calls = (node for node in walk(steps.iter) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    return next((ast.unparse(call.args[0]) for call in calls if call.func.id == "enumerate" and call.args), None)  # type: ignore[attr-defined]
 
 
 def _in_short(one: _Variable, value: Any) -> object:

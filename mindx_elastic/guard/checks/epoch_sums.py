@@ -31,7 +31,7 @@ from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
 
-__all__ = ["find_epoch_sums", "find_steering"]
+__all__ = ["filled_by_steps", "find_epoch_sums", "find_steering"]
 
 _FILLS = ("append", "appendleft", "extend", "add", "update", "push", "put", "insert", "accumulate")
 _OF_NO_VALUE = ("len", "time", "isinstance", "reset", "clear")
@@ -46,7 +46,7 @@ def find_epoch_sums(frame: FrameType | None, entry: Entry | None, kept: Kept) ->
         return
     steps, place = loops[0]
     told: set[str] = set()
-    for key, node in _filled(steps, place, kept).items():
+    for key, node in filled_by_steps(steps, place, kept).items():
         steering = find_steering(loops, key)
         if steering is None:
             continue
@@ -84,7 +84,7 @@ def _own_values(outer: Loop, place: FrameType, kept: Kept) -> Iterator[tuple[str
             yield key, ast.unparse(owner)
 
 
-def _filled(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.expr]:
+def filled_by_steps(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.expr]:
     """The variables and attributes that the loop fills, by their text."""
     found: dict[str, ast.expr] = {}
     nodes = list(_inside(steps.body))

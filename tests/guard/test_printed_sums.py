@@ -1,0 +1,114 @@
+"""A run that is resumed in the middle of an epoch says which sums of it begin anew. They are exact all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from mindx_elastic import Guard
+from mindx_elastic.errors import GracefulExit
+from tests.guarded import no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    caplog.set_level(logging.INFO)
+    with no_traces():
+        yield
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def update(self, value: float) -> None:
+        self.total += value
+
+
+def job(directory: Path, sums: dict[str, float]) -> tuple[Guard, torch.nn.Module, torch.optim.Optimizer, DataLoader]:  # type: ignore[type-arg]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.rand(24, 4)), batch_size=4)
+    guard = Guard(model=model, optimizer=optimizer, loader=loader, stateful={"sums": sums}, directory=directory)
+    return guard, model, optimizer, loader
+
+
+def train(directory: Path, stop: int | None = None) -> None:
+    sums = {"kept": 0.0}
+    guard, model, optimizer, loader = job(directory, sums)
+    num_steps = 0
+    with guard:
+        for _ in guard.epochs(2):
+            running, right, losses, meter = 0.0, torch.zeros(()), [], Meter()
+            sums["kept"] = 0.0
+            for i, (x,) in enumerate(loader):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                running += loss.item()
+                right += (loss < 1).sum()
+                losses.append(loss.item())
+                meter.update(loss.item())
+                sums["kept"] += loss.item()
+                num_steps += 1
+                if i % 2:
+                    print(running / 2, num_steps)
+                    running = 0.0
+                if guard.step + 1 == stop:
+                    guard.request_stop("enough")
+                guard.step_end()
+            print(right, sum(losses), meter.total, sums)
+
+
+def test_resumed_in_mid_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(GracefulExit):
+        train(tmp_path, stop=2)
+    assert "what is printed" not in caplog.text
+    train(tmp_path)
+    (said,) = (line for line in caplog.messages if "what is printed" in line)
+    assert said.startswith(
+        "what is printed of running, right, num_steps, losses, meter (train() in test_printed_sums.py) "
+        "lacks the 2 steps in front"
+    )
+    (said,) = (line for line in caplog.messages if "enumerate" in line)
+    assert said == "enumerate(loader) counts from its start again; guard.enumerate(loader) counts on"
+
+
+def test_resumed_between_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(GracefulExit):
+        train(tmp_path, stop=6)
+    train(tmp_path)
+    assert "what is printed" not in caplog.text and "guard.enumerate" not in caplog.text
+
+
+def test_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for stop in (2, None):
+        sums = {"loss": 0.0}
+        guard, model, optimizer, loader = job(tmp_path, sums)
+        try:
+            with guard:
+                for _ in guard.epochs(2):
+                    for i, (x,) in guard.enumerate(loader):
+                        print(i, end="\r")
+                        optimizer.zero_grad()
+                        loss = model(x).square().mean()
+                        loss.backward()
+                        optimizer.step()
+                        sums["loss"] += loss.item()
+                        num_seen = guard.step
+                        num_seen += 1
+                        if num_seen == stop:
+                            guard.request_stop("enough")
+                        guard.step_end()
+                    print(i, sums)
+        except GracefulExit:
+            assert stop
+    assert "what is printed" not in caplog.text and "counts from" not in caplog.text
