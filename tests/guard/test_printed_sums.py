@@ -40,6 +40,33 @@ def job(directory: Path, sums: dict[str, float]) -> tuple[Guard, torch.nn.Module
     return guard, model, optimizer, loader
 
 
+class Trainer:
+    """A loop in a method, with a sum in an attribute."""
+
+    def __init__(self, directory: Path) -> None:
+        self.guard, self.model, self.optimizer, self.loader = job(directory, {})
+        self.total = 0.0
+        self.history: list[float] = []
+
+    def train(self, stop: int | None = None) -> None:
+        with self.guard:
+            for _ in self.guard.epochs(1):
+                self.train_epoch(stop)
+                print(self.total)
+
+    def train_epoch(self, stop: int | None) -> None:
+        for (x,) in self.loader:
+            self.optimizer.zero_grad()
+            loss = self.model(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.total += loss.item()
+            self.history.append(loss.item())
+            if self.guard.step + 1 == stop:
+                self.guard.request_stop("enough")
+            self.guard.step_end()
+
+
 def train(directory: Path, stop: int | None = None) -> None:
     sums = {"kept": 0.0}
     guard, model, optimizer, loader = job(directory, sums)
@@ -76,7 +103,7 @@ def test_resumed_in_mid_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (said,) = (line for line in caplog.messages if "what is printed" in line)
     assert said.startswith(
         "what is printed of running, right, num_steps, losses, meter (train() in test_printed_sums.py) "
-        "lacks the 2 steps in front"
+        "lacks the steps in front, 2 of this epoch"
     )
     (said,) = (line for line in caplog.messages if "enumerate" in line)
     assert said == "enumerate(loader) counts from its start again; guard.enumerate(loader) counts on"
@@ -112,3 +139,11 @@ def test_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         except GracefulExit:
             assert stop
     assert "what is printed" not in caplog.text and "counts from" not in caplog.text
+
+
+def test_attributes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(GracefulExit):
+        Trainer(tmp_path).train(stop=2)
+    Trainer(tmp_path).train()
+    (said,) = (line for line in caplog.messages if "what is printed" in line)
+    assert said.startswith("what is printed of self.total, self.history (train_epoch() in test_printed_sums.py) lacks")

@@ -175,13 +175,13 @@ class CarriedVariables:
     def _tell_of_printed(self, around: Sequence[tuple[Loop, FrameType]], kept: Kept) -> None:
         """What the steps add up for a print, and no file has."""
         known = {each.name for each in self._variables or ()}
-        names = [name for name in _printed_sums(around, self._origins, kept) if name not in known]
+        names = [name for name in dict.fromkeys(_printed_sums(around, self._origins, kept)) if name not in known]
         if names and not self._told.issuperset(names):
             self._told.update(names)
             logger.info(
-                "what is printed of %s (%s) lacks the %d steps in front: it is no state of the training, and begins "
-                "anew where an epoch is resumed in the middle. To have it whole, keep it in a dict or meter that is "
-                'made before the guard: Guard(stateful={"sums": sums}, ...)',
+                "what is printed of %s (%s) lacks the steps in front, %d of this epoch: it is no state of the "
+                "training, and begins anew where an epoch is resumed in the middle. To have it whole, keep it in a "
+                'dict or meter that is made before the guard: Guard(stateful={"sums": sums}, ...)',
                 listed(names, 6),
                 place_of(around[0][1]),
                 self._resumed_at,
@@ -203,6 +203,11 @@ def _printed_sums(around: Sequence[tuple[Loop, FrameType]], origins: set[int], k
             continue
         if is_carried(steps, variable(name)) and not _is_begun_from(name, place, steps, origins):
             yield name
+    for node in nodes:  # self.total += loss.item()
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
+            value, owner = value_of(node.target, place), value_of(node.target.value, place)
+            if isinstance(value, _NUMBERS) and not is_library(type(owner).__module__) and id(owner) not in kept.objects:
+                yield ast.unparse(node.target)
     for name, node in filled_by_steps(steps, place, kept).items():
         value = value_of(node, place)
         is_own = isinstance(value, (list, dict)) or not is_library(type(value).__module__)
