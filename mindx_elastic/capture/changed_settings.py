@@ -42,7 +42,7 @@ class GivenSettings:
         """The training that `state` is of goes on, which is loaded into `components`. Returns a line for each object
         whose settings that has changed, none if `live`: the objects have run in this process, and moved."""
         theirs = state.get("settings_given")
-        if not isinstance(theirs, Mapping):  # converted, or of an older version
+        if not isinstance(theirs, Mapping):  # converted, or of an older version: from here on this start's count
             return []
         self.of_training = theirs
         return [] if live else list(self._changed(components))

@@ -247,7 +247,7 @@ class Guard(LayeredGuard):
             hosts=self._hosts,
             uneven=start.uneven,
             guard=self,
-            leads=self._ranks.rank == 0,
+            names_sums=self._ranks.rank == 0 and (self._place is None or not self._place.is_again),
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest

@@ -262,14 +262,16 @@ class _States:
     """An optimizer's states in one file, by parameter."""
 
     def __init__(self, tree: Mapping[str, Any], names: Sequence[str]) -> None:
-        nodes = dict(tree.get("state", {}).get("$map", ()))
-        self.nodes = {name: nodes.get(number) for number, name in enumerate(names)}
-        """The tree of each state; None: the parameter had none."""
-        self.sharded: dict[str, list[str]] = {}
-        """The tensors in it that were DTensors."""
+        pairs = tree.get("state", {}).get("$map", ())
+        nodes = {key: node for key, node in pairs if isinstance(key, int)}
+        sharded: dict[str, list[str]] = {}
         for place in tree.get("sharded", ()):
             number, _, key = place.partition(".")
-            self.sharded.setdefault(names[int(number)], []).append(key)
+            sharded.setdefault(number, []).append(key)
+        self.nodes = {name: nodes.get(number) for number, name in enumerate(names)}
+        """The tree of each state; None: the parameter had none."""
+        self.sharded = {name: sharded.get(str(number), []) for number, name in enumerate(names)}
+        """The tensors in it that were DTensors."""
 
 
 def _shift(common: Box, whole: Box, place: Box) -> Box:
@@ -376,9 +378,8 @@ def _optimizer(
             if found is not None:
                 state[number] = found
                 was_whole = not any(spec.layout.splitting for spec in parts.plan.source.by_name.get(name, ()))
-                sharded += [
-                    f"{number}.{key}" for key in (alike if was_whole else file.states(component).sharded.get(name, ()))
-                ]
+                keys = alike if was_whole else file.states(component).sharded[name]
+                sharded += [f"{number}.{key}" for key in keys]
                 sources.setdefault(str(file.path), file)
     for file in sources.values():
         _check_options(component, base, file)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import Checkpoint
+from mindx_elastic.persist.regions import read_box
 from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.plan.facts import Refusal, ResumePlan, World
 from mindx_elastic.plan.planner import plan_resume
@@ -432,6 +434,42 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path) -> None:
             for old in ("rows", "columns"):
                 num_bytes, part = read_bytes(tmp_path / old, new, shape, rank)
                 assert num_bytes == part, f"{old} -> {new} on rank {rank}"
+
+
+def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads read them, also out of files that are closed for others meanwhile."""
+    monkeypatch.setattr("mindx_elastic.resume.reshard._MOST_OPEN", 2)
+    shape = (60, 32_000)
+    tensors = {"w": numbers(*shape), "v": numbers(*shape).flip(0)}
+    for old in (layout([4], "S(0)"), layout([2, 2], "R", "S(1)")):
+        root = tmp_path / str(len(old.mesh_shape))
+        Saved(4, {name: (tensor, old) for name, tensor in tensors.items()}).write(root)
+        for new in (layout([3], "S(0)"), layout([2], "S(1)"), WHOLE):
+            states = resharded(root, new.size, dict.fromkeys(tensors, (shape, new)))
+            for name, tensor in tensors.items():
+                same_for_all(states, name, tensor, new)
+
+
+def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Saved(2, {"w": (numbers(64, 32_000), layout([2], "S(0)"))}).write(tmp_path)
+    target = target_of(1, {"w": ((64, 32_000), WHOLE)})
+    plan = plan_for(tmp_path, target)
+    (path,) = {fact.path for facts in plan.files.values() for fact in facts if fact.rank == 1}
+    readers: list[str] = []
+
+    def read(*args: Any) -> int:
+        readers.append(threading.current_thread().name)
+        os.truncate(path, 100_000)
+        return read_box(*args)
+
+    monkeypatch.setattr("mindx_elastic.resume.reshard.read_box", read)
+    open_files = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(CorruptCheckpointError, match="is cut off") as caught:
+        assemble_for(plan, 0, target)
+    assert str(caught.value.path) == path
+    assert any(name.startswith("mindx-persist-read") for name in readers), readers
+    assert sorted(os.listdir("/proc/self/fd")) == open_files
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist-read")]
 
 
 def test_narrow_columns_cost_their_rows_at_most(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ A function that is not running at a boundary may do so with a variable that is n
 
 A count of which only ``count % n`` is used must also differ from its first value in that. All is a risk.
 
-What is only printed (``running_loss += loss.item()``, a meter) is said once, in a run that is resumed in the middle of
-an epoch: it is exact all the same.
+What is only printed (``running_loss += loss.item()``, a meter) is said once, by a new process that resumes in the
+middle of an epoch: the training is exact all the same.
 """
 
 from __future__ import annotations
@@ -176,8 +176,7 @@ class CarriedVariables:
         """What the steps add up for a print, and no file has."""
         known = {each.name for each in self._variables or ()}
         names = [name for name in dict.fromkeys(_printed_sums(around, self._origins, kept)) if name not in known]
-        if names and not self._told.issuperset(names):
-            self._told.update(names)
+        if names:
             logger.info(
                 "what is printed of %s (%s) lacks the steps in front, %d of this epoch: it is no state of the "
                 "training, and begins anew where an epoch is resumed in the middle. To have it whole, keep it in a "
@@ -186,10 +185,9 @@ class CarriedVariables:
                 place_of(around[0][1]),
                 self._resumed_at,
             )
-        counted = _enumerated(around[0][0])
-        if counted is not None and counted not in self._told:
-            self._told.add(counted)
-            logger.info("enumerate(%s) counts from its start again; guard.enumerate(%s) counts on", counted, counted)
+        if (call := _enumerated(around[0][0])) is not None:
+            what = "%s counts from its start again; guard.enumerate() of the named loader counts on, tqdm around it"
+            logger.info(what, call)
 
 
 def _printed_sums(around: Sequence[tuple[Loop, FrameType]], origins: set[int], kept: Kept) -> Iterator[str]:
@@ -216,11 +214,12 @@ def _printed_sums(around: Sequence[tuple[Loop, FrameType]], origins: set[int], k
 
 
 def _enumerated(steps: Loop) -> str | None:
-    """What the loop numbers by Python's ``enumerate``, from which the resumed part of an epoch gets small numbers."""
-    if not isinstance(steps, ast.For):
+    """The ``enumerate(loader)`` whose numbers the resumed part of an epoch begins with again."""
+    call = steps.iter if isinstance(steps, ast.For) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "enumerate":
         return None
-    calls = (node for node in walk(steps.iter) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
-    return next((ast.unparse(call.args[0]) for call in calls if call.func.id == "enumerate" and call.args), None)  # type: ignore[attr-defined]
+    has_own_numbers = any(name_of(node.func) == "steps" for node in walk(call) if isinstance(node, ast.Call))
+    return None if has_own_numbers else ast.unparse(call)  # guard.steps() counts on
 
 
 def _in_short(one: _Variable, value: Any) -> object:

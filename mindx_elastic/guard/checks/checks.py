@@ -128,16 +128,16 @@ class Checks:
         hosts: Mapping[str, object] | None = None,
         uneven: str = "",
         guard: object = None,
-        leads: bool = True,
+        names_sums: bool = True,
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same, but for that of `own`, and for the numbers that
         the program's classes keep on `hosts`. `uneven`: see `Start.uneven`.
-        `leads`: one rank says what is for people only. `epoch`: gives the epoch of the last boundary."""
+        `names_sums`: this process says which printed sums begin anew. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
-        self._hosts, self._leads = dict(hosts or {}), leads
+        self._hosts, self._names_sums = dict(hosts or {}), names_sums
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
@@ -179,7 +179,7 @@ class Checks:
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
         position = self._collector.position
-        is_inside = self._leads and position.step_in_epoch != position.batch_num
+        is_inside = self._names_sums and position.step_in_epoch != position.batch_num
         self._variables.at_entry(sys._getframe(1), resumed_at=position.step_in_epoch if is_inside else 0)
         self._own_numbers.begin(seen.counted.values())
         return seen
