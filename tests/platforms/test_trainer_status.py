@@ -152,7 +152,7 @@ def test_an_environment_that_cannot_be_is_refused(changes: dict[str, str], words
         TrainerReporter(TrainerSettings(**content))
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_job_reports_only_where_it_is_asked_to(server: TrainerServer, tmp_path: Path) -> None:
     for number, options in enumerate(([], ["--trainer-status"])):
         args = [tmp_path / f"ckpt{number}", "--steps", "6", "--step-s", "0.05"]

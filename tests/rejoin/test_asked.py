@@ -309,6 +309,7 @@ def test_every_question_is_heard(tmp_path: Path) -> None:
     assert {name: said[name].strip() for name in LEFT_ALONE} == dict.fromkeys(LEFT_ALONE, ""), done.stderr
 
 
+@pytest.mark.drill
 def test_a_program_that_is_watched_compiles_as_one_that_is_not(tmp_path: Path) -> None:
     """In one piece: torch.compile knows these functions, and does not stumble over what listens to them."""
     program = tmp_path / "train.py"

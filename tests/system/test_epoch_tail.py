@@ -43,7 +43,7 @@ def losses(job: Job) -> list[str]:
     ("ranks", "victim", "recover", "when"),
     [
         (2, 0, "in-place", "--late"),
-        (2, 1, "restart", "--late"),
+        pytest.param(2, 1, "restart", "--late", marks=drill),
         pytest.param(2, 1, "in-place", "", marks=drill),
         pytest.param(2, 0, "restart", "", marks=drill),
         pytest.param(2, 1, "in-place", "--late", marks=drill),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = "momentum.py"
 
 
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.drill), 1])
 def test_a_peer_is_killed_behind_the_hidden_change(tmp_path: Path, every: int) -> None:
     """Without snapshots the job begins anew, with them it loses no step: in no case it goes on from torn weights."""
     (tmp_path / "shm").mkdir()

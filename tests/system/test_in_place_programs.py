@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(
     ("form", "orders"),
     [
-        ("suppresses_a_failed_wait", INSIDE),
+        pytest.param("suppresses_a_failed_wait", INSIDE, marks=drill),
         pytest.param("suppresses_a_failed_functional_collective", INSIDE, marks=drill),
         pytest.param("asks_whether_collectives_are_over", INSIDE, marks=drill),
         *(

@@ -103,7 +103,8 @@ def test_the_job_is_stopped(runs: Runs, where: str, what: str, code: int) -> Non
     assert int(again.matches(r"READY 0 \d+ (\d+)")[0][1]) >= 7, again.report()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=drill)])
+@drill
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_stop_that_a_survivor_hears_when_it_leaves_its_guard_is_not_lost(runs: Runs, rank: int) -> None:
     """Where all is agreed on by then, it is answered as soon as the ranks train again. Where another rank still waits
     for the new one, it hears of the stop from this one, and calls the recovery off."""
