@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
+from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
 from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
@@ -319,7 +319,7 @@ class Attempt:
             recovery.hear_end(end)
             return
         if failed or stuck:
-            logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
+            logger.error("rank %d (pid %d): %s%s", end.rank, end.pid, why, ended_before(self.workers.exits, end))
             if recovery is not None and recovery.begin(end, why, stuck_s=now - since):
                 self._look_at_recovery_soon()
                 return
