@@ -13,6 +13,7 @@ import torch
 
 from mindx_elastic.doctor.saving import Disk
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.disk_choice import DiskChoice
 from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, free_space, fsync_dir, nameless_file, publish
 
 __all__ = ["Clocks", "compare_clocks", "existing_part", "measure"]
@@ -39,15 +40,49 @@ def existing_part(directory: Path) -> Path:
     return path
 
 
-def measure(folder: Path, measure_s: float) -> Disk:
-    """Write to an existing folder for about `measure_s` seconds, as a save does. Raises OSError. Blocks.
+def measure(folder: Path, measure_s: float, page_cache: str = "auto") -> Disk:
+    """Write to an existing folder for about `measure_s` seconds, as saves do: around the page cache and through it, the
+    faster way counts (`persist.disk_choice`). `page_cache`: as in `SavingSettings`. Raises OSError. Blocks.
 
-    At most a tenth of the free room is used, and 4 GiB. The file loses its name as soon as it has one, so that nothing
-    is left behind however this process ends.
+    At most a tenth of the free room is used, and 4 GiB. The files lose their names as soon as they have one, so that
+    nothing is left behind however this process ends.
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
+    ways = {"auto": (False, True), "always": (True,), "never": (False,)}[page_cache]
+    through = "through the page cache"
+    found: list[_Written] = []
+    for cached in ways:
+        found.append(_write(folder, data, measure_s / len(ways), cached=cached))
+        if not cached and not found[0].is_direct:
+            break  # the file system knows the other way only
+    best = found[-1]
+    if len(found) == 2:
+        if not DiskChoice(found[0].s_per_byte, best.s_per_byte, 0.0).is_cached:
+            best = found[0]
+        through += ", which is faster here"
+    return Disk(
+        bytes_per_s=1 / best.s_per_byte,
+        measured_bytes=best.nbytes,
+        way="direct I/O" if best.is_direct else through,
+        takes_direct=page_cache == "always" or found[0].is_direct,
+        small_file_s=_time_small_files(folder),
+    )
+
+
+@dataclass(frozen=True)
+class _Written:
+    nbytes: int
+    took_s: float
+    is_direct: bool
+
+    @property
+    def s_per_byte(self) -> float:
+        return max(self.took_s, 1e-6) / self.nbytes
+
+
+def _write(folder: Path, data: torch.Tensor, for_s: float, *, cached: bool) -> _Written:
     most = min(_MOST_BYTES, free_space(folder) // _FREE_PART)
-    with nameless_file(folder) as fd, contextlib.closing(BlockWriter(fd, 0)) as writer:
+    with nameless_file(folder) as fd, contextlib.closing(BlockWriter(fd, 0, cached=cached)) as writer:
         pieces = max(1, most // _PIECE_BYTES)
         if most < _PIECE_BYTES:
             data = data[: max(1, most // 4096) * 4096]
@@ -57,18 +92,11 @@ def measure(folder: Path, measure_s: float) -> Disk:
         for _ in range(pieces):
             writer.put(data)
             written += data.nbytes
-            if time.monotonic() - began > measure_s:
+            if time.monotonic() - began > for_s:
                 break
         writer.finish()
         os.fsync(fd)
-        took_s = time.monotonic() - began
-        is_direct = writer.direct
-    return Disk(
-        bytes_per_s=written / max(took_s, 1e-6),
-        measured_bytes=written,
-        is_direct=is_direct,
-        small_file_s=_time_small_files(folder),
-    )
+        return _Written(written, time.monotonic() - began, writer.direct)
 
 
 def compare_clocks(folder: Path) -> Clocks:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.config import DEFAULT_GRACE_S, MemorySettings, Settings, SharingSettings
+from mindx_elastic.config import DEFAULT_GRACE_S, MemorySettings, SavingSettings, Settings, SharingSettings
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.container import look_at_container
 from mindx_elastic.doctor.finding import Finding, problem
@@ -49,12 +50,17 @@ def examine(wish: Wish, env: Mapping[str, str]) -> Examination:
 
     Main thread; blocks on the disk. Raises nothing for what it finds.
     """
-    grace_s, memory, sharing = _settings(env)
+    grace_s, memory, sharing, saving = _settings(env)
     grace_s = grace_s if wish.grace_s is None else wish.grace_s
     state, about_state = _state(wish)
     findings = [
         *look_at_directory(
-            wish.directory, state, grace_s, wish.measure_s, allow_shared=sharing is None or sharing.allow_shared
+            wish.directory,
+            state,
+            grace_s,
+            wish.measure_s,
+            allow_shared=sharing is None or sharing.allow_shared,
+            page_cache=saving.page_cache,
         ),
         *about_state,
     ]
@@ -69,16 +75,20 @@ def examine(wish: Wish, env: Mapping[str, str]) -> Examination:
     return Examination(grace_s=grace_s, state=state, findings=list(_once(findings)))
 
 
-def _settings(env: Mapping[str, str]) -> tuple[float, MemorySettings | None, SharingSettings | None]:
-    """Grace period, shared memory, shared directories; the default, None, None where a value cannot be used."""
-    grace_s, memory, sharing = DEFAULT_GRACE_S, None, None
+def _settings(
+    env: Mapping[str, str],
+) -> tuple[float, MemorySettings | None, SharingSettings | None, SavingSettings]:
+    """Grace period, shared memory, shared directories, saves; the default or None where a value cannot be used."""
+    grace_s, memory, sharing, saving = DEFAULT_GRACE_S, None, None, SavingSettings()
+    with suppress(UsageError):
+        saving = SavingSettings.from_env(env)
     try:
         grace_s = Settings.from_env(env).grace_s
         memory = MemorySettings.from_env(env)
         sharing = SharingSettings.from_env(env)
     except UsageError:
         pass  # told by `judge_variables`
-    return grace_s, memory, sharing
+    return grace_s, memory, sharing, saving
 
 
 def _state(wish: Wish) -> tuple[State | None, list[Finding]]:

@@ -66,9 +66,16 @@ def _mounts_here() -> list[Mount]:
 
 
 def look_at_directory(
-    directory: Path, state: State | None, grace_s: float, measure_s: float, *, allow_shared: bool
+    directory: Path,
+    state: State | None,
+    grace_s: float,
+    measure_s: float,
+    *,
+    allow_shared: bool,
+    page_cache: str,
 ) -> Iterator[Finding]:
-    """All that can be said of `directory`, which need not exist. `measure_s`: how long to write; 0: not at all."""
+    """All that can be said of `directory`, which need not exist. `measure_s`: how long to write; 0: not at all.
+    `page_cache`: as in `SavingSettings`."""
     folder = existing_part(directory)
     name = printable(directory)
     for part in (directory, *directory.absolute().parents):
@@ -110,7 +117,7 @@ def look_at_directory(
         yield unknown("disk speed", "not measured (--measure 0)", "leave the option out to measure for a second")
         return
     try:
-        disk = measure(folder, measure_s)
+        disk = measure(folder, measure_s, page_cache)
     except OSError as error:
         yield problem(
             "disk speed",
@@ -152,7 +159,7 @@ def _clocks(folder: Path) -> Iterator[Finding]:
 
 
 def _habits(disk: Disk, where: str) -> Iterator[Finding]:
-    if disk.is_direct:
+    if disk.takes_direct:
         yield good("direct I/O", f"{where} takes it")
     else:
         yield warning(

@@ -53,16 +53,17 @@ class Disk:
     bytes_per_s: float
     """Of a save: written, digests computed, flushed."""
     measured_bytes: int
-    is_direct: bool
-    """With direct I/O."""
+    way: str
+    """How, for a person."""
+    takes_direct: bool
+    """False: the file system does not know direct I/O, so that all goes through the page cache."""
     small_file_s: float
     """Until one small file is durable under its name."""
 
 
 def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Finding]:
     """Whether the grace period is long enough for the save."""
-    how = "direct I/O" if disk.is_direct else "through the page cache"
-    speed = f"{gib(disk.bytes_per_s)}/s ({how}, digests and flush included, {gib(disk.measured_bytes)} written)"
+    speed = f"{gib(disk.bytes_per_s)}/s ({disk.way}, digests and flush included, {gib(disk.measured_bytes)} written)"
     figures = {
         "bytes_per_s": disk.bytes_per_s,
         "measured_bytes": float(disk.measured_bytes),
