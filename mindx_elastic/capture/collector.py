@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
+from mindx_elastic.capture.buffer_looks import BufferLook, look_at_buffers
 from mindx_elastic.capture.changed_settings import GivenSettings
 from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
@@ -144,20 +145,17 @@ class Collector:
         """The named ones, and the one that a ZeroRedundancyOptimizer steps on each rank."""
         return list({id(o): o for c in self._optimizers.values() for o in (c.optimizer, c.local)}.values())
 
-    def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """The saved buffers of all modules, by place, as they are now, and how often each has been changed."""
+    def buffer_versions(self) -> dict[str, BufferLook]:
+        """The saved buffers of all modules, by place, as they are now."""
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         buffers = ((f"{name}.{place}", t) for name, module in modules.items() for place, t in module.named_buffers())
-        return {place: (buffer, buffer._version) for place, buffer in buffers}
+        return look_at_buffers(buffers)
 
-    def changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:
-        """The places of buffers that are others now, or have been changed, since `before` (see `buffer_versions`)."""
-        after = self.buffer_versions()
-        return [
-            place
-            for place, (buffer, version) in before.items()
-            if place in after and (after[place][0] is not buffer or after[place][1] != version)
-        ]
+    def changed_buffers(self, before: Mapping[str, BufferLook]) -> list[str]:
+        """The places of buffers that are others now, or have other values, than at `before` (see `buffer_versions`)."""
+        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        after = {f"{name}.{place}": t for name, module in modules.items() for place, t in module.named_buffers()}
+        return [place for place, look in before.items() if place in after and look.is_changed(after[place])]
 
     def places(self) -> dict[int, str]:
         """The place of each parameter (``model.fc.weight``), by its id; of a tied one the first."""

@@ -6,7 +6,7 @@ modes of the modules      put back afterwards
 position of the loaders   put back afterwards: a named loader can be iterated, also in mid-epoch
 weights                   an evaluation may exchange them (averaged ones) and put them back. Meanwhile nothing is
                           saved: a stop waits for the end of the block
-buffers                   cannot be put back, for a program may want the change: named
+buffers                   are not put back, for a program may want the change: named, unless they end as they began
 ========================  ==============================================================================================
 """
 
