@@ -35,6 +35,8 @@ __all__ = ["filled_by_steps", "find_epoch_sums", "find_steering"]
 
 _FILLS = ("append", "appendleft", "extend", "add", "update", "push", "put", "insert", "accumulate")
 _OF_NO_VALUE = ("len", "time", "isinstance", "reset", "clear")
+_WITHOUT_SUMS = ("torch", "logging", "accelerate")
+"""Packages whose objects sum nothing up: ``accelerator.accumulate(model)``, then ``if accelerator.sync_gradients:``."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Body: TypeAlias = Sequence[ast.stmt]
 
@@ -131,7 +133,7 @@ def _may_be_one(value: Any, kept: Kept) -> bool:
         return False
     if isinstance(value, (list, dict)) or hasattr(value, "append"):
         return True
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "logging")
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _WITHOUT_SUMS
 
 
 def _set_by(target: ast.expr) -> Iterator[str]:
