@@ -15,14 +15,15 @@ Lightning's own way to go on from a checkpoint in mid-epoch is not used further 
 validation and the end of an epoch behind the last batch. Here its loop is put where it was, and goes on from there.
 
 Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_FitLoop._data_source``,
-``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`; ``Trainer._signal_connector``,
-``_logger_connector``, ``_data_connector`` with ``_requires_distributed_sampler`` and ``_prepare_dataloader``;
-`WeightAveraging._average_model`, ``_latest_update_epoch``.
+``_combined_loader``, ``_data_fetcher``, ``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`;
+``Trainer._signal_connector``, ``_logger_connector``, ``_data_connector`` with ``_requires_distributed_sampler`` and
+``_prepare_dataloader``; `WeightAveraging._average_model`, ``_latest_update_epoch``; those of `ModelCheckpoint` in
+``_LAST_SAVE``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,12 +38,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.plain_component import GivesCopies
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.first_seed import keep_first_seed
+from mindx_elastic.integrations.gathered import GatheredLists
 from mindx_elastic.integrations.probing import check_library
 
 __all__ = ["ElasticCallback"]
@@ -138,7 +142,9 @@ class ElasticCallback(Callback):
         guard.expect_short_epochs()  # limit_train_batches
         if num_batches(loader):  # else Lightning fetches one ahead, to know the last one
             guard.expect_no_look_ahead()
-        guard.look_into({"module": module}, kept=[trainer], own=_without_state(trainer))
+        without = _without_state(trainer)
+        kept = [each for each in trainer.callbacks if not any(each is one for one in without.values())]
+        guard.look_into({"module": module}, kept=[trainer, *kept], own=without)
         guard.open()
         self.guard, self._loops = guard, loops
         self._wrap(trainer, loops, guard)
@@ -219,6 +225,7 @@ class ElasticCallback(Callback):
             source.instance, source.name = loader, "train_dataloader"
         else:
             source.instance = loader
+        _forget_loader(trainer)
         return loader
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -235,6 +242,19 @@ class ElasticCallback(Callback):
             return
         self._restore_trainer()
         guard.close(error)
+
+
+def _forget_loader(trainer: Trainer) -> None:
+    """Let the fit ask its source again for the training's loader.
+
+    Where `configure_optimizers` reads ``trainer.estimated_stepping_batches`` (the total of a schedule), Lightning has
+    asked before the fit starts, and has made an iterator of what it got.
+    """
+    fit_loop = trainer.fit_loop
+    if fit_loop._combined_loader is not None:
+        if fit_loop._data_fetcher is not None:
+            fit_loop._data_fetcher.teardown()
+        fit_loop._combined_loader = None
 
 
 def _closure_first(plugin: Any) -> Callable[..., Any]:
@@ -280,11 +300,15 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 # --- what is kept beside the module ---
 
 
-class _Loops:
-    """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones."""
+class _Loops(GivesCopies):
+    """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones,
+    what the module gathers in lists until the epoch's end."""
+
+    gives_copies = True
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._gathered = GatheredLists(trainer.lightning_module, but=LightningModule())
         self._loaded: Mapping[str, Any] | None = None
         self._accumulation: int | None = None
         self.is_cut = False
@@ -292,7 +316,10 @@ class _Loops:
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # Lightning prepares its loops; they stand where they were
-            return dict(self._loaded)
+            return dict(copy_tree(self._loaded))
+        return {**copy_tree(self._counters()), "gathered": self._gathered.state()}
+
+    def _counters(self) -> dict[str, Any]:
         trainer = self._trainer
         counters = trainer.fit_loop.state_dict()
         counters["state_dict"].pop("combined_loader", None)  # the guard has it
@@ -339,6 +366,7 @@ class _Loops:
         for path, metric in _metrics_of(trainer):
             if path in kept:
                 _load_metric(metric, kept[path])
+        self._gathered.load(state.get("gathered", ()), trainer.strategy.root_device)
         trainer._logger_connector._first_loop_iter = state["first_batch"]  # else the next batch empties the sums
         for name, values in state["metrics"].items():
             getattr(trainer._logger_connector, name).update(values)
@@ -349,7 +377,8 @@ class _Loops:
         return self.is_cut
 
 
-_EPOCHS = "latest_update_epochs"
+_EPOCHS, _SAVES = "latest_update_epochs", "last_saves"
+_LAST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
@@ -417,13 +446,18 @@ class _Callbacks:
     def state_dict(self) -> dict[str, Any]:
         states = {each.state_key: each.state_dict() for each in self._callbacks}
         epochs = {each.state_key: each._latest_update_epoch for each in self._callbacks if _averages_weights(each)}
-        return {**{key: state for key, state in states.items() if state}, _EPOCHS: epochs}
+        saves = {each.state_key: _private(each, _LAST_SAVE) for each in self._callbacks if _saves(each)}
+        return {**{key: state for key, state in states.items() if state}, _EPOCHS: epochs, _SAVES: saves}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        epochs = state.get(_EPOCHS, {})
+        epochs, saves = state.get(_EPOCHS, {}), state.get(_SAVES, {})
         for each in self._callbacks:
             if each.state_key in state:
-                each.load_state_dict(state[each.state_key])
+                own = state[each.state_key]
+                if _saves(each):  # else a folder that the logger numbers anew costs it the best scores
+                    own = {**own, "dirpath": each.dirpath}
+                each.load_state_dict(own)
+            vars(each).update(saves.get(each.state_key, {}))
             if each.state_key in epochs:
                 each._latest_update_epoch = epochs[each.state_key]
 
@@ -432,6 +466,15 @@ def _averages_weights(callback: Any) -> bool:
     """Whether it is one of `WeightAveraging`, whose state_dict lacks the averages: Lightning saves them in
     `on_save_checkpoint`, in the place of the model's weights."""
     return isinstance(callback, getattr(callbacks, "WeightAveraging", ()))
+
+
+def _saves(callback: Any) -> bool:
+    return isinstance(callback, callbacks.ModelCheckpoint)
+
+
+def _private(callback: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Those of its attributes that its state_dict lacks."""
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
 
 
 def _averages(trainer: Trainer) -> dict[str, Any]:
@@ -470,6 +513,8 @@ def _check_version(trainer: Trainer) -> None:
     fit_loop = trainer.fit_loop
     needed: dict[str, tuple[Any, str]] = {
         "fit_loop._data_source": (fit_loop, "_data_source"),
+        "fit_loop._combined_loader": (fit_loop, "_combined_loader"),
+        "fit_loop._data_fetcher": (fit_loop, "_data_fetcher"),
         "fit_loop._restarting": (fit_loop, "_restarting"),
         "epoch_loop._results": (fit_loop.epoch_loop, "_results"),
         "epoch_loop._should_check_val_fx": (fit_loop.epoch_loop, "_should_check_val_fx"),

@@ -296,7 +296,8 @@ class _Training:
         callbacks = owner.callback_handler.callbacks
         own = {type(each).__name__: each for each in callbacks if _is_own(type(each)) and not _has_state(each)}
         hosts = {type(owner).__name__: owner} if _is_own(type(owner)) else {}
-        guard.look_into({"model": owner.model}, kept=[owner], own=own, hosts=hosts)
+        kept = [owner, *(each for _, each in _stateful(owner))]
+        guard.look_into({"model": owner.model}, kept=kept, own=own, hosts=hosts)
         guard.open()
         self.guard = guard
         callbacks.insert(0, self._hook)

@@ -48,7 +48,7 @@ def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequenc
         function = function_of(at)
         for name in names.get(function, ()):
             kind, value = _plain(value_of(ast.parse(name, mode="eval").body, at))
-            size = _size(value)
+            size = stored_size(value)
             if size is None or size > left:
                 continue
             left -= size
@@ -94,8 +94,8 @@ def _set(target: ast.expr, value: Any, frame: FrameType) -> None:
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
-def _size(value: Any) -> int | None:
-    """In bytes; None: a checkpoint cannot hold it."""
+def stored_size(value: Any) -> int | None:
+    """Of `value` in a checkpoint, in bytes; None: a checkpoint cannot hold it."""
     if _count(value) > _MOST_ITEMS or (isinstance(value, torch.Tensor) and value.nbytes > _MOST_BYTES):
         return None
     try:

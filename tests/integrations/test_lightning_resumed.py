@@ -1,0 +1,202 @@
+"""Fits of Lightning's as programs write them, cut off by an exception and started again in the same process."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from mindx_elastic.integrations.lightning import ElasticCallback
+
+# Lightning calls things of torch's that will go away.
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning", "default::UserWarning")
+
+X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Fault(Exception):
+    pass
+
+
+class Module(pl.LightningModule):
+    """Fails in the forward of training step `fails_at`, or in the validation behind epoch `fails_behind`."""
+
+    def __init__(self, fails_at: int | None = None, fails_behind: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        self.fails_at, self.fails_behind = fails_at, fails_behind
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.fails_at:
+            raise Fault
+        return self.layer(batch[0]).square().mean() + self.layer(batch[0] + torch.rand(1)).mean()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        if not self.trainer.sanity_checking and self.current_epoch + 1 == self.fails_behind:
+            raise Fault
+        # The first epoch is the best one.
+        self.log("val_loss", torch.tensor(float(self.current_epoch)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(directory: Path, module: pl.LightningModule, *callbacks: Any, **settings: Any) -> pl.Trainer:
+    settings = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, **settings}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ElasticCallback(directory / "elastic"), *callbacks], **settings,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    data = TensorDataset(X)
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))
+    return trainer
+
+
+class OneCycle(Module):
+    """Asks for the number of steps before the fit starts, as Lightning's pages show it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        self.total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=self.total)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_a_schedule_may_ask_for_the_number_of_steps(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    straight = OneCycle()
+    trainer = fit(tmp_path / "straight", straight)
+    assert (straight.total, trainer.global_step) == (12, 12)
+    torch.manual_seed(0)
+    with pytest.raises(Fault):
+        fit(tmp_path / "failed", OneCycle(fails_at=6))
+    resumed = OneCycle()
+    fit(tmp_path / "failed", resumed)
+    assert all(torch.equal(one, other) for one, other in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
+class Gathers(Module):
+    """As in Lightning's guide to its version 2: lists that are emptied at an epoch's end, or before its begin."""
+
+    def __init__(self, **fails: int) -> None:
+        super().__init__(**fails)
+        self.sizes = [3, 2]
+        self.outputs: list[Any] = []
+        self.by_name: dict[str, list[Any]] = {"step": []}
+        self.last: deque[float] = deque(maxlen=3)
+        self.ends: list[Any] = []
+        self.means: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.by_name["step"] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.outputs.append(loss.detach())
+        self.by_name["step"].append({"loss": loss.item(), "index": index})
+        self.last.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        mean = torch.stack(self.outputs).mean().item()
+        self.means.append(mean)
+        self.ends.append((mean, list(self.by_name["step"]), list(self.last)))
+        self.outputs.clear()
+
+
+@pytest.mark.parametrize("fails", [{"fails_at": 7}, {"fails_at": 6}, {"fails_behind": 2}], ids=str)
+def test_what_the_steps_gather_in_lists_goes_on(tmp_path: Path, fails: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    straight = Gathers()
+    fit(tmp_path / "straight", straight)
+    torch.manual_seed(0)
+    with pytest.raises(Fault):
+        fit(tmp_path / "failed", Gathers(**fails))
+    resumed = Gathers()
+    resumed.sizes = [4, 2]
+    fit(tmp_path / "failed", resumed)
+    assert resumed.ends == straight.ends and resumed.means == straight.means
+    assert resumed.sizes == [4, 2]  # what no step has changed is the program's
+
+
+def test_a_list_that_is_too_long_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class GathersTooMuch(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images: list[torch.Tensor] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.images.append(torch.zeros(1 << 23))
+
+    fit(tmp_path, GathersTooMuch(), max_epochs=1)
+    assert caplog.text.count("GathersTooMuch.images gathers more than 16 MiB") == 1
+
+
+def test_the_best_scores_go_on_in_a_folder_that_is_numbered_anew(tmp_path: Path) -> None:
+    def settings() -> dict[str, Any]:
+        return {"logger": CSVLogger(tmp_path / "logs"), "enable_checkpointing": True}
+
+    with pytest.raises(Fault):
+        fit(tmp_path, Module(fails_at=6), ModelCheckpoint(monitor="val_loss"), **settings())
+    saved = ModelCheckpoint(monitor="val_loss")
+    fit(tmp_path, Module(), saved, **settings())
+    assert saved.best_model_score == 0 and "epoch=0" in saved.best_model_path
+    assert "version_1" in str(saved.dirpath) and "version_0" in saved.best_model_path
+
+
+def test_a_save_by_steps_is_not_done_again_in_a_window_of_accumulation(tmp_path: Path) -> None:
+    def fit_in(name: str, module: Module) -> list[str]:
+        saved = ModelCheckpoint(tmp_path / name / "by_steps", every_n_train_steps=1, save_top_k=-1)
+        fit(tmp_path / name, module, saved, accumulate_grad_batches=2, enable_checkpointing=True)
+        return sorted(each.name for each in (tmp_path / name / "by_steps").iterdir())
+
+    straight = fit_in("straight", Module())
+    with pytest.raises(Fault):
+        fit_in("failed", Module(fails_at=5))  # in front of a window of another epoch, behind the save of the one before
+    assert fit_in("failed", Module()) == straight
+
+
+class Average(pl.Callback):
+    """An average of the weights in a dict, with a state; a validation uses it."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.shadow = self.shadow or {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.shadow[name].copy_(0.9 * self.shadow[name] + 0.1 * value)
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.own = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        pl_module.load_state_dict(self.shadow)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self.own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def test_an_average_that_is_exchanged_for_a_validation_is_no_cause_for_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    average = Average()
+    fit(tmp_path, Module(), average)
+    assert [each.message for each in caplog.records if each.levelname == "WARNING"] == []
