@@ -285,12 +285,13 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 
     Lightning leaves it out there, and what it sets from the epoch (how hard the samples are, a weight of the loss, an
     empty list) would be missing. What it changes in what is kept is put back at the first batch, as is done with the
-    head of a loop. Lightning's own callbacks are not asked: their states have it.
+    head of a loop. Lightning's own callbacks are not asked: their states have it. But for `StochasticWeightAveraging`,
+    which exchanges the scheduler there, and readies the epoch in which BatchNorm gets its statistics.
     """
     module = trainer.lightning_module
     before, module._current_fx_name = module._current_fx_name, "on_train_epoch_start"
     for each in trainer.callbacks:
-        if not _is_lightnings(type(each).on_train_epoch_start):
+        if not _is_lightnings(type(each).on_train_epoch_start) or isinstance(each, callbacks.StochasticWeightAveraging):
             each.on_train_epoch_start(trainer, module)
     if not _is_lightnings(type(module).on_train_epoch_start):
         module.on_train_epoch_start()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from mindx_elastic.integrations.lightning import ElasticCallback
@@ -35,6 +35,10 @@ class Module(pl.LightningModule):
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
         self.fails_at, self.fails_behind = fails_at, fails_behind
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def training_step(self, batch: Any, index: int) -> Any:
         if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.fails_at:
@@ -51,11 +55,14 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(directory: Path, module: pl.LightningModule, *callbacks: Any, **settings: Any) -> pl.Trainer:
+def fit(
+    directory: Path, module: pl.LightningModule, *callbacks: Any, is_elastic_last: bool = False, **settings: Any
+) -> pl.Trainer:
     settings = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, **settings}
+    elastic = ElasticCallback(directory / "elastic")
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ElasticCallback(directory / "elastic"), *callbacks], **settings,
+        callbacks=[*callbacks, elastic] if is_elastic_last else [elastic, *callbacks], **settings,
     )  # fmt: skip
     torch.manual_seed(3)
     data = TensorDataset(X)
@@ -200,3 +207,26 @@ def test_an_average_that_is_exchanged_for_a_validation_is_no_cause_for_a_warning
     average = Average()
     fit(tmp_path, Module(), average)
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize("fails_at", [7, 11, 18])
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
+def test_stochastic_weight_averaging_goes_on_in_all_of_its_epochs(
+    tmp_path: Path, fails_at: int, is_first: bool
+) -> None:
+    """In the first epoch that it averages in, a later one, and the one in which it makes statistics of BatchNorm."""
+
+    def fit_in(name: str, module: Module) -> tuple[Any, ...]:
+        average = StochasticWeightAveraging(swa_lrs=0.3, swa_epoch_start=2, annealing_epochs=3)
+        trainer = fit(tmp_path / name, module, average, max_epochs=4, is_elastic_last=is_first)
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        averages = average.state_dict()["average_model_state"]
+        values = [value.tolist() for state in (module.state_dict(), averages) for value in state.values()]
+        return rate, values, module.rates
+
+    torch.manual_seed(0)
+    straight = fit_in("straight", Module())
+    torch.manual_seed(0)
+    with pytest.raises(Fault):
+        fit_in("failed", Module(fails_at=fails_at))
+    assert fit_in("failed", Module()) == straight
