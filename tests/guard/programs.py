@@ -701,6 +701,17 @@ NOTED = {
             "not kept"
         ),
     ),
+    "an average of all that state_dict() has": (
+        """
+        shadow = {n: v.clone() for n, v in net.state_dict().items()}
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            update(net(x).square().mean(), opt)
+            for n, v in net.state_dict().items():
+                if v.is_floating_point(): shadow[n].mul_(0.9).add_(v, alpha=0.1)
+        """,
+        '"shadow" (dict, train.py) looks like an average of the weights, changes in the training, and is not kept',
+    ),
     "an average in a list": (
         """
         shadow = [p.detach().clone() for p in net.parameters()]

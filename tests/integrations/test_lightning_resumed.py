@@ -209,6 +209,16 @@ def test_an_average_that_is_exchanged_for_a_validation_is_no_cause_for_a_warning
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == []
 
 
+class ForgottenAverage(Average):
+    state_dict = pl.Callback.state_dict
+    load_state_dict = pl.Callback.load_state_dict
+
+
+def test_an_average_of_a_state_dict_that_is_not_kept_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Module(), ForgottenAverage())
+    assert '"ForgottenAverage.shadow"' in caplog.text and "looks like an average of the weights" in caplog.text
+
+
 @pytest.mark.parametrize("fails_at", [7, 11, 18])
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 def test_stochastic_weight_averaging_goes_on_in_all_of_its_epochs(

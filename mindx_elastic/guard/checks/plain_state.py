@@ -160,11 +160,11 @@ def _has_grown(before: _Growing, now: _Growing, value: Any) -> bool:
 
 def _average_of(value: Any, weights: _Weights, is_kept: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """The tensors of a container that has the names or shapes of a named module's weights and is close to them."""
-    tensors = list(value.values()) if type(value) is dict else list(value)
-    if not tensors or len(tensors) > 10_000 or not all(isinstance(t, torch.Tensor) and t.ndim for t in tensors):
+    whole = list(value.values()) if type(value) is dict else list(value)
+    if not whole or len(whole) > 10_000 or not all(isinstance(t, torch.Tensor) for t in whole):
         return []
     for named in weights:
-        own = [named.get(key) for key in value] if type(value) is dict else _matching(tensors, list(named.values()))
+        tensors, own = _by_name(value, named) if type(value) is dict else (whole, _matching(whole, [*named.values()]))
         if own and all(one is not None and one.shape == t.shape for one, t in zip(own, tensors, strict=True)):
             if any(is_kept(tensor) for tensor in tensors):
                 return []
@@ -172,7 +172,18 @@ def _average_of(value: Any, weights: _Weights, is_kept: Callable[[torch.Tensor],
     return []
 
 
+def _by_name(
+    value: Mapping[Any, torch.Tensor], named: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Those of `value` that may be averages, and the weight of each: all, or of a copied `state_dict()`, which has
+    buffers as well, those of the weights."""
+    keys = list(named) if len(value) > len(named) and all(key in value for key in named) else list(value)
+    return [value[key] for key in keys], [named.get(key) for key in keys]
+
+
 def _matching(tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if not all(tensor.ndim for tensor in tensors):
+        return []  # losses
     for some in (weights, [w for w in weights if w.requires_grad]):
         if len(some) == len(tensors):
             return some
