@@ -188,6 +188,9 @@ class ElasticCallback(Callback):
                 with suppress(StopIteration):
                     next(fetcher)  # Lightning would not ask, and the random streams are put back where somebody asks
                 loops.go_on()
+            elif epoch_loop.done:  # stopped early, or by `max_steps`: there is no other batch
+                guard.reach_resumed_step()
+                loops.go_on()
             if is_cut:
                 loops.go_on()
                 end_step(fetcher)
@@ -241,6 +244,8 @@ class ElasticCallback(Callback):
         if guard is None:
             return
         self._restore_trainer()
+        if self._loops is not None:
+            self._loops.leave()
         guard.close(error)
 
 
@@ -310,6 +315,7 @@ class _Loops(GivesCopies):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._gathered = GatheredLists(trainer.lightning_module, but=LightningModule())
+        self._max_steps = trainer.fit_loop.epoch_loop.max_steps
         self._loaded: Mapping[str, Any] | None = None
         self._accumulation: int | None = None
         self.is_cut = False
@@ -339,7 +345,8 @@ class _Loops(GivesCopies):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._loaded = state
         self._trainer.fit_loop.load_state_dict(state["counters"])
-        self._trainer.should_stop = state["should_stop"]
+        # Until `put_back`: what has ended the fit would leave out the end of its last epoch.
+        self._trainer.should_stop, self._trainer.fit_loop.epoch_loop.max_steps = False, -1
         self._accumulation = state.get("accumulation")
         self.is_cut = state["is_cut"]
 
@@ -352,6 +359,21 @@ class _Loops(GivesCopies):
         """The loops move."""
         self._loaded = None
 
+    def leave(self) -> None:
+        """The fit is over. It may have had nothing left to do."""
+        if self._loaded is not None:
+            self._put_back_end(self._loaded)
+            self._put_back_metrics()
+
+    def _put_back_end(self, state: Mapping[str, Any]) -> None:
+        self._trainer.should_stop = state["should_stop"]
+        self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+
+    def _put_back_metrics(self) -> None:
+        """``trainer.callback_metrics`` and the like."""
+        for name, values in (self._loaded or {"metrics": {}})["metrics"].items():
+            getattr(self._trainer._logger_connector, name).update(values)
+
     def put_back(self) -> bool:
         """The first epoch of the process begins: what Lightning has set to zero meanwhile. Returns whether the resumed
         step is still to be ended."""
@@ -359,6 +381,7 @@ class _Loops(GivesCopies):
         if state is None:
             return False
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        self._put_back_end(state)
         if self._accumulation is not None and _changes_accumulation(trainer):
             trainer.accumulate_grad_batches = self._accumulation
         for key, packed in state["results"].items():
@@ -369,8 +392,7 @@ class _Loops(GivesCopies):
                 _load_metric(metric, kept[path])
         self._gathered.load(state.get("gathered", ()), trainer.strategy.root_device)
         trainer._logger_connector._first_loop_iter = state["first_batch"]  # else the next batch empties the sums
-        for name, values in state["metrics"].items():
-            getattr(trainer._logger_connector, name).update(values)
+        self._put_back_metrics()
         # The counters are the boundary's. What Lightning does beyond that in a "restart" is meant for its own
         # checkpoints, which are written at other places: it skips validations and schedulers.
         trainer.fit_loop._restarting = epoch_loop._restarting = False

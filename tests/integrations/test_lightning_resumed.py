@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from mindx_elastic.integrations.lightning import ElasticCallback
@@ -207,6 +207,54 @@ def test_an_average_that_is_exchanged_for_a_validation_is_no_cause_for_a_warning
     average = Average()
     fit(tmp_path, Module(), average)
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == []
+
+
+class Ends(Module):
+    """Fails behind the last step of the second epoch."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails, self.ends = fails, 0
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.fails and self.current_epoch == 1:
+            raise Fault
+        self.ends += 1
+
+
+def stopped_early(directory: Path, module: Module, how: str) -> tuple[Any, ...]:
+    early = EarlyStopping("val_loss", patience=1, check_on_train_epoch_end=False)
+    settings: dict[str, Any] = {"max_steps": 8 if how == "steps" else 6} if how else {}
+    trainer = fit(directory, module, *([] if how else [early]), **settings)
+    values = [value.tolist() for value in module.state_dict().values()]
+    return trainer.callback_metrics, trainer.global_step, trainer.current_epoch, values, torch.rand(1)
+
+
+HOW = pytest.mark.parametrize("how", ["", "steps", "steps in mid-epoch"], ids=["early", "steps", "mid-epoch"])
+
+
+@HOW
+def test_a_fit_that_was_over_before_its_epochs_and_is_started_again_has_its_metrics(tmp_path: Path, how: str) -> None:
+    first = stopped_early(tmp_path, Ends(), how)
+    assert stopped_early(tmp_path, Ends(), how) == first
+    assert "train_loss_epoch" in first[0]
+
+
+@HOW
+def test_the_end_of_an_epoch_that_has_ended_the_fit_is_done_again(tmp_path: Path, how: str) -> None:
+    torch.manual_seed(0)
+    straight = stopped_early(tmp_path / "straight", Ends(), how)
+    torch.manual_seed(0)
+    with pytest.raises(Fault):
+        stopped_early(tmp_path / "failed", Ends(fails=True), how)
+    resumed = Ends()
+    assert stopped_early(tmp_path / "failed", resumed, how) == straight
+    assert resumed.ends == 1
 
 
 class ForgottenAverage(Average):
