@@ -27,7 +27,7 @@ from mindx_elastic.guard.checks.surroundings import is_library, locals_of, progr
 from mindx_elastic.guard.loops.tail_reads import function_of
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
-__all__ = ["put_back_values", "values_of"]
+__all__ = ["put_back_values", "stored_size", "values_of"]
 
 _VALUE, _ATTRIBUTES = "value", "attributes"  # keys of what is kept of a name
 _MOST_BYTES = 1 << 20
