@@ -383,6 +383,7 @@ class Collector:
         state = self.volatile()
         state["on_device"] = self.copied_from_device()
         state["beside"] = {name: module.beside() for name, module in self._modules.items()}
+        state["buffer_broadcasts"] = self.broadcasts.state()
         copied: dict[str, Any] = copy_tree(state)
         return copied
 
@@ -498,6 +499,10 @@ class Collector:
                 for name, buffers in loose.items()
                 if name in beside
             }
+        if "buffer_broadcasts" in volatile:
+            own.pop("buffer_broadcasts", None)
+            if broadcasts := volatile["buffer_broadcasts"]:
+                own["buffer_broadcasts"] = broadcasts
         if volatile.get("compiled_calls"):
             own["compiled_calls"] = volatile["compiled_calls"]
         return own

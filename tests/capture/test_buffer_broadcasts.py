@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,23 @@ def test_an_evaluation_leaves_it_as_it_was() -> None:
         module(torch.ones(2, 2))
         assert not broadcasts(module)
     assert broadcasts(module)
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_in_front_of_the_code_behind_an_epoch_it_is_as_it_was_there(is_behind: bool) -> None:
+    module = wrapped()
+    collector = collector_of(module)
+    with module.no_sync() if is_behind else nullcontext():
+        train(module)
+    collector.copy(Position())
+    in_front = broadcasts(module)
+    front = collector.copy_of_small()
+    with torch.set_grad_enabled(is_behind):  # an evaluation through DDP, or something that trains
+        module(torch.ones(2, 2))
+    collector.copy(Position())
+    assert broadcasts(module) != in_front
+    collector.load_flags(collector.compose(collector.state(), front))
+    assert broadcasts(module) == in_front
 
 
 def test_modules_that_never_broadcast_are_left_alone() -> None:
