@@ -88,7 +88,7 @@ class AsBegun:
         for parameter, name, before in self._tensor_hooks:
             _put_back(getattr(parameter, name, None) or {}, before)
         for target in self._targets.values():
-            if isinstance(target, torch.amp.GradScaler):
+            if isinstance(target, torch.amp.GradScaler) and target.is_enabled():  # else it has no stages
                 target._per_optimizer_states.clear()  # of the step that was cut off
 
 

@@ -170,10 +170,11 @@ def test_what_torch_has_hooked_to_a_module_stays() -> None:
     assert pruned.weight.count_nonzero() == 3 and pruned.weight.max() == 2, "it is computed in each forward"
 
 
-def test_gradients_and_the_scalers_stage_are_those_of_the_beginning() -> None:
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_gradients_and_the_scalers_stage_are_those_of_the_beginning(is_enabled: bool) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
     begun = AsBegun({"model": model, "optimizer": optimizer, "scaler": scaler})
 
     def step() -> None:
