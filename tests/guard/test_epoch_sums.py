@@ -241,7 +241,23 @@ def scales_the_rate_of_a_step(job: Job, plateau: Any) -> None:
             optimizer.param_groups[0]["lr"] /= 10.0
 
 
-@pytest.mark.parametrize("program", [scales_the_rate_of_a_step, shows_a_mean, fills_and_empties_in_a_step, evaluates])
+def warms_up_in_the_groups(job: Job, plateau: Any) -> None:
+    """From the number of the step and the rate that each group has begun with (YOLO)."""
+    for group in job.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    for epoch in job.guard.epochs(3, start=0):
+        for i, (x, _) in job.guard.enumerate(job.loader):
+            if i + epoch * 3 <= 4:
+                for j, each in enumerate(job.optimizer.param_groups):
+                    each["lr"] = each["initial_lr"] * (0.1 if j == 0 else i / 4)
+                    each["momentum"] = 0.8 + i / 40
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+
+
+@pytest.mark.parametrize(
+    "program", [warms_up_in_the_groups, scales_the_rate_of_a_step, shows_a_mean, fills_and_empties_in_a_step, evaluates]
+)
 def test_left_alone(program: Callable[[Job, Any], None], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told, _ = told_by(program, tmp_path, caplog, {})
     assert not told

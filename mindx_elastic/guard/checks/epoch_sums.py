@@ -91,7 +91,7 @@ def filled_by_steps(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.
     found: dict[str, ast.expr] = {}
     nodes = list(_inside(steps.body))
     own = {text for node in nodes if isinstance(node, ast.Assign) for t in node.targets for text in _set_by(t)}
-    own |= set(_set_by(steps.target)) if isinstance(steps, ast.For) else set()
+    own |= {text for loop in (steps, *nodes) if isinstance(loop, ast.For) for text in _set_by(loop.target)}
     for node in nodes:
         for held in _filled_by(node):
             key, value = ast.unparse(held), value_of(held, place)
