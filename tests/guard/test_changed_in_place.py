@@ -106,6 +106,18 @@ LEFT_ALONE = {
                 rows[i] = x[i] * 2
             update(net(rows).square().mean(), opt)
         """,
+    "a buffer of the function that has the loop": """
+        def main():
+            rows = torch.zeros(5, 3)
+            with Guard(directory=DIRECTORY, model=net, optimizer=opt) as guard:
+                for number in guard.steps(12):
+                    x = torch.randn(5, 3)
+                    for i in range(5):
+                        rows[i] = x[i] * 2
+                    update(net(rows).square().mean(), opt); guard.step_end()
+            return guard._unmanaged.notes
+        notes = main()
+        """,
     "made in the loop": """
         with Guard(directory=DIRECTORY, model=net, optimizer=opt) as guard:
             for number in guard.steps(12):

@@ -153,7 +153,8 @@ def _overwritten_behind_a_read(part: ast.AST) -> Iterator[str]:
             passed_by.add(id(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
             passed_by |= set(map(id, node.args))
-    reads = (node for node in nodes if isinstance(node, ast.Name) and id(node) not in passed_by)
+    names = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    reads = (node for node in names if id(node) not in passed_by)
     yield from {node.id for node in reads if node.lineno < written.get(node.id, 0)}
 
 
