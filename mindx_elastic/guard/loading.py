@@ -33,7 +33,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import at_place_of
-from mindx_elastic.guard.loops.epoch_tail import tail_values_in, with_tail_values
+from mindx_elastic.guard.loops.epoch_tail import front_of, tail_values_in, with_tail_values
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -319,6 +319,9 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
     return made
 
 
+_Record = Mapping[str, Any]
+
+
 class _Rings:
     """The named objects in the rings of this rank and of the donor, up to the resumed step."""
 
@@ -326,6 +329,8 @@ class _Rings:
         info = found.checkpoint.info
         self._moment = info.moment
         self._mine, self._theirs = _unpacked(found.own_records), _unpacked(found.donor_records)
+        for key in self._mine.keys() & self._theirs.keys():
+            self._mine[key], self._theirs[key] = on_one_side(self._mine[key], self._theirs[key])
         self._has_forecast = found.own is not None and found.own.forecast
 
     def of(self, name: str, part: str = "plain") -> RingStates:
@@ -347,9 +352,18 @@ class _Rings:
         )
 
 
-def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], Mapping[str, Any]]:
+def on_one_side(mine: _Record, theirs: _Record) -> tuple[_Record, _Record]:
+    """Records of one boundary, of two ranks, both in front of the code behind an epoch where one of them is: from there
+    all have gone on (`tail_side`). Pure."""
+    fronts = [front_of(each.get("progress", {}).get("loop", {})) for each in (mine, theirs)]
+    if None not in fronts:
+        return mine, theirs
+    return fronts[0] or mine, fronts[1] or theirs
+
+
+def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], _Record]:
     """By moment and whether it is a forecast; of several the newest."""
-    found: dict[tuple[Moment, bool], Mapping[str, Any]] = {}
+    found: dict[tuple[Moment, bool], _Record] = {}
     for record in records:
         key = (record.moment, record.forecast)
         if key not in found:

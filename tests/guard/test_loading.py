@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader
+from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader, on_one_side
 
 
 def chosen(donated: Any, kept: RingStates, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
@@ -95,3 +95,12 @@ def test_an_epoch_that_no_boundary_has_seen_begins_as_it_was_found_in_the_middle
 def test_elsewhere_nothing_is_said_about_a_loader(donated: Any, mine: list[Any]) -> None:
     theirs = [loader_at(4, 0) if "kind" in each else {"batch": 4} for each in mine]
     assert choose_of_loader(donated, RingStates(mine, theirs), MISSING) is MISSING
+
+
+def test_a_boundary_is_compared_on_one_side_of_the_code_behind_the_epoch() -> None:
+    """A rank was killed in that code, which another had come to the end of: all went on in front of it."""
+    front = {"plain": {"lr_scheduler": 1}, "progress": {"loop": {}}}
+    behind = {"plain": {"lr_scheduler": 2}, "progress": {"loop": {"in_front_of_tail": front}}}
+    assert on_one_side(front, behind) == on_one_side(behind, front) == (front, front)
+    assert on_one_side(behind, behind) == (behind, behind)
+    assert on_one_side(front, {"plain": {}}) == (front, {"plain": {}}), "a forecast"
