@@ -246,6 +246,45 @@ def a_count_by_an_attribute(job: Job) -> str:
     return "task.seen"
 
 
+class Stopper:
+    """YOLO's: the best value decides which epoch was the best one, and that when to stop."""
+
+    def __init__(self) -> None:
+        self.best_fitness, self.best_epoch = 0.0, 0
+
+    def __call__(self, epoch: int, fitness: float) -> bool:
+        if fitness >= self.best_fitness:
+            self.best_epoch = epoch
+            self.best_fitness = fitness
+        delta = epoch - self.best_epoch
+        return delta >= 30
+
+
+class Saver:
+    """Steers nothing."""
+
+    def __init__(self) -> None:
+        self.best, self.best_epoch, self.path = 0.0, 0, ""
+
+    def __call__(self, epoch: int, fitness: float) -> str:
+        if fitness >= self.best:
+            self.best = fitness
+            self.best_epoch = epoch
+            self.path = f"best_{self.best:.3f}_of_{self.best_epoch}.pt"
+        return self.path
+
+
+def a_best_epoch(job: Job) -> str:
+    stopper = Stopper()
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        if stopper(epoch, 1.0 * epoch):
+            break
+    return "stopper.best_fitness"
+
+
 def a_patience(job: Job) -> str:
     patience = Patience()
     for _ in job.guard.epochs(3):
@@ -263,6 +302,7 @@ def a_patience(job: Job) -> str:
         an_agent,
         a_factor_of_the_loss,
         a_patience,
+        a_best_epoch,
         a_count_by_a_local,
         a_schedule,
         a_clip,
@@ -305,9 +345,9 @@ def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_statistics_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job, meter, clock, teller = Job(tmp_path), Meter(), Clock(), NowAndThen()
+    job, meter, clock, teller, saver = Job(tmp_path), Meter(), Clock(), NowAndThen(), Saver()
     with job.guard:
-        for _ in job.guard.epochs(3):
+        for epoch in job.guard.epochs(3):
             for x, _ in job.loader:
                 loss = job.network(x).square().mean()
                 update(job, loss)
@@ -315,7 +355,7 @@ def test_statistics_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixt
                 clock.tick()
                 teller.tell(loss.item())
                 job.guard.step_end()
-            print(meter.mean(), meter.average)
+            print(meter.mean(), meter.average, saver(epoch, 1.0 * epoch))
     assert "is not kept" not in caplog.text
 
 

@@ -131,6 +131,7 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
         for node in walk(tree)
         if isinstance(node, ast.stmt) and (sets_from_itself(node, is_it) or _adds_to(node, is_it))
     ]
+    updates += [part for tree, _, is_it in places for node in walk(tree) for part in _keeps_the_best(node, is_it)]
     if not updates:
         return None
     if data:
@@ -157,6 +158,9 @@ def _set_by(tree: ast.AST, is_it: _Test) -> Iterator[str]:
         if isinstance(node, ast.Assign) and any(map(is_it, _read_in(node.value))):
             yield from (target.attr for target in node.targets if isinstance(target, ast.Attribute))
         elif isinstance(node, ast.If) and any(map(is_it, walk(node.test))):
+            if any(_keeps_the_best(node, is_it)):
+                sets = (each for each in node.body if isinstance(each, ast.Assign))
+                yield from (target.attr for each in sets for target in each.targets if isinstance(target, ast.Attribute))
             changes = (each for each in node.body if isinstance(each, ast.AugAssign))
             for each in changes:
                 if isinstance(each.target, ast.Attribute) and not isinstance(each.op, (ast.Add, ast.Sub)):
@@ -203,6 +207,15 @@ def _adds_to(node: ast.AST, is_it: _Test) -> bool:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return False
     return call.func.attr in ("append", "appendleft", "extend") and is_it(call.func.value)
+
+
+def _keeps_the_best(node: ast.AST, is_it: _Test) -> list[ast.AST]:
+    """The test and the change of ``if fitness >= self.best: self.best = fitness``; empty: it is something else."""
+    if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
+        return []
+    is_order = all(isinstance(each, _ORDERS) for each in node.test.ops)
+    sets = [each for each in node.body if isinstance(each, ast.Assign) and any(map(is_it, each.targets))]
+    return [node.test, *sets] if is_order and sets and any(map(is_it, walk(node.test))) else []
 
 
 def _is_self(node: ast.AST) -> bool:
