@@ -233,8 +233,26 @@ def ours(p: Program) -> None:
             p.guard.step_end()
 
 
+def begins_where_the_epoch_goes_on(p: Program, loss: Any = None) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader, start=p.guard.position.step_in_epoch):
+            p.step(*batch)
+            if i % 2 == 0 and loss is not None:
+                loss.backward()
+            p.guard.step_end()
+
+
 @pytest.mark.parametrize(
-    "program", [logs, breaks_in_a_dry_run, accumulates, accumulates_counted_from_0, window_around_the_boundary, ours]
+    "program",
+    [
+        begins_where_the_epoch_goes_on,
+        logs,
+        breaks_in_a_dry_run,
+        accumulates,
+        accumulates_counted_from_0,
+        window_around_the_boundary,
+        ours,
+    ],
 )
 def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
     p = Program(tmp_path)

@@ -218,8 +218,12 @@ def _enumerated(steps: Loop) -> str | None:
     call = steps.iter if isinstance(steps, ast.For) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "enumerate":
         return None
-    has_own_numbers = any(name_of(node.func) == "steps" for node in walk(call) if isinstance(node, ast.Call))
-    return None if has_own_numbers else ast.unparse(call)  # guard.steps() counts on
+    goes_on = any(  # guard.steps() counts on, and guard.position is where the epoch goes on
+        name_of(node.func) == "steps" if isinstance(node, ast.Call) else node.attr == "step_in_epoch"
+        for node in walk(call)
+        if isinstance(node, (ast.Call, ast.Attribute))
+    )
+    return None if goes_on else ast.unparse(call)
 
 
 def _in_short(one: _Variable, value: Any) -> object:

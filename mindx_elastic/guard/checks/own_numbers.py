@@ -160,7 +160,9 @@ def _set_by(tree: ast.AST, is_it: _Test) -> Iterator[str]:
         elif isinstance(node, ast.If) and any(map(is_it, walk(node.test))):
             if any(_keeps_the_best(node, is_it)):
                 sets = (each for each in node.body if isinstance(each, ast.Assign))
-                yield from (target.attr for each in sets for target in each.targets if isinstance(target, ast.Attribute))
+                yield from (
+                    target.attr for each in sets for target in each.targets if isinstance(target, ast.Attribute)
+                )
             changes = (each for each in node.body if isinstance(each, ast.AugAssign))
             for each in changes:
                 if isinstance(each.target, ast.Attribute) and not isinstance(each.op, (ast.Add, ast.Sub)):

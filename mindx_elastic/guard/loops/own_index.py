@@ -48,6 +48,8 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         if found is None:
             continue
         index, batches, start = found
+        if start is not None and _goes_on(start):
+            continue
         wanted = [node for node in walk(batches) if isinstance(node, (ast.Name, ast.Attribute))]
         named = next((node for node in wanted if id(value_of(node, place)) in kept), None)
         if named is None:
@@ -108,6 +110,11 @@ def _enumerated(loop: Loop) -> tuple[str, ast.expr, ast.expr | None] | None:
         batches = batches.args[0]
     start = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "start"), None)
     return index.id, batches, start
+
+
+def _goes_on(start: ast.AST) -> bool:
+    """Whether numbers begin at the position in the epoch: ``enumerate(loader, guard.position.step_in_epoch)``."""
+    return any(isinstance(node, ast.Attribute) and node.attr == "step_in_epoch" for node in walk(start))
 
 
 def _steering_line(
