@@ -204,13 +204,18 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     """`state` of a loader, moved on to the batch of `other`: that of another rank's loader, later in the same epoch.
 
     What begins the epoch again (the streams and the samplers' own generators at its beginning) stays that of `state`.
-    So it does where `state` is from the middle of that epoch's first step, and lacks what only a boundary has.
-    None: they are no states of these loaders, or of two epochs.
+    So it does where `state` is from the middle of that epoch's first step, and lacks what only a boundary has. An order
+    that follows from seed and epoch keeps the seed of `state`, in a later epoch as well. None: they are no states of
+    these loaders, or of two epochs.
     """
-    if not all(isinstance(each, dict) and {"kind", "start", *_PLACE} <= each.keys() for each in (state, other)):
+    if not all(isinstance(each, dict) and {"kind", *_PLACE} <= each.keys() for each in (state, other)):
         return None
-    same = all(state[name] == other[name] for name in ("kind", "epoch"))
-    if not same or not state.keys() <= other.keys() or "following" in other:
+    if not state.keys() <= other.keys() or "following" in other:
+        return None
+    if state["kind"] == "resumable" and "start" not in other:
+        is_alike = all(state[name] == other[name] for name in state.keys() - {"seed", *_PLACE})
+        return {**other, "seed": state["seed"]} if is_alike and "seed" in state else None
+    if "start" not in state or any(state[name] != other[name] for name in ("kind", "epoch")):
         return None
     return {**other, **{name: value for name, value in state.items() if name not in _PLACE}}
 

@@ -79,6 +79,21 @@ def test_an_epoch_that_no_boundary_has_seen_begins_as_it_was_found_in_the_middle
     assert choose_of_loader(loader_at(1, 0, epoch=3), RingStates(), begun) is MISSING
 
 
+def shuffled_at(epoch: int, batch: int, seed: int, **others: Any) -> dict[str, Any]:
+    place = {"epoch": epoch, "batch": batch, "samples": 0, "finished": False}
+    return {"kind": "resumable", "seed": seed, "num_samples": 40, **place, **others}
+
+
+def test_a_loader_with_a_seed_of_each_ranks_own_keeps_it_in_any_epoch() -> None:
+    """Its order follows from seed and epoch."""
+    mine, theirs = [shuffled_at(2, 4, 11)], [shuffled_at(2, 4, 10)]
+    for donated in (shuffled_at(2, 5, 10), shuffled_at(3, 1, 10)):
+        own_way = choose_of_loader(donated, RingStates(mine, theirs, newest=mine[0]), MISSING)
+        assert same_tree(own_way, {**donated, "seed": 11})
+    other = RingStates([shuffled_at(2, 4, 11, num_samples=41)], theirs)
+    assert choose_of_loader(shuffled_at(2, 5, 10), other, MISSING) is MISSING, "its epochs may be longer"
+
+
 @pytest.mark.parametrize(
     ("donated", "mine"),
     [
