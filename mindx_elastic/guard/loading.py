@@ -43,7 +43,7 @@ from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "load", "replay_orders"]
+__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "load", "on_one_side", "replay_orders"]
 
 MISSING: Any = object()
 _THEIRS = object()

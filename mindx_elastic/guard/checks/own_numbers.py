@@ -131,12 +131,12 @@ def _line_of(value: object, name: str, sources: Sources, *, data: bool) -> int |
         for node in walk(tree)
         if isinstance(node, ast.stmt) and (sets_from_itself(node, is_it) or _adds_to(node, is_it))
     ]
-    updates += [part for tree, _, is_it in places for node in walk(tree) for part in _keeps_the_best(node, is_it)]
-    if not updates:
-        return None
     if data:
-        return min(node.lineno for node in updates)
-    inside = {id(part) for node in updates for part in walk(node)}
+        return min((node.lineno for node in updates), default=None)
+    best = [part for tree, _, is_it in places for node in walk(tree) for part in _keeps_the_best(node, is_it)]
+    if not updates and not best:
+        return None
+    inside = {id(part) for node in (*updates, *best) for part in walk(node)}
     methods = {id(node.func) for tree, _, _ in outside for node in walk(tree) if isinstance(node, ast.Call)}
     before = 0
     while len(names) != before:
