@@ -1,14 +1,18 @@
-"""Lists of a trainer's module in which the steps of an epoch leave something for its end.
+"""Lists and sums of a trainer's module in which the steps of an epoch leave something for its end.
 
 ``self.outputs.append(loss)`` in each step, and ``torch.stack(self.outputs)`` with ``self.outputs.clear()`` behind the
-last one, is what Lightning's pages show. A run that is resumed in the epoch would have the rest of it only, and one
-that is resumed behind the last step nothing to stack.
+last one, is what Lightning's pages show; others write ``self.total += loss.item()`` and set it back in a hook.
+A run that is resumed in the epoch would have the rest of it only, and one that is resumed behind the last step nothing
+to stack.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.tail_values import stored_size
 
-__all__ = ["GatheredLists"]
+__all__ = ["Gathered"]
 
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 100_000
@@ -51,18 +55,19 @@ class _Copied:
         return True
 
 
-class GatheredLists:
-    """What the lists of `owner` hold that have changed since this was made."""
+class Gathered:
+    """What the lists of `owner` hold that have changed since this was made, and the sums that its class sets back."""
 
     def __init__(self, owner: Any, but: object) -> None:
         """`but`: an object whose attributes are the library's."""
         self._owner, self._left_out = owner, {*vars(but)}
+        self._sums = sorted(_summed(type(owner), type(but)) - self._left_out)
         self._begun = {place: list(items) for place, items in self._lists()}
         self._copied: dict[_Place, _Copied] = {}
         self._too_much: set[_Place] = set()
 
     def state(self) -> list[dict[str, Any]]:
-        """It shares nothing with the lists."""
+        """It shares nothing with lists and sums."""
         found, before, self._copied = [], self._copied, {}
         for place, items in self._lists():
             if place in self._too_much or _are_same(self._begun.get(place, []), items):
@@ -71,10 +76,12 @@ class GatheredLists:
             if not copied.follow(items):
                 self._tell(place)
                 continue
-            devices = {each.device.type for each in _tensors(copied.copies[-1:])}
-            found.append(
-                {"attribute": place[0], "key": place[1], "items": list(copied.copies), "device": sorted(devices)}
-            )
+            found.append(_entry(place, list(copied.copies)))
+        for name in self._sums:
+            value = vars(self._owner).get(name)
+            is_plain = type(value) in (int, float) or type(value) is torch.Tensor
+            if is_plain and stored_size(value) is not None:
+                found.append({**_entry((name, None), [copy_tree(value)]), "is_sum": True})
         return found
 
     def load(self, state: Sequence[Mapping[str, Any]], device: torch.device) -> None:
@@ -84,6 +91,9 @@ class GatheredLists:
             if any(kind != "cpu" for kind in each["device"]):
                 items = put_on(items, str(device))
             owner, attribute, key = self._owner, each["attribute"], each["key"]
+            if each.get("is_sum"):
+                setattr(owner, attribute, items[0])
+                continue
             now = vars(owner).get(attribute)
             if key is not None and isinstance(now, dict):
                 now.setdefault(key, [])
@@ -114,6 +124,36 @@ class GatheredLists:
             "its middle has the rest of it only. Gather sums, or use a torchmetrics metric",
             name, _MOST_BYTES >> 20, _MOST_ITEMS,
         )  # fmt: skip
+
+
+def _entry(place: _Place, items: list[Any]) -> dict[str, Any]:
+    devices = {each.device.type for each in _tensors(items[-1:])}
+    return {"attribute": place[0], "key": place[1], "items": items, "device": sorted(devices)}
+
+
+def _summed(kind: type, library: type) -> set[str]:
+    """The attributes to which methods of `kind` add, and which one that is not `__init__` sets anew."""
+    added, begun = set(), set()
+    for each in kind.__mro__[: kind.__mro__.index(library)]:
+        try:
+            tree = ast.parse(dedent(inspect.getsource(each)))
+        except (OSError, TypeError, SyntaxError):
+            continue  # of a program that was typed in, for example
+        for method in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            for node in ast.walk(method):
+                if isinstance(node, ast.AugAssign):
+                    added |= set(_attributes([node.target]))
+                elif isinstance(node, ast.Assign) and method.name != "__init__":
+                    begun |= set(_attributes(node.targets)) - set(_attributes(ast.walk(node.value)))
+    return added & begun
+
+
+def _attributes(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, (ast.Tuple, ast.List)):
+            yield from _attributes(node.elts)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.attr
 
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

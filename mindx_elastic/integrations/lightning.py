@@ -46,7 +46,7 @@ from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.first_seed import keep_first_seed
-from mindx_elastic.integrations.gathered import GatheredLists
+from mindx_elastic.integrations.gathered import Gathered
 from mindx_elastic.integrations.probing import check_library
 
 __all__ = ["ElasticCallback"]
@@ -308,13 +308,13 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 
 class _Loops(GivesCopies):
     """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones,
-    what the module gathers in lists until the epoch's end."""
+    what the module gathers in lists and sums until the epoch's end."""
 
     gives_copies = True
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._gathered = GatheredLists(trainer.lightning_module, but=LightningModule())
+        self._gathered = Gathered(trainer.lightning_module, but=LightningModule())
         self._max_steps = trainer.fit_loop.epoch_loop.max_steps
         self._loaded: Mapping[str, Any] | None = None
         self._accumulation: int | None = None

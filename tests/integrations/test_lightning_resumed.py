@@ -137,6 +137,43 @@ def test_what_the_steps_gather_in_lists_goes_on(tmp_path: Path, fails: dict[str,
     assert resumed.sizes == [4, 2]  # what no step has changed is the program's
 
 
+class Sums(Module):
+    def __init__(self, **fails: int) -> None:
+        super().__init__(**fails)
+        self.total, self.calls = 0.0, 0
+        self.ends: list[Any] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.count = 0
+        self.squares = torch.zeros(())
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.total += loss.item()
+        self.squares += loss.detach() ** 2
+        self.count += 1
+        self.calls += 1
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.ends.append((self.total / self.count, self.squares.item()))
+        self.total = 0.0
+
+
+@pytest.mark.parametrize("fails", [{"fails_at": 7}, {"fails_at": 6}, {"fails_at": 5}, {"fails_behind": 2}], ids=str)
+def test_what_the_steps_sum_up_goes_on(tmp_path: Path, fails: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    straight = Sums()
+    fit(tmp_path / "straight", straight)
+    torch.manual_seed(0)
+    with pytest.raises(Fault):
+        fit(tmp_path / "failed", Sums(**fails))
+    resumed = Sums()
+    fit(tmp_path / "failed", resumed)
+    assert resumed.ends == straight.ends
+    assert resumed.calls < straight.calls  # set back nowhere: no sum of an epoch
+
+
 def test_a_list_that_is_too_long_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class GathersTooMuch(Module):
         def __init__(self) -> None:
