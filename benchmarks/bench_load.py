@@ -280,7 +280,8 @@ def run_rank(method: str, folder: Path, what: str, gib: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     timed = read_share(folder / "ours") if method == "raw" else _JOBS[method](folder / method, what, gib)
-    print(json.dumps(timed), flush=True)
+    sys.stdout.write(f"{json.dumps(timed)}\n")  # in one piece: torchrun unbuffers its workers, which share the pipe
+    sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 
