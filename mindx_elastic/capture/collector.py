@@ -145,17 +145,18 @@ class Collector:
         """The named ones, and the one that a ZeroRedundancyOptimizer steps on each rank."""
         return list({id(o): o for c in self._optimizers.values() for o in (c.optimizer, c.local)}.values())
 
-    def buffer_versions(self) -> dict[str, BufferLook]:
+    def look_at_buffers(self) -> dict[str, BufferLook]:
         """The saved buffers of all modules, by place, as they are now."""
-        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        buffers = ((f"{name}.{place}", t) for name, module in modules.items() for place, t in module.named_buffers())
-        return look_at_buffers(buffers)
+        return look_at_buffers(self._saved_buffers())
 
     def changed_buffers(self, before: Mapping[str, BufferLook]) -> list[str]:
-        """The places of buffers that are others now, or have other values, than at `before` (see `buffer_versions`)."""
-        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        after = {f"{name}.{place}": t for name, module in modules.items() for place, t in module.named_buffers()}
+        """The places of buffers that are others now, or have other values, than at `before` (`look_at_buffers`)."""
+        after = dict(self._saved_buffers())
         return [place for place, look in before.items() if place in after and look.is_changed(after[place])]
+
+    def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, module in self._modules.items():
+            yield from ((f"{name}.{place}", buffer) for place, buffer in module.named_buffers())
 
     def places(self) -> dict[int, str]:
         """The place of each parameter (``model.fc.weight``), by its id; of a tied one the first."""

@@ -64,7 +64,7 @@ def measure(folder: Path, measure_s: float, page_cache: str = "auto") -> Disk:
         bytes_per_s=1 / best.s_per_byte,
         measured_bytes=best.nbytes,
         way="direct I/O" if best.is_direct else through,
-        takes_direct=page_cache == "always" or found[0].is_direct,
+        takes_direct=None if page_cache == "always" else found[0].is_direct,
         small_file_s=_time_small_files(folder),
     )
 

@@ -161,7 +161,7 @@ def _clocks(folder: Path) -> Iterator[Finding]:
 def _habits(disk: Disk, where: str) -> Iterator[Finding]:
     if disk.takes_direct:
         yield good("direct I/O", f"{where} takes it")
-    else:
+    elif disk.takes_direct is not None:
         yield warning(
             "direct I/O",
             f"{where} does not take it: saves go through the page cache, and take memory from the training",

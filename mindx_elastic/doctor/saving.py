@@ -55,8 +55,8 @@ class Disk:
     measured_bytes: int
     way: str
     """How, for a person."""
-    takes_direct: bool
-    """False: the file system does not know direct I/O, so that all goes through the page cache."""
+    takes_direct: bool | None
+    """False: the file system does not know direct I/O, so that all goes through the page cache. None: not asked."""
     small_file_s: float
     """Until one small file is durable under its name."""
 

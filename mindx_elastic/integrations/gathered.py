@@ -20,6 +20,7 @@ import torch
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.core.events import logger
+from mindx_elastic.guard.checks.syntax import parsed, walk
 from mindx_elastic.guard.loops.tail_values import stored_size
 
 __all__ = ["Gathered"]
@@ -136,15 +137,16 @@ def _summed(kind: type, library: type) -> set[str]:
     added, begun = set(), set()
     for each in kind.__mro__[: kind.__mro__.index(library)]:
         try:
-            tree = ast.parse(dedent(inspect.getsource(each)))
-        except (OSError, TypeError, SyntaxError):
-            continue  # of a program that was typed in, for example
-        for method in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            for node in ast.walk(method):
+            tree = parsed(dedent(inspect.getsource(each)))
+        except (OSError, TypeError):  # of a program that was typed in, for example
+            continue
+        methods = [] if tree is None else [node for node in walk(tree) if isinstance(node, ast.FunctionDef)]
+        for method in methods:
+            for node in walk(method):
                 if isinstance(node, ast.AugAssign):
                     added |= set(_attributes([node.target]))
                 elif isinstance(node, ast.Assign) and method.name != "__init__":
-                    begun |= set(_attributes(node.targets)) - set(_attributes(ast.walk(node.value)))
+                    begun |= set(_attributes(node.targets)) - set(_attributes(walk(node.value)))
     return added & begun
 
 

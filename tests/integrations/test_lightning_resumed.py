@@ -140,7 +140,7 @@ def test_what_the_steps_gather_in_lists_goes_on(tmp_path: Path, fails: dict[str,
 class Sums(Module):
     def __init__(self, **fails: int) -> None:
         super().__init__(**fails)
-        self.total, self.calls = 0.0, 0
+        self.total, self.calls, self.batches = 0.0, 0, 0
         self.ends: list[Any] = []
 
     def on_train_epoch_start(self) -> None:
@@ -155,9 +155,12 @@ class Sums(Module):
         self.calls += 1
         return loss
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
     def on_train_epoch_end(self) -> None:
-        self.ends.append((self.total / self.count, self.squares.item()))
-        self.total = 0.0
+        self.ends.append((self.total / self.count, self.squares.item(), self.batches))
+        self.total, self.batches = 0.0, 0
 
 
 @pytest.mark.parametrize("fails", [{"fails_at": 7}, {"fails_at": 6}, {"fails_at": 5}, {"fails_behind": 2}], ids=str)

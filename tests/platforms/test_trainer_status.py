@@ -152,14 +152,15 @@ def test_an_environment_that_cannot_be_is_refused(changes: dict[str, str], words
         TrainerReporter(TrainerSettings(**content))
 
 
-@pytest.mark.drill
-def test_a_job_reports_only_where_it_is_asked_to(server: TrainerServer, tmp_path: Path) -> None:
-    for number, options in enumerate(([], ["--trainer-status"])):
-        args = [tmp_path / f"ckpt{number}", "--steps", "6", "--step-s", "0.05"]
-        run_dir = tmp_path / f"run{number}"
-        with start_agent("agent_guarded.py", *args, options=options, env=server.env, run_dir=run_dir) as job:
-            job.expect(0)
-        assert bool(server.bodies) is bool(options), job.report()
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.drill), ["--trainer-status"]])
+def test_a_job_reports_only_where_it_is_asked_to(server: TrainerServer, tmp_path: Path, options: list[str]) -> None:
+    args = [tmp_path / "ckpt", "--steps", "6", "--step-s", "0.05"]
+    with start_agent("agent_guarded.py", *args, options=options, env=server.env, run_dir=tmp_path / "run") as job:
+        job.expect(0)
+    assert bool(server.bodies) is bool(options), job.report()
+    if not options:
+        return
     last = server.bodies[-1]["trainerStatus"]
     assert last["progressPercentage"] == 100
     metrics = {each["name"]: each["value"] for each in last["metrics"]}

@@ -52,6 +52,7 @@ from mindx_elastic.guard.checks.surroundings import is_library, place_of, progra
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import (
     STEPS,
+    counts_on,
     logs,
     name_of,
     names_a_log,
@@ -218,12 +219,7 @@ def _enumerated(steps: Loop) -> str | None:
     call = steps.iter if isinstance(steps, ast.For) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "enumerate":
         return None
-    goes_on = any(  # guard.steps() counts on, and guard.position is where the epoch goes on
-        name_of(node.func) == "steps" if isinstance(node, ast.Call) else node.attr == "step_in_epoch"
-        for node in walk(call)
-        if isinstance(node, (ast.Call, ast.Attribute))
-    )
-    return None if goes_on else ast.unparse(call)
+    return None if counts_on(call) else ast.unparse(call)
 
 
 def _in_short(one: _Variable, value: Any) -> object:

@@ -9,7 +9,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-__all__ = ["STEPS", "changes_a_gradient", "logs", "name_of", "names_a_log", "names_a_setting", "sets_a_rate", "trains"]
+__all__ = [
+    "STEPS",
+    "changes_a_gradient",
+    "counts_on",
+    "logs",
+    "name_of",
+    "names_a_log",
+    "names_a_setting",
+    "sets_a_rate",
+    "trains",
+]
 from mindx_elastic.guard.checks.syntax import children, walk
 
 STEPS = ("step", "step_update", "step_frac")
@@ -67,6 +77,15 @@ def logs(call: ast.Call) -> bool:
         return False
     owner = name_of(func.value).strip("_").lower()
     return func.attr in _LOGGING or func.attr in _OWN_LOGS or owner in _LOGGERS
+
+
+def counts_on(node: ast.AST) -> bool:
+    """Whether numbers go on where a resumed epoch does: of ``guard.steps()``, or ``guard.position.step_in_epoch``."""
+    return any(
+        name_of(part.func) == "steps" if isinstance(part, ast.Call) else part.attr == "step_in_epoch"
+        for part in walk(node)
+        if isinstance(part, (ast.Call, ast.Attribute))
+    )
 
 
 def sets_a_rate(statement: ast.stmt) -> bool:

@@ -44,7 +44,7 @@ class Evaluations:
     @contextmanager
     def block(self, step: int) -> Iterator[None]:
         """Around an evaluation after boundary `step`."""
-        buffers = self._collector.buffer_versions()
+        buffers = self._collector.look_at_buffers()
         with ExitStack() as stack:
             stack.enter_context(kept_rng())
             stack.enter_context(self._collector.kept_streams_and_flags())

@@ -19,7 +19,14 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loop_in_words, loops_around, spans, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
 from mindx_elastic.guard.checks.syntax import walk
-from mindx_elastic.guard.checks.training_words import name_of, names_a_log, names_a_setting, sets_a_rate, trains
+from mindx_elastic.guard.checks.training_words import (
+    counts_on,
+    name_of,
+    names_a_log,
+    names_a_setting,
+    sets_a_rate,
+    trains,
+)
 
 __all__ = ["Numbered", "find_own_index"]
 
@@ -48,7 +55,7 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         if found is None:
             continue
         index, batches, start = found
-        if start is not None and _goes_on(start):
+        if start is not None and counts_on(start):
             continue
         wanted = [node for node in walk(batches) if isinstance(node, (ast.Name, ast.Attribute))]
         named = next((node for node in wanted if id(value_of(node, place)) in kept), None)
@@ -110,11 +117,6 @@ def _enumerated(loop: Loop) -> tuple[str, ast.expr, ast.expr | None] | None:
         batches = batches.args[0]
     start = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "start"), None)
     return index.id, batches, start
-
-
-def _goes_on(start: ast.AST) -> bool:
-    """Whether numbers begin at the position in the epoch: ``enumerate(loader, guard.position.step_in_epoch)``."""
-    return any(isinstance(node, ast.Attribute) and node.attr == "step_in_epoch" for node in walk(start))
 
 
 def _steering_line(
