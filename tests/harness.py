@@ -5,6 +5,7 @@ Everything is ordered by lines that the job prints; a test that fails shows all 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -283,3 +284,13 @@ def wait_until(condition: Any, what: str, timeout_s: float = 300.0) -> None:
         if time.monotonic() > end:
             raise AssertionError(f"{what} did not happen in {timeout_s:g} s")
         time.sleep(0.01)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """The block leaves no file descriptor of this process open. Other tests of the process may have left some to the
+    garbage collector or to a thread that is ending; that these close meanwhile is no fault."""
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the end of each new descriptor", 60.0)

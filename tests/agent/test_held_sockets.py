@@ -15,7 +15,7 @@ import pytest
 from mindx_elastic.agent import held_sockets
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.rejoin.sockets import LENDING_FILE, SocketsPart
-from tests.harness import wait_until
+from tests.harness import no_descriptor_left, wait_until
 
 _RANK = """
 import socket, sys
@@ -104,16 +104,15 @@ def test_the_end_of_the_agent_closes_all(
 def test_no_more_than_its_share_of_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_sockets, "_MOST_SHARE", 0.0)
     held = HeldSockets(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
-    try:
-        with _lent(tmp_path) as part:
-            wait_until(lambda: len(held._held) == 1, "the connection")
-            part.release()
-            wait_until(lambda: not held._held, "its end")
-            assert held.count == 0
-    finally:
-        held.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    with no_descriptor_left():
+        try:
+            with _lent(tmp_path) as part:
+                wait_until(lambda: len(held._held) == 1, "the connection")
+                part.release()
+                wait_until(lambda: not held._held, "its end")
+                assert held.count == 0
+        finally:
+            held.close()
 
 
 def test_without_an_agent_that_holds_nothing_happens(tmp_path: Path) -> None:

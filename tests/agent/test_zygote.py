@@ -19,7 +19,7 @@ from mindx_elastic.agent import child
 from mindx_elastic.agent.workers import process_state
 from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from tests.fork_server import clean_environment
-from tests.harness import wait_until
+from tests.harness import no_descriptor_left, wait_until
 
 ENV = {**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 READY_S = 120.0
@@ -367,12 +367,11 @@ def test_the_zygote_holds_nothing_open(tmp_path: Path) -> None:
 
 def test_many_workers_leave_no_zombie_and_no_descriptor(zygote: Zygote, tmp_path: Path) -> None:
     script = write(tmp_path, "import subprocess; subprocess.Popen(['sleep', '0.1'])")
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        assert run(zygote, tmp_path, script)[0] == 0
-    time.sleep(0.2)
-    assert zygote.is_ready()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_left():
+        for _ in range(3):
+            assert run(zygote, tmp_path, script)[0] == 0
+        time.sleep(0.2)
+        assert zygote.is_ready()
     with suppress(ChildProcessError):
         assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 

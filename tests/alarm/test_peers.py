@@ -17,7 +17,7 @@ import pytest
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import RejoinSettings
-from tests.harness import wait_until
+from tests.harness import no_descriptor_left, wait_until
 
 WAIT_S = 120.0
 _PEER = """
@@ -206,11 +206,10 @@ def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], P
 
 def test_closing_gives_the_descriptors_back(start: Callable[[], Peer]) -> None:
     peer = start()
-    before = set(os.listdir("/proc/self/fd"))
-    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    watch.close()
-    watch.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_left():
+        watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
+        watch.close()
+        watch.close()
     wait_until(lambda: watch.look() == [], "nothing")
 
 

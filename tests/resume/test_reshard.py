@@ -31,6 +31,7 @@ from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.resume.reshard import Parts, assemble
 from mindx_elastic.resume.restore import Resumed, Target
 from tests.checkpoint_files import flip_bit_in_data
+from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
 from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
@@ -464,12 +465,10 @@ def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypat
         return read_box(fd, *args)
 
     monkeypatch.setattr("mindx_elastic.resume.reshard.read_box", read)
-    open_files = sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(CorruptCheckpointError, match="is cut off") as caught:
+    with no_descriptor_left(), pytest.raises(CorruptCheckpointError, match="is cut off") as caught:
         assemble_for(plan, 0, target)
     assert str(caught.value.path) == path
     assert len(readers) == 1 and readers[0].startswith("mindx-persist-read"), readers
-    assert sorted(os.listdir("/proc/self/fd")) == open_files
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist-read")]
 
 
