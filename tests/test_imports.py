@@ -21,7 +21,7 @@ from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mindx_elastic"
-MAX_LINES = 670  # about 600
+MAX_LINES = 680  # about 600
 
 STAGES = ["alarm", "agreement", "capture", "persist", "memory", "plan", "inventory", "resume"]
 """In the order of the path: a stage imports only stages to its left."""

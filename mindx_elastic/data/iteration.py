@@ -194,6 +194,8 @@ class Engine:
         if (older := self.live) is not None and self.at_overlap is not None:
             older.outdated = self.at_overlap
         self._live = weakref.ref(iteration)
+        if (track := self.cursor.track) is not None and track.at_opened is not None:
+            track.at_opened()
         return iteration
 
     @contextmanager
@@ -212,6 +214,11 @@ class Engine:
         finally:
             self._live, self._torch_loader, self._torch_iterator, self._workers = before
             loader.on_iterator_ready = ready
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether workers are there that outlive their iteration."""
+        return self._torch_iterator is not None
 
     @property
     def live(self) -> Iteration | None:

@@ -13,6 +13,7 @@ from mindx_elastic.data.track import Mark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
+    "SETTINGS",
     "Cursor",
     "PositionedLoader",
     "at_place_of",
@@ -134,6 +135,8 @@ class Cursor:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
         self.token = next(_tokens)
+        if self.track is not None and self.track.at_begin is not None:
+            self.track.at_begin()
         return self.token
 
     @property
@@ -197,6 +200,8 @@ def check_unchanged(kind: str, state: Mapping[str, Any], expected: Mapping[str, 
         )
 
 
+SETTINGS = "settings"
+"""In the state of a loader: what the program has set on its data set (`guard.loops.data_settings`)."""
 _PLACE = ("epoch", "batch", "samples", "finished")
 
 
@@ -206,15 +211,16 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     What begins the epoch again (the streams and the samplers' own generators at its beginning) stays that of `state`.
     So it does where `state` is from the middle of that epoch's first step, and lacks what only a boundary has. An order
     that follows from seed and epoch keeps the seed of `state`, in a later epoch as well. None: they are no states of
-    these loaders, or of two epochs.
+    these loaders, or of two epochs. What the program has set on the data set stays that of `state`, too.
     """
     if not all(isinstance(each, dict) and {"kind", *_PLACE} <= each.keys() for each in (state, other)):
         return None
-    if not state.keys() <= other.keys() or "following" in other:
+    own = {name: state[name] for name in ("seed", SETTINGS) if name in state}
+    if not state.keys() - {SETTINGS} <= other.keys() or "following" in other:
         return None
     if state["kind"] == "resumable" and "start" not in other:
-        is_alike = all(state[name] == other[name] for name in state.keys() - {"seed", *_PLACE})
-        return {**other, "seed": state["seed"]} if is_alike and "seed" in state else None
+        is_alike = all(state[name] == other[name] for name in state.keys() - {"seed", SETTINGS, *_PLACE})
+        return {**other, **own} if is_alike and "seed" in state else None
     if "start" not in state or any(state[name] != other[name] for name in ("kind", "epoch")):
         return None
     return {**other, **{name: value for name, value in state.items() if name not in _PLACE}}

@@ -55,9 +55,13 @@ class Track:
         self.at_next_ask: Callable[[], None] | None = None
         """Called once, when the training thread asks for another batch of this iteration."""
         self.at_ask: Callable[[], None] | None = None
+        """Called each time when the training thread asks for a batch."""
         self.at_every_ask: Callable[[], None] | None = None
         """Called in the training thread whenever a batch is asked for."""
-        """Called each time when the training thread asks for a batch."""
+        self.at_begin: Callable[[], None] | None = None
+        """Called when an iteration begins, before its workers have a copy of the data set."""
+        self.at_opened: Callable[[], None] | None = None
+        """Called when they have it, and what was used of the epoch is skipped."""
         self.at_next_batch: Callable[[], None] | None = None
         """Called once, when the training thread has got another batch of this iteration. It may raise."""
         self.at_exhaustion: Callable[[], None] | None = None

@@ -248,6 +248,7 @@ class Guard(LayeredGuard):
             uneven=start.uneven,
             guard=self,
             names_sums=self._ranks.rank == 0 and (self._place is None or not self._place.is_again),
+            keeps_setting=self._loaders.keeps_setting,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest
@@ -504,7 +505,7 @@ class Guard(LayeredGuard):
         if witness is not None and not at_tail and witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(witness.heard_s)
         if self._step_gate.arrive(step):
-            self._checks.before_save(refuse=False)
+            self._before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
         if not tail.is_pending:
             self._save_if_due()
@@ -540,8 +541,13 @@ class Guard(LayeredGuard):
     def _save_if_due(self) -> None:
         for policy in self._periodic:
             if self._cut and policy.due(self._loops.position):
-                self._checks.before_save(refuse=True)
+                self._before_save(refuse=True)
                 self.save_periodic(policy)
+
+    def _before_save(self, *, refuse: bool) -> None:
+        if self._cut and self._loaders.find_settings():  # set in this very step, and not looked for at its boundary
+            self._boundaries.copy(self._loops.position)
+        self._checks.before_save(refuse=refuse)
 
     def _is_exposed(self) -> bool:
         """Whether the job saves at exceptions, and nothing else protects its steps from them."""

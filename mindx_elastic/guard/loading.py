@@ -34,6 +34,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import at_place_of
 from mindx_elastic.guard.loops.epoch_tail import front_of, tail_values_in, with_tail_values
+from mindx_elastic.guard.loops.loaders import FollowedLoader, as_of_another_rank
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -293,6 +294,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
         if value is MISSING or (doubt and value is donated and not _fits(component, value)):
             value, used = component.state(), "begins as the program builds it"
+        if value is donated and not rings.of(name).mine and isinstance(component.target, FollowedLoader):
+            value = as_of_another_rank(value)
         made[name] = value
         if doubt:
             doubts.setdefault(f"{doubt}; {used}", []).append(getattr(component.target, "in_words", name))

@@ -302,6 +302,11 @@ class Snapshotter:
         try:
             self._exchange.publish("snapshot_every", str(proposal))
             while (found := self._exchange.try_collect("snapshot_every")) is None:
+                if gone := self._exchange.gone():
+                    # Nobody is waited for: the recovery or the stop that follows must not come 20 s later.
+                    logger.info("the ranks do not agree on a snapshot interval: rank %d is gone", gone[0])
+                    self.schedule.every = 0
+                    return
                 if time.monotonic() > end:
                     raise TimeoutError(f"a rank is {_AGREEMENT_S:g} s behind")
                 time.sleep(_ASK_AGAIN_S)

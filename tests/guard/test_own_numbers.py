@@ -165,9 +165,15 @@ class NowAndThen:
         print(f"{self.calls}: {loss:.3f} {rate}")
 
 
+class Part:
+    def __init__(self) -> None:
+        self.strength = 1.0
+
+
 class Noisy(Dataset[Any]):
     def __init__(self) -> None:
         self.noise, self.calls = 0.5, 0
+        self.parts = [Part() for _ in range(100)]
 
     def __len__(self) -> int:
         return 24
@@ -331,8 +337,9 @@ def test_a_change_in_the_first_step_is_told(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not one that is set where samples are made: `prove` tells what comes of that."""
+    """What is set where samples are made is left to `prove`; what the program sets is kept, but deep inside of much."""
     data = Noisy()
+    deep = data.parts[0]
     job = Job(tmp_path, loader=ResumableLoader(data, batch_size=4, shuffle=True))
     with job.guard:
         for _ in job.guard.epochs(3):
@@ -340,8 +347,9 @@ def test_a_number_of_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixtu
                 update(job, job.network(x).square().mean())
                 job.guard.step_end()
             data.noise *= 0.7
+            deep.strength *= 0.7
     (told,) = [r.getMessage() for r in caplog.records if "is carried from one step into another" in r.getMessage()]
-    assert told.startswith('"data.noise" (Noisy') and "from the epoch" in told
+    assert told.startswith('"deep.strength" (Part') and "from the epoch" in told
 
 
 def test_statistics_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

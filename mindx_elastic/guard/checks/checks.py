@@ -129,15 +129,17 @@ class Checks:
         uneven: str = "",
         guard: object = None,
         names_sums: bool = True,
+        keeps_setting: Callable[[object, str], bool] = lambda owner, name: False,
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same, but for that of `own`, and for the numbers that
         the program's classes keep on `hosts`. `uneven`: see `Start.uneven`.
-        `names_sums`: this process says which printed sums begin anew. `epoch`: gives the epoch of the last boundary."""
+        `keeps_setting`: whether a loader's state has that attribute of an object. `names_sums`: this process says
+        which printed sums begin anew. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
-        self._hosts, self._names_sums = dict(hosts or {}), names_sums
+        self._hosts, self._names_sums, self._keeps_setting = dict(hosts or {}), names_sums, keeps_setting
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
@@ -507,6 +509,7 @@ class Checks:
             seen.counted.values(),
             lambda value: _has(value, (*targets, *self._also_kept)),
             lambda value: _has(value, self._loaders),
+            self._keeps_setting,
             files,
             line,
         ):

@@ -4,7 +4,8 @@
 Most numbers that change are statistics for a log. What is told also goes on from its own last value, as the source
 shows, and
 
-- belongs to a data set, a sampler or what hangs on one, and is not set where samples are made, or
+- belongs to a data set, a sampler or what hangs on one, is not set where samples are made, and is not among what a
+  loader's state has of those (`guard.loops.data_settings`), or
 - is read in a test above a ``return``, a break or a step (other than against nothing: ``if self.count == 0``), in a
   comparison that is returned, in a learning rate, in an argument of ``step(...)`` or of a function named like
   ``adjust_lr`` or ``clip_grad_norm_``, in a change of a gradient, or as a factor of a loss or of random numbers; or a
@@ -67,11 +68,12 @@ class OwnNumbers:
         found: Iterable[Found],
         is_kept: Callable[[object], bool],
         is_of_data: Callable[[object], bool],
+        keeps_setting: Callable[[object, str], bool],
         files: Callable[[], Collection[str]],
         line_of: Callable[[list[str]], str],
     ) -> Iterator[tuple[str, str]]:
         """What is known against those of `found` that no named object keeps, and what to write. `is_of_data`: whether a
-        named loader has it."""
+        named loader has it, and `keeps_setting`, whether it keeps that attribute of it."""
         before, self._before = self._before, {}
         sources: Sources | None = None
         for one in found:
@@ -82,6 +84,7 @@ class OwnNumbers:
                 continue
             self._done.update((type(one.value), name) for name in moved)
             sources, data = sources or Sources(files()), is_of_data(one.value)
+            moved = [name for name in moved if not (data and keeps_setting(one.value, name))]
             lines = {name: _line_of(one.value, name, sources, data=data) for name in moved}
             for name in (name for name in moved if lines[name] is not None):
                 yield _words(one, name, lines[name] or 0, line_of, data=data)

@@ -38,6 +38,7 @@ __all__ = [
     "find_bound",
     "inner_schedulers",
     "is_library",
+    "is_of_library",
     "kind_of",
     "locals_of",
     "look",
@@ -443,10 +444,13 @@ def _kind_of_code(kind: type) -> str:
         return "class"
     if issubclass(kind, _HOLDERS) or kind.__module__ == "argparse":
         return "instance" if kind.__name__ in ("SimpleNamespace", "Namespace") else ""
+    return "" if is_of_library(kind) else "instance"
+
+
+def is_of_library(kind: type) -> bool:
+    """Whether a class is of one of the libraries whose objects keep no state of a training."""
     root = _root(kind.__module__)
-    if root in _LIBRARIES or root == _OURS or root in sys.stdlib_module_names or root == "builtins":
-        return ""
-    return "instance"
+    return root in _LIBRARIES or root == _OURS or root in sys.stdlib_module_names or root == "builtins"
 
 
 _CODE = ("function", "class")

@@ -21,16 +21,18 @@ from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
-from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.data.position import SETTINGS, epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata, parts_with_epoch
+from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.surroundings import Found, program_frames
 from mindx_elastic.guard.loops.askers import Askers
+from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "Loaders", "with_epochs_put_back"]
+__all__ = ["FollowedLoader", "Loaders", "as_of_another_rank", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
@@ -54,6 +56,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         self._iteration, self._num_batches = 0, 0
         self._askers: Askers | None = None
         self._told_doubt = False
+        self.settings: DataSettings | None = None
+        """What the program sets on its data set, from the first entry on."""
         self.has_told = False
         """How its order arises has been said."""
 
@@ -65,6 +69,13 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         state = self._position_of_used() if ahead else self.loader.state_dict()
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
+        settings = self.settings
+        if settings is not None:
+            settings.boundaries_left -= 1
+            if settings.is_used or settings.boundaries_left < 0:  # no call at each boundary
+                own = settings.state()
+                if own is not None:
+                    state[SETTINGS] = own
         return state
 
     def _position_of_used(self) -> dict[str, Any]:
@@ -80,6 +91,10 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         at, *later = track.marks_from(used)
         return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
 
+    def settings_other_than(self, state: Mapping[str, Any]) -> list[str]:
+        """What the program has set on the data set since `state`."""
+        return [] if self.settings is None else self.settings.other_than(state.get(SETTINGS))
+
     @property
     def beginning(self) -> object:
         return self.engine.cursor.start
@@ -93,6 +108,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
                 return
             self.adoption.take_seed(state)
         self.loader.load_state_dict(state)
+        if self.settings is not None:
+            self.settings.load(state.get(SETTINGS), self.engine.cursor.epoch)
         self.is_resumed = True
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
@@ -100,6 +117,10 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
 
     def begin(self) -> None:
         self.look_ahead, self.is_resumed = LookAhead(), False
+        if self.settings is None:
+            given = self.loader.loader if isinstance(self.loader, ReplayLoader) else self.native or self.loader
+            self.settings = DataSettings(given, rank_and_world_size(None, None)[1])
+        self.settings.reset()
         if self.adoption is not None:
             self.adoption.begin()
 
@@ -110,6 +131,15 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
             self._askers = Askers()
             self.track.at_ask = self._askers.see
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
+        self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
+
+    def _at_begin(self) -> None:
+        if self.settings is not None:
+            self.settings.at_begin(self.engine.cursor.epoch, goes_on_with_workers=self.engine.has_workers)
+
+    def _at_opened(self) -> None:
+        if self.settings is not None:
+            self.settings.at_opened(self.engine.cursor.epoch)
 
     def leave(self) -> None:
         self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
@@ -354,6 +384,8 @@ class Loaders:
                     "Make it inside of the block, after `with guard:`",
                 )
             followed.follow()
+            if followed.settings is not None:
+                followed.settings.tell = unmanaged.risk
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
                 followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
@@ -377,6 +409,15 @@ class Loaders:
         if followed is None or (track := followed.track) is None or not followed.engine.cursor.live:
             return None
         return None if followed.look_ahead.ahead else (track.handed, track.iterations)
+
+    def keeps_setting(self, owner: object, name: str) -> bool:
+        """Whether the state of one of them has that attribute of its data set, or of what hangs on that."""
+        return any(each.settings is not None and each.settings.keeps(owner, name) for each in self._followed)
+
+    def find_settings(self) -> bool:
+        """Look for what the program has set on their data sets. Returns whether there is something new."""
+        found = [each.settings.look() for each in self._followed if each.settings is not None]
+        return any(found)
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
@@ -598,6 +639,13 @@ def with_epochs_put_back(targets: Iterable[Any]) -> set[int]:
     """The `id` of samplers and data sets of the program whose ``epoch`` the loaders among `targets` put back."""
     loaders = (each.loader for each in targets if isinstance(each, FollowedLoader))
     return {id(part) for loader in loaders if isinstance(loader, ReplayLoader) for part in parts_with_epoch(loader)}
+
+
+def as_of_another_rank(state: Any) -> Any:
+    """The state of a loader, whose data set may have been set for another rank."""
+    if not isinstance(state, Mapping) or not isinstance(state.get(SETTINGS), Mapping):
+        return state
+    return {**state, SETTINGS: {**state[SETTINGS], "num_ranks": 0}}
 
 
 def _draws_from_the_running_streams(loader: Any) -> bool:

@@ -56,8 +56,10 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
         if isinstance(component, OptimizerComponent):
             if not equal_trees(component.look(), component.groups):
                 certain.append(name)
-        elif not isinstance(component, PlainComponent) or isinstance(component.target, FollowedLoader):
+        elif not isinstance(component, PlainComponent):
             continue
+        elif isinstance(component.target, FollowedLoader):
+            others += [f"{name}.{place}" for place in component.target.settings_other_than(component.seen)]
         elif component.is_heavy:
             continue  # not copied at the boundary
         elif not equal_trees(component.look(), component.seen):

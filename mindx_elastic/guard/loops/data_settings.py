@@ -1,0 +1,454 @@
+"""Keeps what a program sets on the data set of a loader: ``dataset.mosaic = False`` in the last epochs, the level of a
+curriculum, the strength of an augmentation.
+
+The line that sets it runs once (``if epoch == 270:``), so a resumed run, which does not come by it again, would train
+on other samples. Kept are attributes that are plain values: of the data set, of what hangs on it (its transforms), of
+the collate function's object and of samplers that are not torch's. They count as set by the program when they are
+others than at the guard's entry, and no code that makes samples sets them (``self.calls += 1`` in ``__getitem__``).
+
+There are two values of each. *Begun*: when the iteration began, which is what its workers have a copy of, and what a
+sampler began with. *Now*: at the boundary. A resumed iteration begins with the first, and goes on with the second.
+
+Objects that the program exchanges (``dataset.transform = strong``) cannot be put back. Their kinds are kept, and a
+resumed iteration with others is told; so is, before, an exchange that the source shows to be made in one epoch only.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.running_source import spans, tree_of
+from mindx_elastic.guard.checks.source_reads import Sources
+from mindx_elastic.guard.checks.surroundings import attributes_of, is_of_library, program_files, program_frames
+from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.training_words import name_of
+
+__all__ = ["DataSettings"]
+
+_DEPTH, _MOST_NODES, _MOST_ITEMS = 6, 256, 64
+_MAKES_SAMPLES = ("__iter__", "__next__", "__getitem__", "__getitems__", "__call__", "__len__", "forward")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FILLS = ("append", "appendleft", "extend", "add", "update", "pop", "popleft", "insert", "setdefault", "clear")
+_FIRST, _EVERY = 3, 16
+"""Boundaries at which all is looked at: in between, only what is known to be set by the program."""
+_MOST_NAMED, _LONGEST = 4, 40
+_OTHER = object()
+_PLAIN = "a plain value"
+_HOW_TO_EXCHANGE = (
+    "Set it at the head of each epoch, from the epoch: `if epoch >= 10:` in place of `if epoch == 10:`. A plain value "
+    "(a switch, a strength) is kept"
+)
+_Key: TypeAlias = "tuple[str, str]"
+"""The path of an object, ``dataset.transform.transforms[1]``, and the name of its attribute."""
+_ByPath: TypeAlias = "dict[str, dict[str, Any]]"
+
+
+@dataclass
+class _Look:
+    """What is there at one time."""
+
+    owners: dict[str, Any] = field(default_factory=dict)
+    """The objects, by their paths."""
+    values: dict[_Key, Any] = field(default_factory=dict)
+    """Copies of the plain values."""
+    kinds: dict[_Key, str] = field(default_factory=dict)
+    """What else there is, in words."""
+
+
+class DataSettings:
+    """One per loader of a guard, for all its entries. Called where the loader is iterated."""
+
+    def __init__(self, loader: Any, num_ranks: int) -> None:
+        """Before the state is loaded."""
+        self._loader, self._num_ranks = loader, num_ranks
+        self._start = self._newest = self._look()
+        self._own: set[_Key] = set()
+        self._exchanged: set[_Key] = set()
+        self._begun: Mapping[_Key, Any] = {}
+        self._loaded: Mapping[str, Any] | None = None
+        self._epoch_loaded = 0
+        self._made: frozenset[str] | None = None
+        self._looks = self._left_after_look = 0
+        self.boundaries_left = 0
+        """Until all is looked at again; whoever passes one counts it."""
+        self.is_used = False
+        """Whether the program has set anything, as far as is known."""
+        self.tell: Callable[[str, str], None] | None = None
+        """Called with what a resumed run has otherwise, and a remedy."""
+
+    def reset(self) -> None:
+        """As at the guard's first entry."""
+        self._loaded, self._looks, self.boundaries_left = None, 0, 0
+        self._put({key: self._start.values[key] for key in self._own if key in self._start.values})
+
+    def keeps(self, owner: object, name: str) -> bool:
+        """Whether that attribute is one of those that are kept. Looks anew."""
+        self.look()
+        return any(path in self._newest.owners and self._newest.owners[path] is owner and name == own
+                   for path, own in self._own)  # fmt: skip
+
+    def look(self) -> bool:
+        """Look for what the program has set. Returns whether there is something new."""
+        before, self._newest = self._newest, self._look()
+        known = len(self._own), len(self._exchanged)
+        for key, value in self._newest.values.items():
+            is_new = key not in self._own and not _same(self._start.values.get(key, _OTHER), value)
+            if is_new and not self._is_made_with_samples(key[1]):
+                self._own.add(key)
+        for key, kind in self._newest.kinds.items():
+            was = before.kinds.get(key, repr(before.values[key])[:_LONGEST] if key in before.values else kind)
+            is_new = was != kind and key not in self._exchanged and not key[1].startswith("_")
+            if is_new and not self._is_made_with_samples(key[1]):
+                self._exchanged.add(key)
+                self._tell_of_exchange(key, was, kind)
+        self.is_used = bool(self._own or self._exchanged)
+        return known != (len(self._own), len(self._exchanged))
+
+    def _tell_of_exchange(self, key: _Key, was: str, kind: str) -> None:
+        path, name = key
+        line = _line_of_one_epoch(sys._getframe(1), name)
+        if line and self.tell is not None:
+            self.tell(
+                f"{path}.{name} is exchanged ({was} by {kind}) in one epoch only, by line {line}, and no file has such "
+                "objects: a run that is resumed in a later epoch has the first one",
+                _HOW_TO_EXCHANGE,
+            )
+
+    # --- a boundary ---
+
+    def state(self) -> dict[str, Any] | None:
+        """What to save; None: nothing. Called at each boundary at which there is something, or `boundaries_left` is
+        negative."""
+        if self.boundaries_left < 0:
+            self._looks += 1
+            self.boundaries_left = self._left_after_look = 0 if self._looks < _FIRST else _EVERY
+            self.look()
+        if not self.is_used:
+            return None
+        now = self._now()
+        state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(now)}
+        begun = {key: value for key in now if not _same(value := self._begun.get(key, _OTHER), now[key])}
+        begun = {key: value for key, value in begun.items() if value is not _OTHER}
+        if begun:
+            state["begun"] = _by_path(begun)
+        if self._exchanged:
+            kinds = self._newest.kinds
+            state["kinds"] = _by_path({key: kinds.get(key, _PLAIN) for key in self._exchanged})
+        return state
+
+    def load(self, state: Any, epoch: int) -> None:
+        """`state`: as `state` has given it; None: there was nothing. `epoch`: the loader's, at that boundary."""
+        self.reset()
+        if not isinstance(state, Mapping):
+            return
+        self._own |= set(_keys_of(state.get("now")))
+        self._exchanged |= set(_keys_of(state.get("kinds")))
+        self.is_used = bool(self._own or self._exchanged)
+        self._put(_flat(state.get("now")))
+        self._loaded, self._epoch_loaded = state, epoch
+
+    def other_than(self, state: Any) -> list[str]:
+        """Which attributes are others now than at the last boundary, at which `state` has given this."""
+        then = _flat(state.get("now")) if isinstance(state, Mapping) else {}
+        has_looked = self.boundaries_left == self._left_after_look  # else what is new may have been set before
+        if has_looked:
+            self.look()
+        return sorted(
+            f"{path}.{name}"
+            for (path, name), value in self._now().items()
+            if (has_looked or (path, name) in then) and not _same(value, then.get((path, name), _OTHER))
+        )
+
+    # --- an iteration ---
+
+    def at_begin(self, epoch: int, *, goes_on_with_workers: bool) -> None:
+        """An iteration of that epoch begins. `goes_on_with_workers`: those of the last one, with their copies."""
+        loaded = self._loaded
+        if loaded is not None and epoch == self._epoch_loaded and self._is_own(loaded):
+            # The head of the epoch has run a second time: what it has done to them is undone.
+            self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun"))})
+        self.look()
+        if not goes_on_with_workers:
+            self._begun = self._newest.values
+
+    def at_opened(self, epoch: int) -> None:
+        """Its workers are there, and its sampler has skipped what was used."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or epoch != self._epoch_loaded:
+            return
+        if self._is_own(loaded) and "begun" in loaded:
+            self._put(_flat(loaded.get("now")))
+        kinds = self._newest.kinds
+        others = [
+            f"{path}.{name} ({kinds.get((path, name), _PLAIN)}, was {kind})"
+            for (path, name), kind in _flat(loaded.get("kinds")).items()
+            if kinds.get((path, name), _PLAIN) != kind
+        ]
+        if others and self.tell is not None:
+            self.tell(
+                f"the resumed epoch has another {listed(sorted(others), _MOST_NAMED)} than at its boundary: the "
+                "training had exchanged it, and no file has such objects",
+                _HOW_TO_EXCHANGE,
+            )
+
+    # --- how ---
+
+    def _is_own(self, state: Mapping[str, Any]) -> bool:
+        """Whether it is of this rank, and of as many ranks. Else what the head of the epoch sets (this rank's shard) is
+        right, and what it does not set (a switch) has been put back before."""
+        return state.get("num_ranks") == self._num_ranks
+
+    def _now(self) -> dict[_Key, Any]:
+        owners = self._newest.owners
+        found: dict[_Key, Any] = {}
+        for key in self._own:
+            value = _plain(attributes_of(owners.get(key[0])).get(key[1], _OTHER))
+            if value is not _OTHER:
+                found[key] = value
+        return found
+
+    def _look(self) -> _Look:
+        look = _Look()
+        known: set[int] = set()
+        waiting: deque[tuple[str, Any, int]] = deque()
+
+        def add(path: str, value: Any, depth: int) -> None:
+            if isinstance(value, MethodType):
+                value = value.__self__
+            if depth > _DEPTH or id(value) in known or len(known) >= _MOST_NODES or not _may_hold(value):
+                return
+            known.add(id(value))
+            waiting.append((path, value, depth))
+
+        for path, root in _roots(self._loader):
+            add(path, root, 0)
+        while waiting:
+            path, owner, depth = waiting.popleft()
+            look.owners[path] = owner
+            for name, held in attributes_of(owner).items():
+                value = _plain(held)
+                if value is not _OTHER:
+                    look.values[path, name] = value
+                    continue
+                if (kind := _kind(held)) is not None:
+                    look.kinds[path, name] = kind
+                for suffix, child in _items(held):
+                    add(f"{path}.{name}{suffix}", child, depth + 1)
+        return look
+
+    def _put(self, values: Mapping[_Key, Any]) -> None:
+        if not values:
+            return
+        self._newest = self._look()
+        for (path, name), value in values.items():
+            owner = self._newest.owners.get(path)
+            if owner is None:  # the program's code has changed, or the object hangs on one that was exchanged
+                continue
+            _set(owner, name, value)
+            self._newest.values[path, name] = value
+
+    def _is_made_with_samples(self, name: str) -> bool:
+        """Whether code that makes samples sets attributes of that name."""
+        if self._made is None:
+            files = program_files(sys._getframe(1))
+            kinds = {type(owner) for owner in self._newest.owners.values()}
+            self._made = frozenset(_set_by_samples(Sources(files), kinds, self._loader))
+        return name in self._made
+
+
+def _roots(loader: Any) -> Iterator[tuple[str, Any]]:
+    for name in ("dataset", "collate_fn", "sampler", "batch_sampler"):
+        value = getattr(loader, name, None)
+        is_order = name in ("sampler", "batch_sampler")
+        if value is not None and not (is_order and type(value).__module__.startswith(("torch.", "mindx_elastic."))):
+            yield name, value
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether it is an object whose attributes a program may set."""
+    if isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)):
+        return False
+    if isinstance(value, nn.Module):
+        return next(value.parameters(), None) is None  # a transform of torchvision's
+    kind = type(value)
+    if not (hasattr(kind, "__dict__") and (hasattr(value, "__dict__") or hasattr(kind, "__slots__"))):
+        return False
+    return _is_followed(kind)
+
+
+def _is_followed(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.utils.data.", "torchvision.")) or not is_of_library(kind)
+
+
+def _items(held: Any) -> Iterator[tuple[str, Any]]:
+    """The objects in a small container; else itself."""
+    if isinstance(held, (list, tuple)):
+        if len(held) <= _MOST_ITEMS:
+            yield from ((f"[{number}]", one) for number, one in enumerate(held))
+    elif isinstance(held, dict):
+        if len(held) <= _MOST_ITEMS:
+            yield from ((f"[{key!r}]", one) for key, one in held.items())
+    else:
+        yield "", held
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a plain value or of a small container of such ones; `_OTHER`: it is none."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str) or (isinstance(value, np.generic) and kind is not np.void):
+        return value
+    if kind in (list, tuple, set, frozenset) and len(value) <= _MOST_ITEMS:
+        found = [_plain(one) for one in value]
+        return _OTHER if any(one is _OTHER for one in found) else kind(found)
+    if kind is dict and len(value) <= _MOST_ITEMS:
+        pairs = {key: _plain(one) for key, one in value.items()}
+        is_plain = all(type(key) in (int, str) and one is not _OTHER for key, one in pairs.items())
+        return pairs if is_plain else _OTHER
+    return _OTHER
+
+
+def _kind(held: Any) -> str | None:
+    """In words, what a program may exchange: a function, an object that is called, a list; None for other things."""
+    if isinstance(held, (FunctionType, MethodType)):
+        return f"{held.__qualname__}, line {held.__code__.co_firstlineno}"
+    if isinstance(held, (list, tuple)):
+        if len(held) <= _MOST_ITEMS:
+            return f"[{', '.join(type(one).__name__ for one in held)}]"
+        ends = [*held[:_MOST_ITEMS], *held[-_MOST_ITEMS:]]
+        if not all(isinstance(one, (int, float, str)) for one in ends):
+            return None
+        return f"{len(held)} values, {xxhash.xxh3_64_hexdigest(repr(ends).encode('utf-8', 'surrogatepass'))[:8]}"
+    if callable(held) and not isinstance(held, (type, torch.Tensor)) and _is_followed(type(held)):
+        return type(held).__name__
+    return None
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    value = _plain(value)  # of its own
+    held = attributes_of(owner).get(name, _OTHER)
+    if type(held) is list and type(value) is list:  # others may have the same one
+        held[:] = value
+    elif type(held) is dict and type(value) is dict:
+        held.clear()
+        held.update(value)
+    elif name in getattr(owner, "__dict__", {}) or held is _OTHER:
+        owner.__dict__[name] = value
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and repr(one) == repr(other))
+
+
+def _by_path(values: Mapping[_Key, Any]) -> _ByPath:
+    found: _ByPath = {}
+    for (path, name), value in sorted(values.items(), key=lambda item: item[0]):
+        found.setdefault(path, {})[name] = value
+    return found
+
+
+def _flat(by_path: Any) -> dict[_Key, Any]:
+    if not isinstance(by_path, Mapping):
+        return {}
+    return {
+        (path, name): value
+        for path, values in by_path.items()
+        if isinstance(values, Mapping)
+        for name, value in values.items()
+    }
+
+
+def _keys_of(by_path: Any) -> Iterable[_Key]:
+    return _flat(by_path).keys()
+
+
+# --- which attributes the code that makes samples sets ---
+
+
+def _set_by_samples(sources: Sources, kinds: Iterable[type], loader: Any) -> Iterator[str]:
+    """Their names. What is called from there is followed by its name, whatever object it is of."""
+    functions: dict[str, list[ast.AST]] = {}
+    for kind in kinds:
+        for tree, _ in sources.classes_of(kind):
+            for node in children(tree):
+                if isinstance(node, _FUNCTIONS):
+                    functions.setdefault(node.name, []).append(node)
+    waiting = [*_MAKES_SAMPLES, getattr(getattr(loader, "collate_fn", None), "__name__", "")]
+    reached: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for function in functions.get(name, ()):
+            for node in walk(function):
+                if isinstance(node, ast.Call):
+                    waiting.append(name_of(node.func))
+                yield from _sets(node)
+
+
+def _sets(node: ast.AST) -> Iterator[str]:
+    """The attributes that a statement or a call changes."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS:
+        targets: list[ast.expr] = [node.func.value]
+    elif isinstance(node, ast.Assign):
+        targets = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        targets = [node.target]
+    else:
+        return
+    for target in targets:
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        for part in map(_without_index, parts):
+            if isinstance(part, ast.Attribute):
+                yield part.attr
+
+
+def _without_index(node: ast.expr) -> ast.expr:
+    return _without_index(node.value) if isinstance(node, ast.Subscript) else node
+
+
+def _line_of_one_epoch(frame: FrameType, name: str) -> int:
+    """Where a running function of the program sets an attribute of that name under an ``==``, by itself or by another
+    function of the same file; 0: nowhere."""
+    for place in program_frames(frame):
+        nodes = walk(tree) if (tree := tree_of(place)) is not None else []
+        functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
+        setters = {one.name for one in functions if any(name in _sets(node) for node in walk(one))}
+        setters.discard(place.f_code.co_name)
+        for test in (node for node in nodes if isinstance(node, ast.If) and _is_equality(node.test)):
+            around = [one for one in functions if spans(one, test.lineno)]
+            if around and not any(one.name == place.f_code.co_name for one in around):
+                continue
+            for node in (node for statement in test.body for node in walk(statement)):
+                if name in _sets(node) or (isinstance(node, ast.Call) and name_of(node.func) in setters):
+                    return test.lineno
+    return 0
+
+
+def _is_equality(test: ast.expr) -> bool:
+    """``epoch == 10``, not ``epoch >= 10`` nor ``args.mode == "strong"``."""
+    compares = [node for node in walk(test) if isinstance(node, ast.Compare)]
+    if any(not isinstance(op, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)) for node in compares for op in node.ops):
+        return False
+    return any(
+        isinstance(node.ops[0], ast.Eq) and not any(map(_is_text, (node.left, *node.comparators))) for node in compares
+    )
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

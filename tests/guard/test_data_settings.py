@@ -1,0 +1,388 @@
+"""What a program sets on its data set goes on in a resumed run: switches, levels, strengths of an augmentation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from mindx_elastic import Guard
+from mindx_elastic.errors import GracefulExit
+from mindx_elastic.guard.loops.data_settings import DataSettings
+from mindx_elastic.guard.loops.loaders import as_of_another_rank
+from tests.guarded import no_traces, plain_environment, stop_and_wait
+
+EPOCHS, BATCHES = 4, 5
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+class Weak:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Strong:
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = p
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(4) > self.p)
+
+
+class Pictures(Dataset[Any]):
+    """Every attribute counts, but `calls`, which belongs to the data set itself."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(4 * BATCHES, 4)
+        self.mosaic, self.level, self.calls, self.epoch = True, 0.0, 0, 0
+        self.weak, self.strong = Weak(), Strong(0.1)
+        self.transform: Any = self.weak
+        self.mixer: Any = None
+        self.others: Any = [self.strong]
+        self.shifts: list[float] = []
+
+    def set_level(self, level: float) -> None:
+        self.level = level
+
+    def close_mosaic(self) -> None:
+        self.mosaic = False
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.calls += 1
+        x = self.transform(self.x[index]) + 0.1 * self.level * torch.randn(4) + 0.01 * self.epoch + sum(self.shifts)
+        if self.mosaic:
+            x = x + self.x[int(torch.randint(len(self.x), ()))]
+        for other in self.others:
+            x = other(x)
+        mixed: torch.Tensor = x if self.mixer is None else self.mixer(x)
+        return mixed
+
+
+class Collate:
+    """Sizes that change, as in detectors: set by the program."""
+
+    def __init__(self) -> None:
+        self.size = 4
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * self.size
+
+
+class Skewed(Sampler[int]):
+    def __init__(self, data: Pictures) -> None:
+        self.data, self.power = data, 1.0
+
+    def __iter__(self) -> Iterator[int]:
+        weights = torch.arange(1.0, len(self.data) + 1) ** self.power
+        return iter(torch.multinomial(weights, len(self.data), replacement=True).tolist())
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Form = Callable[[Any, DataLoader[Any], int, str, int], None]
+"""Gets the data set, its loader, the epoch, where the loop is (head, step, tail) and the number of the step."""
+
+
+def run(
+    form: Form,
+    directory: Path,
+    *,
+    stop: int = 0,
+    workers: int = 0,
+    persistent: bool = False,
+    own_sampler: bool = False,
+    data: Any = None,
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    data = Pictures() if data is None else data()
+    sampler = Skewed(data) if own_sampler else None
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        4,
+        shuffle=None if own_sampler or isinstance(data, IterableDataset) else True,
+        sampler=sampler,
+        collate_fn=Collate(),
+        num_workers=workers,
+        persistent_workers=persistent,
+    )
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=directory)
+    with guard:
+        for epoch in guard.epochs(EPOCHS):
+            form(data, loader, epoch, "head", 0)
+            for x in loader:
+                step = guard.step + 1
+                form(data, loader, epoch, "step", step)
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+                if step == stop:
+                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
+                guard.step_end()
+            form(data, loader, epoch, "tail", guard.step)
+    return [value.clone() for value in net.state_dict().values()]
+
+
+def stop_and_resume(form: Form, directory: Path, stop: int, **options: Any) -> None:
+    whole = run(form, directory / "whole", **options)
+    with pytest.raises(GracefulExit):
+        run(form, directory / "stopped", stop=stop, **options)
+    resumed = run(form, directory / "stopped", **options)
+    assert all(map(torch.equal, whole, resumed))
+
+
+def switch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head" and epoch == 2:
+        loader.dataset.mosaic = False
+
+
+def by_method(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head" and epoch == 2:
+        data.close_mosaic()
+
+
+def in_mid_epoch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "step" and step == 8:
+        data.mosaic = False
+
+
+def each_step(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "step":
+        data.level += 0.1
+
+
+def curriculum(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "tail":
+        data.set_level(data.level + 1)
+
+
+def at_head(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head":
+        data.level += 1
+
+
+def next_epoch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "tail":
+        data.epoch = epoch + 1
+
+
+def nested(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head" and epoch == 2:
+        data.strong.p, loader.collate_fn.size = 0.6, 2
+
+
+def appended(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "tail" and epoch == 1:
+        data.shifts.append(0.5)
+
+
+def taken_away(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head" and epoch == 2:
+        data.transform = None if epoch > EPOCHS else data.transform
+        data.others = []
+
+
+FORMS: list[Form] = [switch, by_method, in_mid_epoch, each_step, curriculum, at_head, next_epoch, nested, appended]
+
+
+@pytest.mark.parametrize(
+    ("form", "stop"), [*itertools.product(FORMS, (9, 10, 13))], ids=lambda v: getattr(v, "__name__", v)
+)
+def test_it_goes_on(form: Form, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In mid-epoch, at an epoch's end, in a later epoch than the one that has set it."""
+    stop_and_resume(form, tmp_path, stop)
+    assert "bit for bit" not in caplog.text and "is not kept" not in caplog.text
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("form", [switch, in_mid_epoch, curriculum, nested])
+def test_with_workers(form: Form, persistent: bool, tmp_path: Path) -> None:
+    """They have a copy of the data set as it was when they began, persistent ones that of the first epoch."""
+    stop_and_resume(form, tmp_path, 13, workers=1, persistent=persistent)
+
+
+def test_a_sampler(tmp_path: Path) -> None:
+    def skew(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+        if where == "tail":
+            loader.sampler.power *= 0.5
+
+    stop_and_resume(skew, tmp_path, 13, own_sampler=True)
+
+
+class Stream(IterableDataset[Any]):
+    """Goes through itself, and notes where it is."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(4 * BATCHES, 4)
+        self.place, self.mosaic = 0, True
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for self.place in range(len(self.x)):  # noqa: B020
+            yield self.x[self.place] * (2 if self.mosaic else 1)
+
+
+def test_an_iterable_data_set(tmp_path: Path) -> None:
+    stop_and_resume(switch, tmp_path, 13, data=Stream)
+
+
+# --- objects that are exchanged ---
+
+
+def from_an_epoch_on(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head":
+        data.transform = data.strong if epoch >= 2 else data.weak
+
+
+def exchanging(directory: Path, name: str, stop: int) -> None:
+    torch.manual_seed(0)
+    data = Pictures()
+    loader = DataLoader(data, 4, shuffle=True)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=directory)
+    with guard:
+        for epoch in guard.epochs(EPOCHS):
+            if name == "transform" and epoch == 2:
+                data.transform = Strong()
+            if name == "mixer" and epoch == 2:
+                data.mixer = Strong()
+            for x in loader:
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+                if guard.step + 1 == stop:
+                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
+                guard.step_end()
+
+
+@pytest.mark.parametrize(("name", "was", "there"), [("transform", "Weak", "Weak"), ("mixer", "None", "a plain value")])
+def test_an_exchange_in_one_epoch_is_told(
+    name: str, was: str, there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(GracefulExit):
+        exchanging(tmp_path, name, 13)
+    (told,) = (line for line in caplog.messages if "is exchanged" in line)
+    assert told.startswith(f"dataset.{name} is exchanged ({was} by Strong) in one epoch only, by line ")
+    assert "`if epoch >= 10:`" in told
+    caplog.clear()
+    exchanging(tmp_path, name, 0)
+    (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
+    assert f"dataset.{name} ({there}, was Strong)" in told
+
+
+def test_an_exchange_that_each_epoch_makes_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop_and_resume(from_an_epoch_on, tmp_path, 13)
+    assert "exchanged" not in caplog.text and "another" not in caplog.text
+
+
+def test_objects_taken_away_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An empty list could be put back; what was in it is exchanged all the same."""
+    stop_and_resume(taken_away, tmp_path, 13)
+
+
+# --- by itself ---
+
+
+def settings_of(data: Any) -> DataSettings:
+    return DataSettings(DataLoader(data, 4, collate_fn=Collate()), 2)
+
+
+def at_boundary(settings: DataSettings) -> Any:
+    settings.boundaries_left = -1
+    return settings.state()
+
+
+def test_nothing_is_saved_of_what_is_not_set() -> None:
+    data = Pictures()
+    settings = settings_of(data)
+    settings.at_begin(1, goes_on_with_workers=False)
+    settings.at_opened(1)
+    data[0]
+    assert data.calls == 1 and at_boundary(settings) is None
+
+
+def test_the_head_of_another_number_of_ranks_is_right() -> None:
+    """Each rank's share is set at the head; a switch that nobody sets again is put back."""
+    data = Pictures()
+    settings = settings_of(data)
+    settings.at_begin(1, goes_on_with_workers=False)
+    data.level, data.mosaic = 7.0, False
+    state = at_boundary(settings)
+    for other in (as_of_another_rank({"settings": state})["settings"], {**state, "num_ranks": 4}):
+        data = Pictures()
+        settings = settings_of(data)
+        settings.load(other, 1)
+        assert (data.level, data.mosaic) == (7.0, False)
+        data.level = 3.0
+        settings.at_begin(1, goes_on_with_workers=False)
+        settings.at_opened(1)
+        assert (data.level, data.mosaic) == (3.0, False)
+    data = Pictures()
+    settings = settings_of(data)
+    settings.load(state, 1)
+    data.level = 3.0
+    settings.at_begin(1, goes_on_with_workers=False)
+    assert data.level == 0.0  # as when the epoch began
+    settings.at_opened(1)
+    assert data.level == 7.0
+
+
+def test_going_back_to_a_boundary_before_it_was_set() -> None:
+    """A rank that lives on in a recovery in place."""
+    data = Pictures()
+    settings = settings_of(data)
+    settings.at_begin(1, goes_on_with_workers=False)
+    before = at_boundary(settings)
+    data.mosaic = False
+    data.shifts.append(1.0)
+    assert at_boundary(settings)["now"] == {"dataset": {"mosaic": False, "shifts": [1.0]}}
+    settings.load(before, 1)
+    assert data.mosaic and data.shifts == []
+
+
+def test_a_list_stays_the_programs_own() -> None:
+    data = Pictures()
+    shifts = data.shifts
+    settings = settings_of(data)
+    settings.load({"num_ranks": 2, "now": {"dataset": {"shifts": [2.0]}, "dataset.gone": {"x": 1}}}, 1)
+    assert shifts == [2.0] and data.shifts is shifts
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.5, "a", (1, 2.0), [1, [2]], {"a": 1}, {1, 2}])
+def test_plain_values(value: Any) -> None:
+    data: Any = Pictures()
+    data.extra = partial(int)
+    settings = settings_of(data)
+    data.added = value
+    state = at_boundary(settings)
+    assert state["now"] == {"dataset": {"added": value}}
+    other: Any = Pictures()
+    settings_of(other).load(state, 1)
+    assert other.added == value and type(other.added) is type(value)
+    if isinstance(value, (list, dict, set)):
+        assert other.added is not value
+
+
+def test_a_damaged_state_is_left_alone() -> None:
+    states: list[Any] = [3, [], {"now": 3}, {"now": {"dataset": 3}}, {"kinds": {"dataset": {"transform": "Strong"}}}]
+    for state in states:
+        settings_of(Pictures()).load(state, 1)
