@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -384,6 +385,26 @@ def test_ranks_that_cannot_agree_take_no_snapshots(
     worker.train(1)
     assert worker.snapshotter.schedule.every == 0
     assert "could not agree" in caplog.text
+
+
+def test_a_dead_rank_is_not_waited_for(
+    make: Make, exchanges: list[StoreExchange], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The recovery in place, or the stop, waits for the training thread."""
+    caplog.set_level(logging.INFO)
+    died = threading.Event()
+    exchanges[0].gone = lambda: [2] if died.is_set() else []
+    worker = make(None, exchange=exchanges[0])
+    for extra in [False] * 8 + [True] * 3:
+        worker.snapshotter.schedule.note(1.0, extra=extra)
+    thread = threading.Thread(target=worker.train, args=(1,))
+    thread.start()
+    wait_until(lambda: exchanges[1].try_collect("snapshot_every", [0]) is not None, "the proposal")
+    assert thread.is_alive()
+    died.set()
+    thread.join(10)  # half as long as it would wait for a late one
+    assert not thread.is_alive() and worker.snapshotter.schedule.every == 0
+    assert "do not agree on a snapshot interval: rank 2 is gone" in caplog.text
 
 
 # --- when snapshots are due, and how an interval is found that costs less than a percent ---

@@ -118,8 +118,9 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
     def begin(self) -> None:
         self.look_ahead, self.is_resumed = LookAhead(), False
         if self.settings is None:
-            given = self.loader.loader if isinstance(self.loader, ReplayLoader) else self.native or self.loader
-            self.settings = DataSettings(given, rank_and_world_size(None, None)[1])
+            given = self.loader if self.native is None else self.native
+            inner = given.loader if isinstance(given, ReplayLoader) else given
+            self.settings = DataSettings(inner, rank_and_world_size(None, None)[1])
         self.settings.reset()
         if self.adoption is not None:
             self.adoption.begin()
