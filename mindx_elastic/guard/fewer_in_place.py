@@ -33,7 +33,7 @@ from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.as_begun import AsBegun
-from mindx_elastic.guard.loops.loaders import with_epochs_put_back
+from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.process_end import shorten_interpreter_exit
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.variables import own_variables

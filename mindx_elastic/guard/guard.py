@@ -256,6 +256,7 @@ class Guard(LayeredGuard):
         if trains:
             self._loops.at_next_batch = self._checks.refreshed.at_next_batch
             self._loops.at_loop = self._checks.at_loop
+            self._loaders.at_epoch(self._checks.at_epoch)
             stack.callback(self._checks.refreshed.leave)
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)

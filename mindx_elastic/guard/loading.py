@@ -34,7 +34,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import at_place_of
 from mindx_elastic.guard.loops.epoch_tail import front_of, tail_values_in, with_tail_values
-from mindx_elastic.guard.loops.loaders import FollowedLoader, as_of_another_rank
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader, as_of_another_rank
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged

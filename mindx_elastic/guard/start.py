@@ -43,7 +43,7 @@ from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import RankDirectories
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.loading import load, replay_orders
-from mindx_elastic.guard.loops.loaders import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.reentry import ReentryPart
 from mindx_elastic.guard.replicas import DdpModules

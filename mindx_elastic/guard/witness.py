@@ -44,7 +44,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.guard.checks.surroundings import attributes_of
-from mindx_elastic.guard.loops.loaders import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.variables import own_variables

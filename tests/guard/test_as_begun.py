@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.data.replay import ReplayLoader
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
-from mindx_elastic.guard.loops.loaders import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
 counted = 0
 batches: Any = None

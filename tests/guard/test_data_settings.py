@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.data_settings import DataSettings
-from mindx_elastic.guard.loops.loaders import as_of_another_rank
+from mindx_elastic.guard.loops.followed_loader import as_of_another_rank
 from tests.guarded import no_traces, plain_environment, stop_and_wait
 
 EPOCHS, BATCHES = 4, 5

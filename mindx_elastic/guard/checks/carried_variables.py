@@ -62,7 +62,7 @@ from mindx_elastic.guard.checks.training_words import (
 )
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["CarriedVariables"]
+__all__ = ["CarriedVariables", "steers"]
 
 _NUMBERS = (int, float, np.number)
 _SIMPLE = (*_NUMBERS, torch.Tensor, np.ndarray)
@@ -507,6 +507,11 @@ def _sink(outer: Loop, name: str, frame: FrameType, kept: set[int]) -> int | Non
     code = (node for node in nodes if isinstance(node, (ast.stmt, ast.expr)))
     counts = _only_counts(nodes, name)
     return min((n.lineno for n in code if _is_sink(n, tainted, frame, kept, counts=counts)), default=None)
+
+
+def steers(outer: Loop, name: str, frame: FrameType, kept: Kept) -> bool:
+    """Whether a variable of the function in `frame` steers the training in `outer`, or decides what is saved."""
+    return _sink(outer, name, frame, kept.objects) is not None
 
 
 def _only_counts(nodes: list[ast.AST], name: str) -> bool:

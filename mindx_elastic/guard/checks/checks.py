@@ -65,6 +65,7 @@ from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.rebound import ReboundState
 from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
+from mindx_elastic.guard.checks.running_source import entry_of
 from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
@@ -80,6 +81,7 @@ from mindx_elastic.guard.checks.surroundings import (
     program_frames,
     reachable,
 )
+from mindx_elastic.guard.checks.switches import Switches
 from mindx_elastic.guard.checks.weight_copies import WeightCopies
 from mindx_elastic.guard.compilation import tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules
@@ -146,7 +148,7 @@ class Checks:
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
-        self._own_numbers = OwnNumbers()
+        self._own_numbers, self._switches = OwnNumbers(), Switches(unmanaged.risk)
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._has_told_of_size = False
@@ -184,7 +186,12 @@ class Checks:
         is_inside = self._names_sums and position.step_in_epoch != position.batch_num
         self._variables.at_entry(sys._getframe(1), resumed_at=position.step_in_epoch if is_inside else 0)
         self._own_numbers.begin(seen.counted.values())
+        self._switches.at_entry(entry_of(sys._getframe(1)))
         return seen
+
+    def at_epoch(self) -> None:
+        """A named loader begins an epoch."""
+        self._switches.is_due = not self._is_outside
 
     def at_loop(self, frame: FrameType) -> None:
         """The program, in `frame`, begins a loop over the guard."""
@@ -210,6 +217,8 @@ class Checks:
             self._collector.devices.wait_for_update()  # a look reads from them
             self._look_again(sys._getframe(1))
             self.refreshed.watch((one.reference() for one in self._watch.modules.values()), self._targets.values())
+        elif self._switches.is_due:  # the head of an epoch
+            self._switches.look_again(sys._getframe(1))
 
     def before_save(self, *, refuse: bool) -> None:
         """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
@@ -224,6 +233,7 @@ class Checks:
             self._look_at_copies(seen, kept, sys._getframe(1))
             self._rebound.look(sys._getframe(1))
             self._variables.look(sys._getframe(1), kept)
+            self._switches.look(sys._getframe(1), kept)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -276,6 +286,7 @@ class Checks:
         self._rebound.look(frame)
         self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame)
         self._variables.look(frame, kept)
+        self._switches.look(frame, kept)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -534,6 +545,7 @@ class Checks:
         self._copies.forget()
         self._own_tensors.forget()
         self._own_numbers.forget()
+        self._switches.forget()
         self._weights_of_samplers.forget()
         self._attributes.forget()
 

@@ -33,6 +33,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_of_library, program_files, program_frames
+from mindx_elastic.guard.checks.switches import holds_once
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import name_of
 
@@ -430,7 +431,7 @@ def _line_of_one_epoch(frame: FrameType, name: str) -> int:
         functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
         setters = {one.name for one in functions if any(name in _sets(node) for node in walk(one))}
         setters.discard(place.f_code.co_name)
-        for test in (node for node in nodes if isinstance(node, ast.If) and _is_equality(node.test)):
+        for test in (node for node in nodes if isinstance(node, ast.If) and holds_once(node.test)):
             around = [one for one in functions if spans(one, test.lineno)]
             if around and not any(one.name == place.f_code.co_name for one in around):
                 continue
@@ -438,17 +439,3 @@ def _line_of_one_epoch(frame: FrameType, name: str) -> int:
                 if name in _sets(node) or (isinstance(node, ast.Call) and name_of(node.func) in setters):
                     return test.lineno
     return 0
-
-
-def _is_equality(test: ast.expr) -> bool:
-    """``epoch == 10``, not ``epoch >= 10`` nor ``args.mode == "strong"``."""
-    compares = [node for node in walk(test) if isinstance(node, ast.Compare)]
-    if any(not isinstance(op, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)) for node in compares for op in node.ops):
-        return False
-    return any(
-        isinstance(node.ops[0], ast.Eq) and not any(map(_is_text, (node.left, *node.comparators))) for node in compares
-    )
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -8,272 +8,27 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies
 from mindx_elastic.core.events import logger
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
-from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
-from mindx_elastic.data.position import SETTINGS, epoch_reader, num_batches
-from mindx_elastic.data.replay import is_stream, is_torchdata, parts_with_epoch
-from mindx_elastic.data.sampler import rank_and_world_size
+from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.surroundings import Found, program_frames
-from mindx_elastic.guard.loops.askers import Askers
-from mindx_elastic.guard.loops.data_settings import DataSettings
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "Loaders", "as_of_another_rank", "with_epochs_put_back"]
-
-_Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
-_AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
-
-
-class FollowedLoader(GivesCopies, BeginsEpochs):
-    """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
-
-    def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
-        self.name, self.loader, self.adoption = name, loader, adoption
-        self.gives_copies = isinstance(loader, ResumableLoader)  # numbers and words, in a new dict
-        self.draws = isinstance(loader, ReplayLoader)
-        self.engine: Engine = loader._engine
-        self.track: Track | None = None
-        self.look_ahead = LookAhead()
-        self.native: Any = None if adoption is None else adoption.loader
-        self.is_native = self.is_resumed = False
-        """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
-        self.draws_ahead = False
-        """It is found just now that batches ahead of their step draw from the streams that the training draws from."""
-        self._iteration, self._num_batches = 0, 0
-        self._askers: Askers | None = None
-        self._told_doubt = False
-        self.settings: DataSettings | None = None
-        """What the program sets on its data set, from the first entry on."""
-        self.has_told = False
-        """How its order arises has been said."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position if a step ended now; right after `at_boundary`, that of the boundary."""
-        if self.is_native:
-            return self.native.state_dict()  # type: ignore[no-any-return]
-        ahead = self.look_ahead.ahead
-        state = self._position_of_used() if ahead else self.loader.state_dict()
-        if ahead is not None:
-            state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
-        settings = self.settings
-        if settings is not None:
-            settings.boundaries_left -= 1
-            if settings.is_used or settings.boundaries_left < 0:  # no call at each boundary
-                own = settings.state()
-                if own is not None:
-                    state[SETTINGS] = own
-        return state
-
-    def _position_of_used(self) -> dict[str, Any]:
-        """Where batches are fetched ahead."""
-        track, look_ahead = self.track, self.look_ahead
-        if track is None:
-            return self.loader.state_dict()
-        seen = track.fetches
-        # Which of the last batches of an epoch are used, only the boundary itself tells.
-        used = look_ahead.used if seen.exhausted else look_ahead.used_by(seen)
-        if used == seen.handed:
-            return self.loader.state_dict()
-        at, *later = track.marks_from(used)
-        return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
-
-    def settings_other_than(self, state: Mapping[str, Any]) -> list[str]:
-        """What the program has set on the data set since `state`."""
-        return [] if self.settings is None else self.settings.other_than(state.get(SETTINGS))
-
-    @property
-    def beginning(self) -> object:
-        return self.engine.cursor.start
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.adoption is not None:
-            if self.adoption.is_native(state):
-                self.is_native, self.gives_copies = True, False
-                self.adoption.end()
-                self.native.load_state_dict(state)
-                return
-            self.adoption.take_seed(state)
-        self.loader.load_state_dict(state)
-        if self.settings is not None:
-            self.settings.load(state.get(SETTINGS), self.engine.cursor.epoch)
-        self.is_resumed = True
-        ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
-        if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
-            self.look_ahead = LookAhead(ahead, per_step)
-
-    def begin(self) -> None:
-        self.look_ahead, self.is_resumed = LookAhead(), False
-        if self.settings is None:
-            given = self.loader if self.native is None else self.native
-            inner = given.loader if isinstance(given, ReplayLoader) else given
-            self.settings = DataSettings(inner, rank_and_world_size(None, None)[1])
-        self.settings.reset()
-        if self.adoption is not None:
-            self.adoption.begin()
-
-    def follow(self) -> None:
-        cursor = self.engine.cursor
-        self.track = cursor.track = Track(cursor.mark())
-        if self.look_ahead.ahead is None:
-            self._askers = Askers()
-            self.track.at_ask = self._askers.see
-        cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
-        self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
-
-    def _at_begin(self) -> None:
-        if self.settings is not None:
-            self.settings.at_begin(self.engine.cursor.epoch, goes_on_with_workers=self.engine.has_workers)
-
-    def _at_opened(self) -> None:
-        if self.settings is not None:
-            self.settings.at_opened(self.engine.cursor.epoch)
-
-    def leave(self) -> None:
-        self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
-        self.engine.at_overlap = None
-        if self.adoption is not None:
-            self.adoption.end()
-
-    def epoch(self) -> int:
-        """Of the newest batch that was used; 0 where there are no epochs."""
-        if isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None:
-            return 0
-        if self.track is None or not self.look_ahead.ahead:
-            return self.engine.cursor.epoch
-        return self.track.mark_after(self.look_ahead.used).epoch
-
-    def num_batches(self) -> int:
-        """Batches of an epoch. An iteration fixes them when it begins; asked at every boundary."""
-        iteration = self.engine.cursor.token
-        if iteration != self._iteration or not iteration:
-            self._iteration, self._num_batches = iteration, num_batches(self.loader)
-        return self._num_batches
-
-    def begin_epoch(self) -> None:
-        """The loop begins an epoch: what it has fetched before it does not use."""
-        if self.track is not None and self.look_ahead.ahead is None:
-            self.look_ahead.pass_over(self.track.fetches)
-            self.track.forget_before(self.look_ahead.used)
-            if self._askers is not None:
-                self._askers.begin_anew()
-
-    def at_boundary(self) -> bool:
-        """Returns whether it is known which batches were used."""
-        track, look_ahead = self.track, self.look_ahead
-        assert track is not None
-        self.engine.cursor.loaded = None
-        if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
-            look_ahead.used = track.use_all()
-            return True
-        was_known = look_ahead.ahead is not None
-        seen, before = track.fetches, look_ahead.used
-        askers = self._askers
-        if askers is not None and look_ahead.is_ambiguous(seen) and askers.have_used_all(sys._getframe(1)):
-            look_ahead.use_all(seen)
-        if not look_ahead.at_boundary(seen):
-            return False
-        if self._askers is not None and look_ahead.ahead is not None:
-            self._askers = track.at_ask = None
-        track.forget_before(look_ahead.used)
-        if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
-            # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
-            # reads ahead takes its first one for granted: the job stops at the next epoch's first step.
-            return False
-        if look_ahead.ahead and not was_known:
-            logger.info(
-                "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
-            )
-            self.draws_ahead = _draws_from_the_running_streams(self.loader)
-        return True
-
-    def has_begun(self) -> bool:
-        """Whether it has handed out batches, in this process or before."""
-        cursor = self.engine.cursor
-        return cursor.batch > 0 or cursor.epoch > 1 or cursor.finished
-
-    def foresees_end(self) -> bool:
-        """Whether it knows that a batch is the last of its epoch when it gives it."""
-        if isinstance(self.loader, ReplayLoader):
-            return self.loader._skipper is not None and self.engine.cursor.size is not None
-        return not (isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None)
-
-    def is_at_rest(self) -> bool:
-        """Whether its next iteration is another epoch than the one of its position."""
-        cursor = self.engine.cursor
-        return not cursor.live and not cursor.pending
-
-    def move_on(self) -> None:
-        """As after the last batch of the loaded epoch."""
-        if not isinstance(self.loader, ReplayLoader):
-            self.loader.set_epoch(self.engine.cursor.epoch + 1)
-            return
-        ready, self.loader.on_iterator_ready = self.loader.on_iterator_ready, None
-        try:  # a sampler's own generator goes through the epoch
-            batches = iter(self.loader)
-            if self.engine.cursor.finished:
-                next(batches, None)
-            del batches
-        finally:
-            self.loader.on_iterator_ready = ready
-
-    def tell(self, unmanaged: Unmanaged) -> None:
-        """What the fetches since the last boundary show, where they show something."""
-        track = self.track
-        assert track is not None
-        if track.other_thread is not None:
-            name, track.other_thread = track.other_thread, None
-            unmanaged.certain(
-                f"batches of {self.name} are fetched in another thread ({name}), so which of them a step has used is "
-                "not known",
-                "Iterate `mindx_elastic.data.prefetch(loader)`, which fetches in a thread and knows it",
-            )
-        if track.peeked:
-            track.peeked = False
-            if not self.is_resumed:
-                unmanaged.risk(
-                    f"a batch of {self.name} is fetched before the first step and its epoch is left, as "
-                    "`next(iter(loader))` does: a resumed run would leave the resumed epoch",
-                    "Do it before `with guard:`, or in `with guard.outside_step():`",
-                )
-        if self.look_ahead.is_doubtful:
-            self.look_ahead.is_doubtful = False
-            if not self._told_doubt:
-                self._told_doubt = True
-                unmanaged.risk(
-                    f"steps take different numbers of batches of {self.name}, and the first ones looked as if the loop "
-                    "fetched ahead: which batches a boundary has used is not certain, and a resumed run may use some "
-                    "of them again",
-                    "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) "
-                    "does; where a batch is left out, call guard.step_end() before `continue`",
-                )
-        if self.draws_ahead:
-            self.draws_ahead = False
-            unmanaged.risk(
-                f"{self.name} has per_sample_seed=False, and the loop fetches ahead: what its data set draws is from "
-                "the training's random streams, before the boundary; a resumed run draws it anew",
-                "Leave per_sample_seed=True, or fetch each batch in its own step",
-            )
-        if track.left_early:
-            track.left_early = False
-            unmanaged.risk(
-                f"the loop leaves an epoch of {self.name} right after a step, with batches left: a run that stops at "
-                "that very step goes on with this epoch, and a resumed one counts its batches from the resumed one",
-                "Leave it before the step: `for i, batch in guard.enumerate(loader): if i == n: break`",
-            )
+__all__ = ["Loaders"]
 
 
 class Loaders:
@@ -473,6 +228,11 @@ class Loaders:
             if hasattr(loader, "shutdown"):
                 loader.shutdown()
 
+    def at_epoch(self, look: Callable[[], None]) -> None:
+        """Have `look` called when one of them begins an iteration."""
+        for followed in self._followed:
+            followed.at_epoch = look
+
     # --- steps ---
 
     def at_next_ask(self, look: Callable[[], None] | None) -> None:
@@ -634,27 +394,6 @@ class Loaders:
         for followed in self._followed:
             if followed.track is not None:
                 followed.look_ahead.settle(followed.track.fetches)
-
-
-def with_epochs_put_back(targets: Iterable[Any]) -> set[int]:
-    """The `id` of samplers and data sets of the program whose ``epoch`` the loaders among `targets` put back."""
-    loaders = (each.loader for each in targets if isinstance(each, FollowedLoader))
-    return {id(part) for loader in loaders if isinstance(loader, ReplayLoader) for part in parts_with_epoch(loader)}
-
-
-def as_of_another_rank(state: Any) -> Any:
-    """The state of a loader, whose data set may have been set for another rank."""
-    if not isinstance(state, Mapping) or not isinstance(state.get(SETTINGS), Mapping):
-        return state
-    return {**state, SETTINGS: {**state[SETTINGS], "num_ranks": 0}}
-
-
-def _draws_from_the_running_streams(loader: Any) -> bool:
-    """Whether its data set draws in this process, and is not seeded for it."""
-    if isinstance(loader, ResumableLoader):
-        return not loader.per_sample_seed and loader.num_workers == 0
-    skipper = loader._skipper if isinstance(loader, ReplayLoader) else None
-    return skipper is not None and not skipper.seeded and loader.num_workers == 0
 
 
 def _keeps_state(loader: Any) -> bool:

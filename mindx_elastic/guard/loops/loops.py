@@ -36,7 +36,8 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
-from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.own_counters import find_counter_in_epoch, find_inner_counter, find_own_counter
 from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
 from mindx_elastic.guard.loops.resumed_state import (

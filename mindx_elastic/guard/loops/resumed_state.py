@@ -16,7 +16,7 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.guard.loops.loaders import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
 __all__ = ["equal_trees", "moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
 
