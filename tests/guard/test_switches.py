@@ -78,7 +78,7 @@ class Parts:
         if self.config["clip"]:
             nn.utils.clip_grad_norm_(self.net.parameters(), self.config["clip"])
         self.optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
 
 # --- told ---
