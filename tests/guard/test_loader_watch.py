@@ -248,6 +248,56 @@ def a_generator_that_draws(run: Run, loader: Any) -> None:
             run.train(batch)
 
 
+def ahead_of_a_function(run: Run, loader: Any) -> None:
+    """The batch that is held is another object than the loader's."""
+
+    def ahead() -> Iterator[Any]:
+        batch = None
+        for following in loader:
+            moved = as_floats(following)
+            if batch is not None:
+                yield batch
+            batch = moved
+        yield batch
+
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in ahead():
+            run.train(batch)
+
+
+def ahead_of_a_comprehension(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        held = None
+        for following in loader:
+            moved = [part.clone() for part in following]
+            if held is not None:
+                run.train(held)
+            held = moved
+        run.train(held)
+
+
+def ahead_of_a_sum(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        held = None
+        for x, index in loader:
+            scaled = ((x - 0.5) / 2).float()
+            if held is not None:
+                run.train(held)
+            held = scaled, index
+        run.train(held)
+
+
+def as_floats(batch: Any) -> Any:
+    return batch[0].float(), batch[1]
+
+
+@pytest.mark.parametrize("form", [ahead_of_a_function, ahead_of_a_comprehension, ahead_of_a_sum])
+def test_what_is_made_of_a_batch_may_be_held_for_the_next_step(
+    form: Callable[[Run, Any], None], tmp_path: Path
+) -> None:
+    stop_and_resume(form, tmp_path, 7)
+
+
 class Preloader:
     """NVIDIA's."""
 
