@@ -8,8 +8,9 @@ parameter are compared:
 =============================  ========================================================================================
 in some steps of a process     between a boundary and the first update behind it, and between the last update and the
                                next boundary (`UpdateWindow`): the first steps, then two in fifty
-once something was found       at every boundary elements are kept, and whoever is about to read compares: a state that
-                               has changed is no boundary, as with changes that are counted
+once something was found       elements are kept at every boundary
+wherever elements are kept     whoever is about to read compares: a state that has changed is no boundary, as with
+                               changes that are counted. A peer may die before the first update has shown anything
 =============================  ========================================================================================
 
 Most steps of a program that has none of this cost two comparisons: of a step's number, and whether there is a sample.
@@ -72,6 +73,6 @@ class HiddenChanges:
     def problem(self) -> str | None:
         """Why the live weights are not those of the last boundary, where a sample shows it; None: they may be."""
         sample = self.sample
-        if not self.are_known or sample is None or (num := self._samples.num_hidden(sample)) == 0:
+        if sample is None or (num := self._samples.num_hidden(sample)) == 0:
             return None
         return f"{num} parameters were changed since the boundary without torch's knowledge (through .data, say)"

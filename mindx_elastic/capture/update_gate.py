@@ -104,7 +104,7 @@ class UpdateGate:
         self.others: Callable[[], str | None] | None = None
         """In an evaluation: says that the parameters hold other weights now, which no version counter need show."""
         self.hidden: Callable[[], str | None] | None = None
-        """Where the program changes parameters without torch's knowledge: says that it has since the boundary."""
+        """Says that parameters have changed since the boundary without torch's knowledge, where that is looked at."""
         self._num_changes: int | None = None
         self._total = 0  # of the version counters at the last boundary
         self._updates: dict[int, int] = {}  # in this step, by optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from mindx_elastic.capture.dtensors import local_part
 
 __all__ = ["WeightSample", "WeightSamples"]
 
+_DIGITS = 16  # of a digest
 _PIECES = 4  # a sample has an element more, of a large parameter the first one and about the last
 
 
@@ -42,6 +44,16 @@ class WeightSamples:
     def take(self) -> dict[str, WeightSample]:
         """By module, of the weights as they are now."""
         return {name: _sample_of(component.live_parameters()) for name, component in self._modules.items()}
+
+    def digests(self) -> dict[str, str]:
+        """Of a sample of each module, the same where the elements are."""
+        found: dict[str, str] = {}
+        for name, sample in self.take().items():
+            elements = hashlib.sha256()
+            for group in sample.groups:
+                elements.update(group.cpu().view(torch.uint8).numpy().tobytes())
+            found[name] = elements.hexdigest()[:_DIGITS]
+        return found
 
     def changed_since(self, before: Mapping[str, WeightSample]) -> list[str]:
         """The modules of which an element is another now."""

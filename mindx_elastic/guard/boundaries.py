@@ -59,6 +59,7 @@ class Boundaries:
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
         self._hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)
+        gate.hidden = self._hidden.problem
         gate.on_update = self._begin_update
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
@@ -83,7 +84,6 @@ class Boundaries:
             self._unreduced.at_update(optimizer)
         gate, devices = self.gate, self._collector.devices
         if not self._hidden.are_known and gate.state is _CLEAN and self._hidden.before_update():
-            gate.hidden = self._hidden.problem
             gate.unguarded = True  # a snapshot that is copied beside the next forward would have both
         if self._unreduced is not None:  # several ranks
             devices.begin_update(gate.changed_since_boundary, is_long=fills_queue(optimizer))

@@ -44,6 +44,7 @@ from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_again, start_job
 from mindx_elastic.guard.together import Together, saves_part
+from mindx_elastic.guard.uneven_modules import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.restore import Resumed
@@ -231,7 +232,13 @@ class Opening:
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))
-        return [*self._last_parts, self._together.part, *more]
+        uneven = [] if self._uneven is None else [self._uneven]
+        return [*self._last_parts, self._together.part, *uneven, *more]
+
+    @cached_property
+    def _uneven(self) -> UnevenModules | None:
+        """In a recovery in place the ranks that live on have told it."""
+        return UnevenModules(self.collector) if self.saver.replicated and self._entry is None else None
 
     @cached_property
     def _together(self) -> Together:
@@ -246,6 +253,8 @@ class Opening:
         """Every rank is ready to train."""
         if not self._meets_once:
             meet(self._exchange, "entered", self._parts())
+            if self._uneven is not None:
+                self._uneven.tell(self.unmanaged)
 
     def _start(self) -> Start:
         if self._entry is not None and self._meets_once:

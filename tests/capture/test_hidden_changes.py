@@ -115,3 +115,13 @@ def test_once_seen_every_boundary_is_compared() -> None:
     assert hidden.problem() is None
     by_data(parameters[0])
     assert "1 parameters were changed" in str(hidden.problem())
+
+
+def test_the_first_boundaries_are_compared_before_anything_was_seen() -> None:
+    """A peer may die in the step whose update would have shown it."""
+    parameters = [nn.Parameter(torch.ones(3))]
+    hidden = HiddenChanges(samples_of(parameters), lambda: None)
+    hidden.at_boundary(1)
+    assert hidden.problem() is None
+    by_data(parameters[0])
+    assert "1 parameters were changed" in str(hidden.problem())

@@ -117,7 +117,33 @@ def a_window_that_decides_about_steps(job: Job, plateau: Any) -> str:
     return "recent"
 
 
+class Logger:
+    def __init__(self) -> None:
+        self.meters: dict[str, Meter] = collections.defaultdict(Meter)
+
+    def update(self, **values: float) -> None:
+        for name, value in values.items():
+            self.meters[name].update(value)
+
+
+def a_logger_of_meters(job: Job, plateau: Any) -> str:
+    def train_epoch() -> dict[str, float]:
+        metric_logger = Logger()
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            metric_logger.update(loss=loss.item())
+            job.guard.step_end()
+        return {name: meter.average for name, meter in metric_logger.meters.items()}
+
+    for _ in job.guard.epochs(3):
+        train_stats = train_epoch()
+        plateau.step(train_stats["loss"])
+    return "metric_logger"
+
+
 TOLD = [
+    a_logger_of_meters,
     a_window_that_decides_about_steps,
     a_list_whose_mean_a_scheduler_gets,
     a_dict_that_decides_when_to_stop,

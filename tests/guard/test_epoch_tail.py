@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +189,106 @@ class Trainer2:
             p.log.append((train(epoch), count))
 
 
-LOOPS = [sums, sums_of_a_function, lambda p: Meters(p).train(), meter, lambda p: Trainer2().train(p)]
+class Window(Meter):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.last: deque[float] = deque(maxlen=size)
+
+    def update(self, value: float) -> None:
+        super().update(value)
+        self.last.append(value)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=["names", "function", "attributes", "meter", "one name"])
+class Logger:
+    """The way of many projects: meters by name, some made in front and the others when a step first names them."""
+
+    def __init__(self) -> None:
+        self.meters: dict[str, Window] = defaultdict(Window)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.meters:
+            return self.meters[name]
+        raise AttributeError(name)
+
+    def update(self, **values: float) -> None:
+        for name, value in values.items():
+            self.meters[name].update(value)
+
+    def over(self, batches: Iterable[Any]) -> Iterator[Any]:
+        yield from batches
+
+
+def logger_of_meters(p: Program) -> None:
+    def one_pass(epoch: int) -> dict[str, Any]:
+        metric_logger = Logger()
+        metric_logger.meters["lr"] = Window(1)
+        for x, y in metric_logger.over(p.loader):
+            p.step(x, y)
+            metric_logger.update(loss=float(y.sum()), lr=float(epoch))
+            p.guard.step_end()
+        pass_tail(p, epoch)
+        means = {name: (each.mean(), list(each.last)) for name, each in metric_logger.meters.items()}
+        metric_logger.update(more=0.5)  # still one that makes what it does not have
+        return {**means, "loss": metric_logger.loss.mean(), "more": metric_logger.more.last}
+
+    for epoch in p.guard.epochs(EPOCHS):
+        p.log.append(one_pass(epoch))
+
+
+def dict_of_meters(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        meters: dict[str, Meter] = {}
+        for x, y in p.loader:
+            p.step(x, y)
+            if "loss" not in meters:
+                meters["loss"] = Meter()
+            meters["loss"].update(float(y.sum()))
+            p.guard.step_end()
+        pass_tail(p, epoch)
+        p.log.append(meters["loss"].mean())
+
+
+class Losses(list[float]):
+    """Its items are no attributes."""
+
+
+class Board:
+    def __init__(self, *meters: Meter) -> None:
+        self.meters, self.shown = list(meters), 0
+
+    def update(self) -> None:
+        self.shown += 1
+
+
+def meters_of_a_board(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        losses = Meter()
+        board = Board(losses, Window())
+        for x, y in p.loader:
+            p.step(x, y)
+            for each in board.meters:
+                each.update(float(y.sum()))
+            board.update()
+            p.guard.step_end()
+        pass_tail(p, epoch)
+        losses.update(0.0)
+        p.log.append((board.shown, [each.mean() for each in board.meters]))
+
+
+LOOPS = [
+    sums,
+    sums_of_a_function,
+    lambda p: Meters(p).train(),
+    meter,
+    lambda p: Trainer2().train(p),
+    logger_of_meters,
+    dict_of_meters,
+    meters_of_a_board,
+]
+NAMES = ["names", "function", "attributes", "meter", "one name", "logger", "dict of meters", "board"]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=NAMES)
 @pytest.mark.parametrize("epoch", [1, EPOCHS])
 def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: Path, loop: Loop, epoch: int) -> None:
     whole, expected = run(loop, tmp_path / "whole")
@@ -247,11 +344,31 @@ def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("value", "is_kept"),
-    [([0.5] * 100, True), ([0.5] * 30_000, False), ({"a": [[0.5] * 15_000, [0.5] * 15_000]}, False)],
+    [
+        ([0.5] * 100, True),
+        ([0.5] * 30_000, False),
+        ({"a": [[0.5] * 15_000, [0.5] * 15_000]}, False),
+        (Board(Window(), Window()), True),
+        (Board(*(Window() for _ in range(30_000))), False),
+        ([Window() for _ in range(30_000)], False),
+    ],
 )
 def test_long_lists_are_not_walked_through(value: Any, is_kept: bool) -> None:
     frame = sys._getframe()
     assert bool(values_of(frame, None, {function_of(frame): ["value"]})) is is_kept
+
+
+def test_what_contains_itself_is_not_kept() -> None:
+    value = Board()
+    value.meters.append(value)  # type: ignore[arg-type]
+    frame = sys._getframe()
+    assert not values_of(frame, None, {function_of(frame): ["value"]})
+
+
+def test_items_of_an_own_container_are_not_taken_for_attributes() -> None:
+    value = Losses([0.5])  # noqa: F841 - it is looked up by name
+    frame = sys._getframe()
+    assert not values_of(frame, None, {function_of(frame): ["value"]})
 
 
 def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +225,125 @@ def test_unseeded_samples_that_are_fetched_ahead(tmp_path: Path) -> None:
     assert sum("per_sample_seed=False" in note for note in run.guard._unmanaged.notes) == 1
     run, _ = run_loop(plain, tmp_path / "plain", make=make)
     assert silent(run)
+
+
+def noisy(batch: Any) -> Any:
+    return batch[0] + 0.1 * torch.randn(4), batch[1]
+
+
+def a_generator_that_draws(run: Run, loader: Any) -> None:
+    """Timm's, with its random erasing."""
+
+    def ahead() -> Iterator[Any]:
+        batch = None
+        for following in loader:
+            changed = noisy(following)
+            if batch is not None:
+                yield batch
+            batch = changed
+        yield batch
+
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in ahead():
+            run.train(batch)
+
+
+def ahead_of_a_function(run: Run, loader: Any) -> None:
+    """The batch that is held is another object than the loader's."""
+
+    def ahead() -> Iterator[Any]:
+        batch = None
+        for following in loader:
+            moved = as_floats(following)
+            if batch is not None:
+                yield batch
+            batch = moved
+        yield batch
+
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in ahead():
+            run.train(batch)
+
+
+def ahead_of_a_comprehension(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        held = None
+        for following in loader:
+            moved = [part.clone() for part in following]
+            if held is not None:
+                run.train(held)
+            held = moved
+        run.train(held)
+
+
+def ahead_of_a_sum(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        held = None
+        for x, index in loader:
+            scaled = ((x - 0.5) / 2).float()
+            if held is not None:
+                run.train(held)
+            held = scaled, index
+        run.train(held)
+
+
+def as_floats(batch: Any) -> Any:
+    return batch[0].float(), batch[1]
+
+
+@pytest.mark.parametrize("form", [ahead_of_a_function, ahead_of_a_comprehension, ahead_of_a_sum])
+def test_what_is_made_of_a_batch_may_be_held_for_the_next_step(
+    form: Callable[[Run, Any], None], tmp_path: Path
+) -> None:
+    stop_and_resume(form, tmp_path, 7)
+
+
+class Preloader:
+    """NVIDIA's."""
+
+    def __init__(self, loader: Any, change: Callable[[Any], Any]) -> None:
+        self.batches, self.change = iter(loader), change
+        self.preload()
+
+    def preload(self) -> None:
+        self.batch = next(self.batches, None)
+        if self.batch is not None:
+            self.batch = self.change(self.batch)
+
+    def next(self) -> Any:
+        batch = self.batch
+        if batch is not None:
+            self.preload()
+        return batch
+
+
+def a_function_that_draws(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        preloader = Preloader(loader, noisy)
+        while (batch := preloader.next()) is not None:
+            run.train(batch)
+
+
+def a_loop_that_draws(run: Run, loader: Any) -> None:
+    """In the step that uses the batch."""
+    for _ in run.guard.epochs(EPOCHS):
+        preloader = Preloader(loader, lambda batch: batch)
+        while (batch := preloader.next()) is not None:
+            run.train(noisy(batch))
+
+
+@pytest.mark.parametrize("form", [a_generator_that_draws, a_function_that_draws])
+def test_draws_for_batches_that_are_fetched_ahead(form: Callable[[Run, Any], None], tmp_path: Path) -> None:
+    run, _ = run_loop(form, tmp_path)
+    (note,) = run.guard._unmanaged.notes
+    assert "random numbers (torch) are drawn for a batch of loader between the loader and the loop" in note
+    assert sys.gettrace() is None
+
+
+def test_draws_in_the_step_of_a_batch_that_was_fetched_ahead(tmp_path: Path) -> None:
+    run, _ = run_loop(a_loop_that_draws, tmp_path)
+    assert silent(run)
+    stop_and_resume(a_loop_that_draws, tmp_path / "stopped", 7)
 
 
 # --- exact, and without a word ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,3 +153,65 @@ def test_attributes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Trainer(tmp_path).train()
     (said,) = (line for line in caplog.messages if "what is printed" in line)
     assert said.startswith("what is printed of self.total, self.history (train_epoch() in test_printed_sums.py) lacks")
+
+
+class Logger:
+    """Has its meters by name, as those that many projects copy from one another."""
+
+    def __init__(self) -> None:
+        self.meters: dict[str, Meter] = {}
+
+    def update(self, **values: float) -> None:
+        for name, value in values.items():
+            self.meters.setdefault(name, Meter()).update(value)
+
+    def flush(self) -> None:
+        pass
+
+
+class Average:
+    """Of the weights. It sums nothing up for a print."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.module = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module) -> None:
+        for mine, new in zip(self.module.parameters(), model.parameters(), strict=True):
+            mine.lerp_(new, 0.1)
+
+
+def test_a_logger_of_meters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is only written to is a log, and what has weights is looked at elsewhere."""
+
+    def train(stop: int | None = None) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(TensorDataset(torch.rand(24, 4)), batch_size=4)
+        model_ema, log_writer = Average(model), Logger()
+        stateful = {"ema": model_ema.module}
+        guard = Guard(model=model, optimizer=optimizer, loader=loader, stateful=stateful, directory=tmp_path)
+        with guard:
+            for _ in guard.epochs(2):
+                metric_logger = Logger()
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    loss = model(x).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    model_ema.update(model)
+                    metric_logger.update(loss=loss.item())
+                    log_writer.update(loss=loss.item(), head=0)
+                    guard.step_end()
+                    stop_at(stop, guard)
+                log_writer.flush()
+                print({name: meter.total for name, meter in metric_logger.meters.items()})
+
+    with pytest.raises(StoppedError):
+        train(stop=2)
+    train()
+    (said,) = (line for line in caplog.messages if "what is printed" in line)
+    assert said.startswith(
+        "what is printed of metric_logger (train() in test_printed_sums.py) lacks the steps in front"
+    )

@@ -27,6 +27,18 @@ def test_a_peer_is_killed_behind_the_hidden_change(tmp_path: Path, every: int) -
     assert resumed.hashes() == whole, resumed.report()
 
 
+def test_a_peer_is_killed_in_the_second_step_of_the_process(tmp_path: Path) -> None:
+    """No update has shown yet that the weights move in front of it."""
+    env = {"MINDX_SNAPSHOT_EVERY": "0"}
+    whole = run_job(SCRIPT, tmp_path / "whole", ranks=2, env=env).hashes()
+    with start_job(SCRIPT, tmp_path / "ckpt", "--kill", "2:1", ranks=2, env=env) as job:
+        job.expect(1)
+    assert job.matches("2 parameters were changed since the boundary without torch's knowledge"), job.report()
+    resumed = run_job(SCRIPT, tmp_path / "ckpt", ranks=2, env=env)
+    assert {m[1] for m in resumed.matches(r"READY \d+ \d+ (\w+)")} == {"None"}, resumed.report()
+    assert resumed.hashes() == whole, resumed.report()
+
+
 def test_an_exception_in_front_of_the_hidden_change(tmp_path: Path) -> None:
     """Behind the update, where a step counts as done if nothing of it is left to do."""
     env = {"MINDX_SNAPSHOT_EVERY": "0"}

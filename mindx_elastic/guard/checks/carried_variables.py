@@ -209,9 +209,14 @@ def _printed_sums(around: Sequence[tuple[Loop, FrameType]], origins: set[int], k
                 yield ast.unparse(node.target)
     for name, node in filled_by_steps(steps, place, kept).items():
         value = value_of(node, place)
-        is_own = isinstance(value, (list, dict)) or not is_library(type(value).__module__)
+        is_own = isinstance(value, (list, dict)) or not (is_library(type(value).__module__) or _has_weights(value))
         if is_own and find_steering(around, name) is None:
             yield name
+
+
+def _has_weights(value: Any) -> bool:
+    """An average of the model (``model_ema.update(model)``): other checks look at it."""
+    return any(isinstance(each, (nn.Module, nn.Parameter)) for each in getattr(value, "__dict__", {}).values())
 
 
 def _enumerated(steps: Loop) -> str | None:

@@ -29,7 +29,15 @@ from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
 from mindx_elastic.guard.checks.syntax import children, walk
-from mindx_elastic.guard.checks.training_words import STEPS, name_of, names_a_log, names_a_setting, sets_a_rate, trains
+from mindx_elastic.guard.checks.training_words import (
+    STEPS,
+    logs,
+    name_of,
+    names_a_log,
+    names_a_setting,
+    sets_a_rate,
+    trains,
+)
 
 __all__ = ["filled_by_steps", "find_epoch_sums", "find_steering"]
 
@@ -92,9 +100,12 @@ def filled_by_steps(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.
     nodes = list(_inside(steps.body))
     own = {text for node in nodes if isinstance(node, ast.Assign) for t in node.targets for text in _set_by(t)}
     own |= {text for loop in (steps, *nodes) if isinstance(loop, ast.For) for text in _set_by(loop.target)}
+    behind = list(_inside(list(_behind(steps, place, None))))
     for node in nodes:
         for held in _filled_by(node):
             key, value = ast.unparse(held), value_of(held, place)
+            if names_a_log(name_of(held)) and not _is_read(key, behind):
+                continue
             owner = value_of(held.value, place) if isinstance(held, ast.Attribute) else None
             if isinstance(owner, torch.optim.Optimizer):
                 continue  # its groups
@@ -106,8 +117,8 @@ def filled_by_steps(steps: Loop, place: FrameType, kept: Kept) -> dict[str, ast.
 def _filled_by(node: ast.AST) -> Iterator[ast.expr]:
     """What a statement or call changes in place: names and attributes of names."""
     held: list[ast.expr] = []
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS and node.args:
-        held = [node.func.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS:
+        held = [node.func.value] if node.args or node.keywords else []
     elif isinstance(node, (ast.Assign, ast.AugAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         held = [t.value for t in targets if isinstance(t, (ast.Subscript, ast.Attribute))]
@@ -116,8 +127,21 @@ def _filled_by(node: ast.AST) -> Iterator[ast.expr]:
         is_plain = isinstance(whole, ast.Name) or (
             isinstance(whole, ast.Attribute) and isinstance(whole.value, ast.Name)
         )
-        if is_plain and not names_a_log(name_of(whole)) and ast.unparse(whole) != "self":
+        if is_plain and ast.unparse(whole) != "self":
             yield whole
+
+
+def _is_read(key: str, behind: Sequence[ast.AST]) -> bool:
+    """Whether `key`, which is named like a log, is more than one: the nodes behind its loop read what it has
+    (``metric_logger.meters``), or print it. A log is only written to (``log_writer.flush()``)."""
+    calls = [node for node in behind if isinstance(node, ast.Call)]
+    methods = {id(call.func) for call in calls}
+    printed = {id(part) for call in calls if logs(call) for given in call.args for part in walk(given)}
+    for node in behind:
+        is_attribute = isinstance(node, ast.Attribute) and id(node) not in methods and ast.unparse(node.value) == key
+        if is_attribute or (id(node) in printed and isinstance(node, ast.expr) and ast.unparse(node) == key):
+            return True
+    return False
 
 
 def _without_index(node: ast.expr) -> ast.expr:

@@ -39,6 +39,8 @@ _TAKES = ("popleft", "pop", "get", "get_nowait")
 _KEEPS = ("append", "appendleft", "put", "put_nowait", "insert", "add", "extend")
 _READS_AHEAD = ("pairwise", "tee", "peekable")
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")  # functions of their own, up to Python 3.11
+_NUMBERS = frozenset(("item", "size", "shape", "ndim", "numel", "dtype", "device"))  # ``x.float()`` is a tensor
+_TO_NUMBERS = ("len", "float", "int", "bool")
 _MOVES = ("to", "cuda", "cpu", "dict", "list", "tuple", "move_to_device", "to_device")
 
 
@@ -136,7 +138,7 @@ def _hands_on(loop: ast.For | ast.AsyncFor | ast.While, asked: Collection[int]) 
                 keys[name] = max(_end(node), keys.get(name, (0, 0)))
     for _round in range(3):  # copies of copies
         for node in walk(loop):
-            if isinstance(node, ast.Assign) and _is_copy(node.value, keys):
+            if isinstance(node, ast.Assign) and _may_hold(node, keys):
                 names = [name for target in node.targets for name in _set_by(target)]
                 keys |= {name: _end(node) for name in names if name not in keys}
     heads = {_place(node) for node in walk(loop) if isinstance(node, _LOOPS)}
@@ -146,7 +148,7 @@ def _hands_on(loop: ast.For | ast.AsyncFor | ast.While, asked: Collection[int]) 
             if at is not None and at not in heads and _place(node) < at:
                 return True
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _KEEPS:
-            keeps = any(_is_copy(a, keys) or (isinstance(a, ast.Call) and _asks(a, asked)) for a in node.args)
+            keeps = any(_is_made_of(a, keys) or (isinstance(a, ast.Call) and _asks(a, asked)) for a in node.args)
             if keeps and _is_taken(loop, ast.unparse(node.func.value)):
                 return True
     return False
@@ -190,6 +192,46 @@ def _is_copy(value: ast.expr, keys: Collection[str]) -> bool:
         owner = [value.func.value] if isinstance(value.func, ast.Attribute) else []
         return any(_is_copy(each, keys) for each in (*owner, *value.args))
     return False
+
+
+def _may_hold(node: ast.Assign, keys: Collection[str]) -> bool:
+    """Whether what is set may be a batch, or what is made of one (``normalize(x)``): the program may hold that for the
+    next step as well. Not what goes on from its own last value: ``h = cell(x, h)``, ``total = total + loss``."""
+    if _is_copy(node.value, keys):
+        return True
+    own = {name for target in node.targets for name in _set_by(target)} - set(keys)
+    parts = walk(node.value)
+    return _is_made_of(node.value, keys) and not any(
+        isinstance(part, (ast.Name, ast.Attribute)) and ast.unparse(part) in own for part in parts
+    )
+
+
+def _is_made_of(value: ast.expr, keys: Collection[str]) -> bool:
+    """Whether `value` is a batch, or is worked out from one and may be as large; a number is not."""
+    if _is_copy(value, keys):
+        return True
+    if isinstance(value, ast.Call):
+        is_number = _name(value.func) in (_NUMBERS if isinstance(value.func, ast.Attribute) else _TO_NUMBERS)
+        if is_number:
+            return False
+        owner = [value.func.value] if isinstance(value.func, ast.Attribute) else []
+        return any(_is_made_of(each, keys) for each in (*owner, *value.args, *(k.value for k in value.keywords)))
+    if isinstance(value, ast.Attribute):
+        return value.attr not in _NUMBERS and _is_made_of(value.value, keys)
+    if isinstance(value, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return any(_is_made_of(part.iter, keys) for part in value.generators)
+    parts: list[ast.expr] = []
+    if isinstance(value, ast.BinOp):
+        parts = [value.left, value.right]
+    elif isinstance(value, (ast.Tuple, ast.List, ast.Set)):
+        parts = value.elts
+    elif isinstance(value, ast.Dict):
+        parts = value.values
+    elif isinstance(value, ast.IfExp):
+        parts = [value.body, value.orelse]
+    elif isinstance(value, (ast.Subscript, ast.Starred)):
+        parts = [value.value]
+    return any(_is_made_of(each, keys) for each in parts)
 
 
 def _is_taken(loop: ast.AST, container: str) -> bool:

@@ -16,6 +16,7 @@ from mindx_elastic.data.position import SETTINGS, num_batches
 from mindx_elastic.data.replay import parts_with_epoch
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Track
+from mindx_elastic.guard.loops.ahead_draws import AheadDraws
 from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -43,6 +44,9 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         """It is found just now that batches ahead of their step draw from the streams that the training draws from."""
         self._iteration, self._num_batches = 0, 0
         self._askers: Askers | None = None
+        self._ahead_draws: AheadDraws | None = None
+        self.drawn_ahead: tuple[list[str], str] | None = None
+        """See `AheadDraws.found`; to be told."""
         self._told_doubt = False
         self.settings: DataSettings | None = None
         """What the program sets on its data set, from the first entry on."""
@@ -190,6 +194,10 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
                 "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
             )
             self.draws_ahead = _draws_from_the_running_streams(self.loader)
+            self._ahead_draws = draws = AheadDraws()
+            track.at_every_batch = lambda: draws.at_batch(sys._getframe(1), track.iterations)
+        if self._ahead_draws is not None and not self._ahead_draws.at_boundary(sys._getframe(1), track.iterations):
+            self.drawn_ahead, self._ahead_draws, track.at_every_batch = self._ahead_draws.found, None, None
         return True
 
     def has_begun(self) -> bool:
@@ -258,6 +266,14 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
                 f"{self.name} has per_sample_seed=False, and the loop fetches ahead: what its data set draws is from "
                 "the training's random streams, before the boundary; a resumed run draws it anew",
                 "Leave per_sample_seed=True, or fetch each batch in its own step",
+            )
+        if self.drawn_ahead is not None:
+            (streams, place), self.drawn_ahead = self.drawn_ahead, None
+            unmanaged.risk(
+                f"the loop fetches ahead, and random numbers ({', '.join(streams)}) are drawn for a batch of "
+                f"{self.name} between the loader and the loop, in {place}: they are from the training's streams, from "
+                "before the boundary, and a resumed run draws anew for the batches that it gets again",
+                "Draw them where the data set makes a sample, or in the step that uses the batch",
             )
         if track.left_early:
             track.left_early = False

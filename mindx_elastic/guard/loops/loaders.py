@@ -334,7 +334,8 @@ class Loaders:
             if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
             has_seen = track.left_early or track.peeked or track.other_thread is not None
-            if has_seen or followed.draws_ahead or look_ahead.is_doubtful:
+            has_drawn = followed.draws_ahead or followed.drawn_ahead is not None
+            if has_seen or has_drawn or look_ahead.is_doubtful:
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
         if fetched:

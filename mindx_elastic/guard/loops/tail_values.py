@@ -12,8 +12,9 @@ import ast
 import ctypes
 import json
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -30,9 +31,15 @@ from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 __all__ = ["put_back_values", "stored_size", "values_of"]
 
 _VALUE, _ATTRIBUTES = "value", "attributes"  # keys of what is kept of a name
+_CLASS = "mindx.class"  # beside its attributes, of an object that is in another one
+_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque))
 _MOST_BYTES = 1 << 20
 """Of one rank: losses and sums have less, batches and outputs have more."""
 _MOST_ITEMS = 20_000  # in all lists and dicts of a value: 10 ms, twice an epoch
+
+
+class _Unknown:
+    """Stands for what cannot be kept, or made again. Its objects have attributes and nothing else."""
 
 
 def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
@@ -67,18 +74,101 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
         for name, kept in values.get(function_of(at), {}).items():
             target, kind = ast.parse(name, mode="eval").body, _VALUE if _VALUE in kept else _ATTRIBUTES
             value = map_tensors(copy_tree(kept[kind]), partial(_moved, device=kept["device"]))
+            now = value_of(target, at)
             if kind == _VALUE:
-                _set(target, value, at)
-            elif hasattr(meter := value_of(target, at), "__dict__"):  # the program has made it anew
-                vars(meter).update(value)
+                _set(target, _put_together(value, now), at)
+            elif hasattr(now, "__dict__"):  # the program has made it anew
+                _give(now, value)
         locals_of(at)
 
 
 def _plain(value: Any) -> tuple[str, Any]:
-    """What a checkpoint can hold of `value`: of an object of the program's own (a meter) its attributes."""
-    kind = type(value)
-    is_own = hasattr(value, "__dict__") and not is_library(kind.__module__) and not callable(value)
-    return (_ATTRIBUTES, dict(vars(value))) if is_own else (_VALUE, value)
+    """What a checkpoint can hold of `value`: of an object of the program's own (a meter) its attributes, and so of each
+    such object in it (a logger has a dict of meters)."""
+    if _is_own(value):
+        take_apart = _TakeApart()
+        return _ATTRIBUTES, {name: take_apart(each, {id(value)}) for name, each in vars(value).items()}
+    return _VALUE, _TakeApart()(value, set())
+
+
+class _TakeApart:
+    """Puts a dict in the place of each object of the program's own. What is bigger than `_MOST_ITEMS` in all is not
+    walked through."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_ITEMS
+
+    def __call__(self, value: Any, around: set[int]) -> Any:
+        """`around`: by `id`, what `value` is in."""
+        kind = type(value)
+        is_own = _is_own(value)
+        if not is_own and kind not in _CONTAINERS:
+            return value
+        self._left -= 1 if is_own else len(value) + 1
+        if self._left < 0 or id(value) in around or len(around) > MAX_DEPTH:
+            return _Unknown  # no checkpoint can hold it; perhaps it contains itself
+        around = around | {id(value)}
+        if is_own:
+            of = [kind.__module__, kind.__qualname__]
+            return {_CLASS: of, _ATTRIBUTES: {name: self(each, around) for name, each in vars(value).items()}}
+        if isinstance(value, dict):
+            items = ((key, self(each, around)) for key, each in value.items())
+            return OrderedDict(items) if kind is OrderedDict else dict(items)
+        each_apart = (self(each, around) for each in value)
+        return deque(each_apart, value.maxlen) if isinstance(value, deque) else kind(each_apart)
+
+
+def _put_together(kept: Any, now: Any) -> Any:
+    """What `_TakeApart` was given. Objects that the program has made anew (`now`, and what is in it) stay the same
+    ones, and others may know them."""
+    if isinstance(kept, dict):
+        if _CLASS in kept:
+            return _object(kept, now)
+        before = now if isinstance(now, dict) else {}
+        found = ((key, _put_together(each, before.get(key))) for key, each in kept.items())
+        items = {key: each for key, each in found if each is not _Unknown}
+        if type(before) is not defaultdict:
+            return type(kept)(items)
+        before.clear()  # in place: its factory is code, which no checkpoint has
+        before.update(items)
+        return before
+    if type(kept) in (list, tuple, deque):
+        others = now if type(now) is type(kept) and len(now) == len(kept) else [None] * len(kept)
+        each_found = (_put_together(each, other) for each, other in zip(kept, others, strict=True))
+        return deque(each_found, kept.maxlen) if isinstance(kept, deque) else type(kept)(each_found)
+    return kept
+
+
+def _object(kept: Mapping[str, Any], now: Any) -> Any:
+    """`now` with the attributes of `kept`, or another object of its class; `_Unknown` where there is none: it is that
+    of a function, say."""
+    module, name = kept[_CLASS]
+    if not _is_own(now) or [type(now).__module__, type(now).__qualname__] != [module, name]:
+        kind = sys.modules.get(module)
+        for part in name.split("."):
+            kind = getattr(kind, part, None)
+        if not isinstance(kind, type) or not _has_attributes_only(kind):
+            return _Unknown
+        now = object.__new__(kind)
+    _give(now, kept[_ATTRIBUTES])
+    return now
+
+
+def _give(target: Any, attributes: Mapping[str, Any]) -> None:
+    own = vars(target)
+    own.update({name: _put_together(each, own.get(name)) for name, each in attributes.items()})
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is an object of the program's own with attributes, and nothing else."""
+    return hasattr(value, "__dict__") and not callable(value) and _has_attributes_only(type(value))
+
+
+def _has_attributes_only(kind: type) -> bool:
+    """Whether that is so of its objects. Those of a class that goes on from a container have items, too, and a member
+    of an enum is one of few."""
+    is_plain = kind.__dictoffset__ != 0 and kind.__basicsize__ <= _Unknown.__basicsize__
+    return is_plain and not is_library(kind.__module__) and not issubclass(kind, Enum)
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:

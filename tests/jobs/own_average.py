@@ -1,0 +1,49 @@
+"""An average of the weights whose first ones are each rank's own, as DeiT has it: ``DIRECTORY before|behind``, where it
+is copied from the module before DDP gives all ranks the weights of rank 0, or behind that."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mindx_elastic as mx
+
+
+def main() -> None:
+    directory, when = Path(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())  # the program's: other augmentation on each rank, and other first weights
+    network = nn.Linear(6, 4)
+    average = copy.deepcopy(network)
+    model = nn.parallel.DistributedDataParallel(network)
+    if when == "behind":
+        average = copy.deepcopy(network)
+    average.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = mx.data.ResumableLoader(torch.utils.data.TensorDataset(torch.randn(16, 6)), batch_size=4)
+    guard = mx.Guard(
+        model=model, optimizer=optimizer, loader=loader, stateful={"average": average}, directory=directory
+    )
+    with guard:
+        for _ in guard.epochs(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for mine, new in zip(average.parameters(), network.parameters(), strict=True):
+                        mine.lerp_(new, 0.1)
+                guard.step_end(loss=loss)
+    os.write(1, f"DONE {dist.get_rank()}\n".encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
