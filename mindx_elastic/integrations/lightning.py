@@ -17,14 +17,14 @@ validation and the end of an epoch behind the last batch. Here its loop is put w
 Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_FitLoop._data_source``,
 ``_combined_loader``, ``_data_fetcher``, ``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`;
 ``Trainer._signal_connector``, ``_logger_connector``, ``_data_connector`` with ``_requires_distributed_sampler`` and
-``_prepare_dataloader``; `WeightAveraging._average_model`, ``_latest_update_epoch``; those of `ModelCheckpoint` in
-``_LAST_SAVE``.
+``_prepare_dataloader``; `WeightAveraging._average_model`, ``_swap_models``, ``_latest_update_epoch``; those of
+`ModelCheckpoint` in ``_LAST_SAVE``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -172,7 +172,7 @@ class ElasticCallback(Callback):
         def run_validation() -> Any:
             if trainer.sanity_checking:
                 return validate()
-            with guard.outside_step():
+            with guard.outside_step(), _averages_put_back(trainer):
                 return validate()
 
         def on_advance_start() -> None:
@@ -247,6 +247,31 @@ class ElasticCallback(Callback):
         if self._loops is not None:
             self._loops.leave()
         guard.close(error)
+
+
+@contextmanager
+def _averages_put_back(trainer: Trainer) -> Iterator[None]:
+    """Around a validation, for which `WeightAveraging` exchanges the weights: where it ends with an exception (a
+    collective fails, because a rank has died), the training's are there again, and their boundary can be saved."""
+    averaging = [each for each in trainer.callbacks if _averages_weights(each) and hasattr(each, "_swap_models")]
+    swaps = {each: each._swap_models for each in averaging}
+    exchanged: set[Callback] = set()
+
+    def swap_models(callback: Callback, module: LightningModule) -> None:
+        swaps[callback](module)
+        exchanged.symmetric_difference_update({callback})
+
+    for each in averaging:
+        vars(each)["_swap_models"] = partial(swap_models, each)
+    try:
+        yield
+    except BaseException:
+        for each in exchanged:
+            swaps[each](trainer.lightning_module)
+        raise
+    finally:
+        for each in averaging:
+            del vars(each)["_swap_models"]
 
 
 def _forget_loader(trainer: Trainer) -> None:
