@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -38,6 +39,18 @@ class GivesCopies(ABC):
 
     @abstractmethod
     def state_dict(self) -> Any: ...
+
+
+class InParts(ABC):
+    """Base of classes of ours whose state is a dict of entries that do not depend on one another: for a rank that was
+    killed in its step each is chosen by itself. A place in loops that is another one than that of the ranks beside it
+    would have this rank wait in collectives of its own."""
+
+    follow_the_steps: Collection[str]
+    """The entries that replicas move alike."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 class BeginsEpochs(ABC):

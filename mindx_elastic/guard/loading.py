@@ -26,6 +26,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.loop_head import LoopHead
+from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
@@ -285,6 +286,16 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         donated = state.get(name, MISSING)
         is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
         choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
+        if choice.doubt and isinstance(component.target, InParts) and isinstance(donated, dict) and not is_whole:
+            made[name], of_parts = _choose_parts(name, donated, rings, component.target)
+            for key, part in of_parts.items():
+                used = (
+                    f"rank {found.donor}'s is used"
+                    if part.value is donated[key]
+                    else "this rank's last known one is used"
+                )
+                doubts.setdefault(f"{part.doubt}; {used}", []).append(f"{name}.{key}")
+            continue
         own_way = choose_of_loader(donated, rings.of(name), rings.of(name, "epochs").foreseen)
         if own_way is not MISSING:
             choice = Choice(own_way)
@@ -319,6 +330,19 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
     return made
 
 
+def _choose_parts(
+    name: str, donated: Mapping[str, Any], rings: _Rings, target: InParts
+) -> tuple[dict[str, Any], dict[str, Choice]]:
+    """The state of an object whose entries are chosen one by one, and the choices that something speaks against."""
+    choices = {
+        key: choose(value, rings.of(name, entry=key), is_alike=key in target.follow_the_steps)
+        for key, value in donated.items()
+    }
+    return {key: each.value for key, each in choices.items()}, {
+        key: each for key, each in choices.items() if each.doubt
+    }
+
+
 _Record = Mapping[str, Any]
 
 
@@ -333,11 +357,12 @@ class _Rings:
             self._mine[key], self._theirs[key] = on_one_side(self._mine[key], self._theirs[key])
         self._has_forecast = found.own is not None and found.own.forecast
 
-    def of(self, name: str, part: str = "plain") -> RingStates:
-        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`."""
+    def of(self, name: str, part: str = "plain", *, entry: str | None = None) -> RingStates:
+        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`. `entry`: only that of
+        its state."""
         now = self._moment
-        mine = {key: record.get(part, {}) for key, record in self._mine.items()}
-        theirs = {key: record.get(part, {}) for key, record in self._theirs.items()}
+        mine = {key: _only(record.get(part, {}), name, entry) for key, record in self._mine.items()}
+        theirs = {key: _only(record.get(part, {}), name, entry) for key, record in self._theirs.items()}
         earlier = sorted((m for m, is_forecast in mine if not is_forecast and m < now), reverse=True)
         own = [moment for moment in earlier if name in mine[moment, False]]
         common = [moment for moment in own if (moment, False) in theirs]
@@ -350,6 +375,14 @@ class _Rings:
             foreseen=foreseen,
             was_wrong=bool(came) and name in expected and not same_tree(expected[name], came.get(name, MISSING)),
         )
+
+
+def _only(states: Mapping[str, Any], name: str, entry: str | None) -> Mapping[str, Any]:
+    """By name: of the object `name` only that entry of its state. None: all of it."""
+    if entry is None:
+        return states
+    state = states.get(name)
+    return {name: state[entry]} if isinstance(state, dict) and entry in state else {}
 
 
 def on_one_side(mine: _Record, theirs: _Record) -> tuple[_Record, _Record]:

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.plain_component import GivesCopies
+from mindx_elastic.capture.plain_component import GivesCopies, InParts
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
@@ -331,11 +331,12 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 # --- what is kept beside the module ---
 
 
-class _Loops(GivesCopies):
+class _Loops(GivesCopies, InParts):
     """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones,
     what the module gathers in lists and sums until the epoch's end."""
 
     gives_copies = True
+    follow_the_steps = ("counters", "first_batch", "should_stop", "accumulation", "is_cut")
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -36,6 +36,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, trainer
 from transformers.trainer_callback import ExportableState
 
+from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.guard.guard import Guard
@@ -365,8 +366,13 @@ _FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
-class _Progress:
+class _Progress(InParts):
     """`TrainerState` with its log history, `TrainerControl`, callbacks' states, the sums behind the logged loss."""
+
+    follow_the_steps = (
+        *("state", "history", "control", "sums", "grad_norm", "learning_rate"),
+        *("is_cut", "has_ended_epoch", "max_steps", "accumulation"),
+    )
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner

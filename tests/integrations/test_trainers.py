@@ -123,6 +123,16 @@ def test_a_killed_rank_costs_no_step_under_the_agent(tmp_path: Path, script: str
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("options", [[], ["--accumulate", "2"]], ids=["each", "accumulation"])
+def test_a_rank_that_is_killed_in_its_update_comes_back_at_the_place_of_the_others(
+    tmp_path: Path, options: list[str]
+) -> None:
+    """The others have passed the boundary; its own sums it has from memory, of an earlier one."""
+    options = ["--in-update", "--validate", "0.6", *options]
+    check_killed("lightning", tmp_path, 2, 4, options, named=r"loops\.results")
+
+
+@pytest.mark.drill
 def test_loggers_of_lightning_get_each_value_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     stop = ["--stop-at", "15", "--stop-in-validation"]
