@@ -245,6 +245,7 @@ class Guard(LayeredGuard):
             kept=self._kept,
             own=self._own,
             hosts=self._hosts,
+            sums=self._sums,
             uneven=start.uneven,
             guard=self,
             names_sums=self._ranks.rank == 0 and (self._place is None or not self._place.is_again),

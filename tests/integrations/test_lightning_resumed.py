@@ -177,6 +177,19 @@ def test_what_the_steps_sum_up_goes_on(tmp_path: Path, fails: dict[str, int]) ->
     assert resumed.calls < straight.calls  # set back nowhere: no sum of an epoch
 
 
+class Steers(Sums):
+    """Its sums are read other than for a log."""
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5 if self.total / self.count > 1 else 0.9
+        super().on_train_epoch_end()
+
+
+def test_sums_that_are_kept_are_no_cause_for_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Steers())
+    assert [each.message for each in caplog.records if each.levelname == "WARNING" and "total" in each.message] == []
+
+
 def test_a_list_that_is_too_long_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class GathersTooMuch(Module):
         def __init__(self) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,6 +126,7 @@ class Checks:
         kept: Sequence[object] = (),
         own: Mapping[str, object] | None = None,
         hosts: Mapping[str, object] | None = None,
+        sums: Collection[tuple[int, str]] = (),
         uneven: str = "",
         guard: object = None,
         names_sums: bool = True,
@@ -133,7 +134,7 @@ class Checks:
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same, but for that of `own`, and for the numbers that
-        the program's classes keep on `hosts`. `uneven`: see `Start.uneven`.
+        the program's classes keep on `hosts`. `sums`: see `ModuleAttributes`. `uneven`: see `Start.uneven`.
         `names_sums`: this process says which printed sums begin anew. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
@@ -141,7 +142,7 @@ class Checks:
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
-        self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
+        self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes(sums)
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._own_numbers = OwnNumbers()
