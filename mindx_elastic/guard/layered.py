@@ -65,6 +65,11 @@ class LayeredGuard(SizedGuard):
         self._own, self._hosts, self._sums = dict(own or {}), dict(hosts or {}), sums
         self._more, self._kept, self._loops.tail.layer_reads = {**variables, **self._own}, tuple(kept), tail
 
+    @property
+    def _looked_into(self) -> dict[str, Any]:
+        """For `Checks`, beside the objects."""
+        return {"kept": self._kept, "own": self._own, "hosts": self._hosts, "sums": self._sums}
+
     def take_place(self, place: Place | None) -> None:
         """See `guard.running`."""
         self._place = place

@@ -15,8 +15,9 @@ from here on.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -44,7 +45,7 @@ from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "load", "on_one_side", "replay_orders"]
+__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side", "replay_orders"]
 
 MISSING: Any = object()
 _THEIRS = object()
@@ -250,6 +251,15 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
     return Choice(donated, "changed in this step for the first time in a while")
 
 
+def choose_parts(
+    donated: Mapping[str, Any], kept: Callable[[str], RingStates], follow_the_steps: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Choice]]:
+    """The state of an object whose entries are chosen one by one, and the choices that something speaks against.
+    `kept`: of an entry. `follow_the_steps`: those that replicas move alike. Pure."""
+    chosen = {key: choose(value, kept(key), is_alike=key in follow_the_steps) for key, value in donated.items()}
+    return {key: each.value for key, each in chosen.items()}, {key: each for key, each in chosen.items() if each.doubt}
+
+
 def choose_of_loader(donated: Any, kept: RingStates, begun: Any) -> Any:
     """This rank's own state of a loader that differs from rank to rank, moved on to the donor's batch. MISSING: it does
     not differ, or it is not known how far it has come.
@@ -286,22 +296,20 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         donated = state.get(name, MISSING)
         is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
         choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
-        if choice.doubt and isinstance(component.target, InParts) and isinstance(donated, dict) and not is_whole:
-            made[name], of_parts = _choose_parts(name, donated, rings, component.target)
-            for key, part in of_parts.items():
-                used = (
-                    f"rank {found.donor}'s is used"
-                    if part.value is donated[key]
-                    else "this rank's last known one is used"
-                )
-                doubts.setdefault(f"{part.doubt}; {used}", []).append(f"{name}.{key}")
+        target = component.target
+        if choice.doubt and isinstance(target, InParts) and isinstance(donated, dict) and not is_whole:
+            kept = partial(rings.of, name, "plain")
+            made[name], doubted = choose_parts(donated, lambda key, kept=kept: kept(entry=key), target.follow_the_steps)
+            for key, part in doubted.items():
+                words = f"{part.doubt}; {_whose(part.value is donated[key], found)}"
+                doubts.setdefault(words, []).append(target.entries_in_words.get(key, f"{name}.{key}"))
             continue
         own_way = choose_of_loader(donated, rings.of(name), rings.of(name, "epochs").foreseen)
         if own_way is not MISSING:
             choice = Choice(own_way)
         value = choice.value
         doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
-        used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
+        used = _whose(value is donated, found)
         if value is MISSING or (doubt and value is donated and not _fits(component, value)):
             value, used = component.state(), "begins as the program builds it"
         made[name] = value
@@ -325,22 +333,14 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         unmanaged.risk(
             f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
             f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
-            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill",
+            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill; "
+            "--snapshot-every 1 keeps all of it",
         )
     return made
 
 
-def _choose_parts(
-    name: str, donated: Mapping[str, Any], rings: _Rings, target: InParts
-) -> tuple[dict[str, Any], dict[str, Choice]]:
-    """The state of an object whose entries are chosen one by one, and the choices that something speaks against."""
-    choices = {
-        key: choose(value, rings.of(name, entry=key), is_alike=key in target.follow_the_steps)
-        for key, value in donated.items()
-    }
-    return {key: each.value for key, each in choices.items()}, {
-        key: each for key, each in choices.items() if each.doubt
-    }
+def _whose(is_donated: bool, found: Resumed) -> str:
+    return f"rank {found.donor}'s is used" if is_donated else "this rank's last known one is used"
 
 
 _Record = Mapping[str, Any]

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
@@ -336,7 +336,13 @@ class _Loops(GivesCopies, InParts):
     what the module gathers in lists and sums until the epoch's end."""
 
     gives_copies = True
-    follow_the_steps = ("counters", "first_batch", "should_stop", "accumulation", "is_cut")
+    follow_the_steps: ClassVar = ("counters", "first_batch", "should_stop", "accumulation", "is_cut")
+    entries_in_words: ClassVar = {
+        "results": "the epoch's sums of self.log",
+        "torchmetrics": "what torchmetrics have gathered",
+        "gathered": "lists and sums of the module",
+        "metrics": "the last logged values",
+    }
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -28,7 +28,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import DistributedType
@@ -369,10 +369,15 @@ _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_f
 class _Progress(InParts):
     """`TrainerState` with its log history, `TrainerControl`, callbacks' states, the sums behind the logged loss."""
 
-    follow_the_steps = (
+    follow_the_steps: ClassVar = (
         *("state", "history", "control", "sums", "grad_norm", "learning_rate"),
         *("is_cut", "has_ended_epoch", "max_steps", "accumulation"),
     )
+    entries_in_words: ClassVar = {
+        "history": "the log history",
+        "sums": "the sums behind the logged loss",
+        "callbacks": "the states of callbacks",
+    }
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
