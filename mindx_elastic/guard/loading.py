@@ -298,10 +298,9 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
         target = component.target
         if choice.doubt and isinstance(target, InParts) and isinstance(donated, dict) and not is_whole:
-            kept = partial(rings.of, name, "plain")
-            made[name], doubted = choose_parts(donated, lambda key, kept=kept: kept(entry=key), target.follow_the_steps)
-            for key, part in doubted.items():
-                words = f"{part.doubt}; {_whose(part.value is donated[key], found)}"
+            made[name], doubted = choose_parts(donated, partial(rings.entry_of, name), target.follow_the_steps)
+            for key, choice in doubted.items():
+                words = f"{choice.doubt}; {_whose(choice.value is donated[key], found)}"
                 doubts.setdefault(words, []).append(target.entries_in_words.get(key, f"{name}.{key}"))
             continue
         own_way = choose_of_loader(donated, rings.of(name), rings.of(name, "epochs").foreseen)
@@ -356,6 +355,9 @@ class _Rings:
         for key in self._mine.keys() & self._theirs.keys():
             self._mine[key], self._theirs[key] = on_one_side(self._mine[key], self._theirs[key])
         self._has_forecast = found.own is not None and found.own.forecast
+
+    def entry_of(self, name: str, entry: str) -> RingStates:
+        return self.of(name, entry=entry)
 
     def of(self, name: str, part: str = "plain", *, entry: str | None = None) -> RingStates:
         """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`. `entry`: only that of

@@ -460,8 +460,27 @@ def _pack(metric: Any) -> dict[str, Any]:
     return packed
 
 
+class _Logged(result._Metadata):
+    """Of a value that an earlier process has logged. Lightning synchronises where there are several ranks, and compares
+    what each `self.log` says of its value with the first one's: on another number of ranks that is this process's."""
+
+    def __ne__(self, other: object) -> bool:
+        own = self.__dict__
+        if not isinstance(other, result._Metadata) or any(
+            own[name] != vars(other)[name] for name in own if name != "_sync"
+        ):
+            return True
+        self.sync = other.sync
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return not self != other
+
+    __hash__ = None
+
+
 def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:
-    meta = result._Metadata(**packed["meta"], reduce_fx=getattr(torch, packed["reduce"]))
+    meta = _Logged(**packed["meta"], reduce_fx=getattr(torch, packed["reduce"]))
     should, rank_zero_only = packed["sync"]
     meta.sync = result._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
     metric = result._ResultMetric(meta, packed["is_tensor"])

@@ -92,6 +92,6 @@ def test_what_is_told_of_a_guard_that_cannot_recover_in_place_fits_its_program(
 ) -> None:
     monkeypatch.setenv("MINDX_RECOVER", "in-place")
     monkeypatch.setattr(running, "_told", set())
-    monkeypatch.setattr(running.AgentInfo, "from_env", object)
+    monkeypatch.setattr("mindx_elastic.guard.running.AgentInfo.from_env", object)
     tell_of_block(RankInfo(rank=0, world_size=2), is_layered=is_layered)
     assert [told in each.message for each in caplog.records] == [True]

@@ -267,7 +267,7 @@ def test_an_exception_in_a_validation_with_averaged_weights_saves_those_of_the_t
 
     def fit_in(name: str, module: Module) -> dict[str, Any]:
         fit(tmp_path / name, module, EMAWeightAveraging(decay=0.5))
-        return module.state_dict()
+        return dict(module.state_dict())
 
     torch.manual_seed(0)
     straight = fit_in("straight", Module())
