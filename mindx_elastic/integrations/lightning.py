@@ -476,7 +476,7 @@ class _Logged(result._Metadata):
     def __eq__(self, other: object) -> bool:
         return not self != other
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:

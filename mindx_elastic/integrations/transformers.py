@@ -110,7 +110,12 @@ class ElasticTraining:
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         if self._elastic is not None:
             self._elastic.take_loader(dataloader)
-        return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        num_epochs, *others = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        if self._elastic is not None and args.max_steps > 0:
+            # It follows from the steps of an epoch. On fewer ranks than those of the run to go on with, whose steps
+            # count, the epochs would be over before the steps are.
+            num_epochs = max(num_epochs, args.max_steps)
+        return num_epochs, *others
 
     def _init_training_state(
         self,
@@ -122,13 +127,16 @@ class ElasticTraining:
     ) -> tuple[int, int]:
         training = self._elastic
         assert training is not None
+        num_epochs = -(-max_steps // num_update_steps_per_epoch) if self.args.max_steps > 0 else num_train_epochs
         super()._init_training_state(  # type: ignore[misc]
-            max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial
+            max_steps, num_update_steps_per_epoch, num_epochs, None, trial
         )
         # The guard wants the prepared model, and the trainer the epoch to begin with before it has prepared it.
         training.prepared = super()._prepare_for_training(max_steps, training.shard, None)  # type: ignore[misc]
         directory = self._elastic_directory or os.path.join(self.args.output_dir, "_elastic")
         training.open(directory, self._elastic_options)
+        if self.args.max_steps <= 0:
+            max_steps = self.state.max_steps = training.last_step(max_steps, num_update_steps_per_epoch)
         return training.first_epoch(max_steps, num_train_epochs, self._elastic_given), 0
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,6 +312,15 @@ class _Training:
         callbacks.insert(0, self._hook)
         self._is_on_the_way = self.resumes
         self.step = owner.state.global_step
+
+    def last_step(self, max_steps: int, steps_per_epoch: int) -> int:
+        """Of as many epochs as `max_steps` has. The steps so far may have been those of another number of ranks."""
+        if not self.resumes:
+            return max_steps
+        place = self._loader.state_dict()
+        updates = -(-place["batch"] // self._owner.args.gradient_accumulation_steps)
+        in_epoch = steps_per_epoch if place["finished"] else updates
+        return self.step + max(0, max_steps - (int(place["epoch"]) - 1) * steps_per_epoch - in_epoch)
 
     def first_epoch(self, max_steps: int, num_epochs: int, given: Any) -> int:
         """The trainer's number of the epoch to begin with. `given`: its `resume_from_checkpoint`."""
