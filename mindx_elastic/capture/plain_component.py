@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
@@ -15,7 +16,7 @@ from mindx_elastic.capture.copying import copy_items, copy_tree
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "PlainComponent", "Stateful"]
+__all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "InParts", "PlainComponent", "Stateful"]
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
@@ -38,6 +39,20 @@ class GivesCopies(ABC):
 
     @abstractmethod
     def state_dict(self) -> Any: ...
+
+
+class InParts(ABC):
+    """Base of classes of ours whose state is a dict of entries that do not depend on one another: for a rank that was
+    killed in its step each is chosen by itself. A place in loops that is another one than that of the ranks beside it
+    would have this rank wait in collectives of its own."""
+
+    follow_the_steps: ClassVar[Collection[str]]
+    """The entries that replicas move alike."""
+    entries_in_words: ClassVar[Mapping[str, str]]
+    """What a warning calls some of them."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 class BeginsEpochs(ABC):

@@ -102,7 +102,8 @@ class UpdateGate:
         self.even = True
         """Whether in every step with updates the parameters were changed in place equally often."""
         self.others: Callable[[], str | None] | None = None
-        """In an evaluation: says that the parameters hold other weights now, which no version counter need show."""
+        """In an evaluation, and behind one that has not put them back, until the next boundary: says that the
+        parameters hold other weights now, which no version counter need show."""
         self.hidden: Callable[[], str | None] | None = None
         """Says that parameters have changed since the boundary without torch's knowledge, where that is looked at."""
         self._num_changes: int | None = None
@@ -240,7 +241,7 @@ class UpdateGate:
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
-            self.state = GateState.CLEAN
+            self.state, self.others = GateState.CLEAN, None
             self.had_updates = bool(self._updates)
             if self.had_updates:
                 self.steady = self.steady and (not self._usual or self._usual == self._updates)

@@ -195,7 +195,7 @@ class Guard(LayeredGuard):
                 self._open(stack, prepared or self._prepare(stack))
             stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
-                tell_of_block(self._ranks)
+                tell_of_block(self._ranks, is_layered=self._loops.is_layered)
             elif place is not None:
                 place.opened(self.stopper, self._around, self._loaders, self._ranks, self._ddp)
             self._listeners.answer_held()
@@ -242,9 +242,7 @@ class Guard(LayeredGuard):
             loaders=self._loaders.named,
             ddp=opening.ddp,
             more=self._more,
-            kept=self._kept,
-            own=self._own,
-            hosts=self._hosts,
+            **self._looked_into,
             uneven=start.uneven,
             guard=self,
             names_sums=self._ranks.rank == 0 and (self._place is None or not self._place.is_again),

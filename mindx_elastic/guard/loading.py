@@ -15,8 +15,9 @@ from here on.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,6 +27,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.loop_head import LoopHead
+from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
@@ -44,7 +46,7 @@ from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "load", "on_one_side", "replay_orders"]
+__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side", "replay_orders"]
 
 MISSING: Any = object()
 _THEIRS = object()
@@ -250,6 +252,15 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
     return Choice(donated, "changed in this step for the first time in a while")
 
 
+def choose_parts(
+    donated: Mapping[str, Any], kept: Callable[[str], RingStates], follow_the_steps: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Choice]]:
+    """The state of an object whose entries are chosen one by one, and the choices that something speaks against.
+    `kept`: of an entry. `follow_the_steps`: those that replicas move alike. Pure."""
+    chosen = {key: choose(value, kept(key), is_alike=key in follow_the_steps) for key, value in donated.items()}
+    return {key: each.value for key, each in chosen.items()}, {key: each for key, each in chosen.items() if each.doubt}
+
+
 def choose_of_loader(donated: Any, kept: RingStates, begun: Any) -> Any:
     """This rank's own state of a loader that differs from rank to rank, moved on to the donor's batch. MISSING: it does
     not differ, or it is not known how far it has come.
@@ -286,12 +297,19 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         donated = state.get(name, MISSING)
         is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
         choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
+        target = component.target
+        if choice.doubt and isinstance(target, InParts) and isinstance(donated, dict) and not is_whole:
+            made[name], doubted = choose_parts(donated, partial(rings.entry_of, name), target.follow_the_steps)
+            for key, choice in doubted.items():
+                words = f"{choice.doubt}; {_whose(choice.value is donated[key], found)}"
+                doubts.setdefault(words, []).append(target.entries_in_words.get(key, f"{name}.{key}"))
+            continue
         own_way = choose_of_loader(donated, rings.of(name), rings.of(name, "epochs").foreseen)
         if own_way is not MISSING:
             choice = Choice(own_way)
         value = choice.value
         doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
-        used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
+        used = _whose(value is donated, found)
         if value is MISSING or (doubt and value is donated and not _fits(component, value)):
             value, used = component.state(), "begins as the program builds it"
         if value is donated and not rings.of(name).mine and isinstance(component.target, FollowedLoader):
@@ -317,9 +335,14 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         unmanaged.risk(
             f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
             f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
-            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill",
+            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill; "
+            "--snapshot-every 1 keeps all of it",
         )
     return made
+
+
+def _whose(is_donated: bool, found: Resumed) -> str:
+    return f"rank {found.donor}'s is used" if is_donated else "this rank's last known one is used"
 
 
 _Record = Mapping[str, Any]
@@ -336,11 +359,15 @@ class _Rings:
             self._mine[key], self._theirs[key] = on_one_side(self._mine[key], self._theirs[key])
         self._has_forecast = found.own is not None and found.own.forecast
 
-    def of(self, name: str, part: str = "plain") -> RingStates:
-        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`."""
+    def entry_of(self, name: str, entry: str) -> RingStates:
+        return self.of(name, entry=entry)
+
+    def of(self, name: str, part: str = "plain", *, entry: str | None = None) -> RingStates:
+        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`. `entry`: only that of
+        its state."""
         now = self._moment
-        mine = {key: record.get(part, {}) for key, record in self._mine.items()}
-        theirs = {key: record.get(part, {}) for key, record in self._theirs.items()}
+        mine = {key: _only(record.get(part, {}), name, entry) for key, record in self._mine.items()}
+        theirs = {key: _only(record.get(part, {}), name, entry) for key, record in self._theirs.items()}
         earlier = sorted((m for m, is_forecast in mine if not is_forecast and m < now), reverse=True)
         own = [moment for moment in earlier if name in mine[moment, False]]
         common = [moment for moment in own if (moment, False) in theirs]
@@ -353,6 +380,14 @@ class _Rings:
             foreseen=foreseen,
             was_wrong=bool(came) and name in expected and not same_tree(expected[name], came.get(name, MISSING)),
         )
+
+
+def _only(states: Mapping[str, Any], name: str, entry: str | None) -> Mapping[str, Any]:
+    """By name: of the object `name` only that entry of its state. None: all of it."""
+    if entry is None:
+        return states
+    state = states.get(name)
+    return {name: state[entry]} if isinstance(state, dict) and entry in state else {}
 
 
 def on_one_side(mine: _Record, theirs: _Record) -> tuple[_Record, _Record]:

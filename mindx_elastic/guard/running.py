@@ -329,17 +329,21 @@ def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
     return _members[0]
 
 
-def tell_of_block(ranks: RankInfo) -> None:
-    """The program has entered its guard itself."""
+def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:
+    """The program has entered its guard itself, or a trainer has, which keeps the loop (`is_layered`)."""
     settings = RejoinSettings.from_env()
     if settings.in_place and not _is_running and AgentInfo.from_env() is not None and ranks.world_size > 1:
         if settings.generation:
             raise MismatchError("this process cannot take a dead rank's place: it does not enter guard.run(...)")
-        _tell_once(
-            ranks,
-            "the guard is entered with `with guard:`, so when a rank dies the whole job is restarted; make the loop a "
-            "function and write guard.run(train)",
+        layered = (
+            "a trainer keeps the loop, which cannot be begun again in the same process, so when a rank dies the whole "
+            "job is restarted; in place goes a loop of your own in a function, guard.run(train)"
         )
+        block = (
+            "the guard is entered with `with guard:`, so when a rank dies the whole job is restarted; make the loop a "
+            "function and write guard.run(train)"
+        )
+        _tell_once(ranks, layered if is_layered else block)
 
 
 @dataclass(frozen=True)

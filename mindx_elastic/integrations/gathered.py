@@ -67,6 +67,11 @@ class Gathered:
         self._copied: dict[_Place, _Copied] = {}
         self._too_much: set[_Place] = set()
 
+    @property
+    def sums(self) -> list[tuple[int, str]]:
+        """The attributes that are kept as sums: the `id` of their owner, and their names."""
+        return [(id(self._owner), name) for name in self._sums]
+
     def state(self) -> list[dict[str, Any]]:
         """It shares nothing with lists and sums."""
         found, before, self._copied = [], self._copied, {}

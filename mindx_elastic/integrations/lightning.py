@@ -17,16 +17,16 @@ validation and the end of an epoch behind the last batch. Here its loop is put w
 Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_FitLoop._data_source``,
 ``_combined_loader``, ``_data_fetcher``, ``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`;
 ``Trainer._signal_connector``, ``_logger_connector``, ``_data_connector`` with ``_requires_distributed_sampler`` and
-``_prepare_dataloader``; `WeightAveraging._average_model`, ``_latest_update_epoch``; those of `ModelCheckpoint` in
-``_LAST_SAVE``.
+``_prepare_dataloader``; `WeightAveraging._average_model`, ``_swap_models``, ``_latest_update_epoch``; those of
+`ModelCheckpoint` in ``_LAST_SAVE``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.plain_component import GivesCopies
+from mindx_elastic.capture.plain_component import GivesCopies, InParts
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
@@ -144,7 +144,7 @@ class ElasticCallback(Callback):
             guard.expect_no_look_ahead()
         without = _without_state(trainer)
         kept = [each for each in trainer.callbacks if not any(each is one for one in without.values())]
-        guard.look_into({"module": module}, kept=[trainer, *kept], own=without)
+        guard.look_into({"module": module}, kept=[trainer, *kept], own=without, sums=loops.sums)
         guard.open()
         self.guard, self._loops = guard, loops
         self._wrap(trainer, loops, guard)
@@ -172,7 +172,7 @@ class ElasticCallback(Callback):
         def run_validation() -> Any:
             if trainer.sanity_checking:
                 return validate()
-            with guard.outside_step():
+            with guard.outside_step(), _averages_put_back(trainer):
                 return validate()
 
         def on_advance_start() -> None:
@@ -249,6 +249,31 @@ class ElasticCallback(Callback):
         guard.close(error)
 
 
+@contextmanager
+def _averages_put_back(trainer: Trainer) -> Iterator[None]:
+    """Around a validation, for which `WeightAveraging` exchanges the weights: where it ends with an exception (a
+    collective fails, because a rank has died), the training's are there again, and their boundary can be saved."""
+    averaging = [each for each in trainer.callbacks if _averages_weights(each) and hasattr(each, "_swap_models")]
+    swaps = {each: each._swap_models for each in averaging}
+    exchanged: set[Callback] = set()
+
+    def swap_models(callback: Callback, module: LightningModule) -> None:
+        swaps[callback](module)
+        exchanged.symmetric_difference_update({callback})
+
+    for each in averaging:
+        vars(each)["_swap_models"] = partial(swap_models, each)
+    try:
+        yield
+    except BaseException:
+        for each in exchanged:
+            swaps[each](trainer.lightning_module)
+        raise
+    finally:
+        for each in averaging:
+            del vars(each)["_swap_models"]
+
+
 def _forget_loader(trainer: Trainer) -> None:
     """Let the fit ask its source again for the training's loader.
 
@@ -306,11 +331,18 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 # --- what is kept beside the module ---
 
 
-class _Loops(GivesCopies):
+class _Loops(GivesCopies, InParts):
     """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones,
     what the module gathers in lists and sums until the epoch's end."""
 
     gives_copies = True
+    follow_the_steps: ClassVar = ("counters", "first_batch", "should_stop", "accumulation", "is_cut")
+    entries_in_words: ClassVar = {
+        "results": "the epoch's sums of self.log",
+        "torchmetrics": "what torchmetrics have gathered",
+        "gathered": "lists and sums of the module",
+        "metrics": "the last logged values",
+    }
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -320,6 +352,11 @@ class _Loops(GivesCopies):
         self._accumulation: int | None = None
         self.is_cut = False
         """What follows the batch (validation, schedulers that go by it) has not been done."""
+
+    @property
+    def sums(self) -> list[tuple[int, str]]:
+        """See `Gathered`."""
+        return self._gathered.sums
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # Lightning prepares its loops; they stand where they were
@@ -423,8 +460,27 @@ def _pack(metric: Any) -> dict[str, Any]:
     return packed
 
 
+class _Logged(result._Metadata):
+    """Of a value that an earlier process has logged. Lightning synchronises where there are several ranks, and compares
+    what each `self.log` says of its value with the first one's: on another number of ranks that is this process's."""
+
+    def __ne__(self, other: object) -> bool:
+        own = self.__dict__
+        if not isinstance(other, result._Metadata) or any(
+            own[name] != vars(other)[name] for name in own if name != "_sync"
+        ):
+            return True
+        self.sync = other.sync
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return not self != other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:
-    meta = result._Metadata(**packed["meta"], reduce_fx=getattr(torch, packed["reduce"]))
+    meta = _Logged(**packed["meta"], reduce_fx=getattr(torch, packed["reduce"]))
     should, rank_zero_only = packed["sync"]
     meta.sync = result._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
     metric = result._ResultMetric(meta, packed["is_tensor"])

@@ -28,7 +28,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import DistributedType
@@ -36,6 +36,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, trainer
 from transformers.trainer_callback import ExportableState
 
+from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.guard.guard import Guard
@@ -109,7 +110,12 @@ class ElasticTraining:
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         if self._elastic is not None:
             self._elastic.take_loader(dataloader)
-        return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        num_epochs, *others = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        if self._elastic is not None and args.max_steps > 0:
+            # It follows from the steps of an epoch. On fewer ranks than those of the run to go on with, whose steps
+            # count, the epochs would be over before the steps are.
+            num_epochs = max(num_epochs, args.max_steps)
+        return num_epochs, *others
 
     def _init_training_state(
         self,
@@ -121,13 +127,16 @@ class ElasticTraining:
     ) -> tuple[int, int]:
         training = self._elastic
         assert training is not None
+        num_epochs = -(-max_steps // num_update_steps_per_epoch) if self.args.max_steps > 0 else num_train_epochs
         super()._init_training_state(  # type: ignore[misc]
-            max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial
+            max_steps, num_update_steps_per_epoch, num_epochs, None, trial
         )
         # The guard wants the prepared model, and the trainer the epoch to begin with before it has prepared it.
         training.prepared = super()._prepare_for_training(max_steps, training.shard, None)  # type: ignore[misc]
         directory = self._elastic_directory or os.path.join(self.args.output_dir, "_elastic")
         training.open(directory, self._elastic_options)
+        if self.args.max_steps <= 0:
+            max_steps = self.state.max_steps = training.last_step(max_steps, num_update_steps_per_epoch)
         return training.first_epoch(max_steps, num_train_epochs, self._elastic_given), 0
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,6 +313,15 @@ class _Training:
         self._is_on_the_way = self.resumes
         self.step = owner.state.global_step
 
+    def last_step(self, max_steps: int, steps_per_epoch: int) -> int:
+        """Of as many epochs as `max_steps` has. The steps so far may have been those of another number of ranks."""
+        if not self.resumes:
+            return max_steps
+        place = self._loader.state_dict()
+        updates = -(-place["batch"] // self._owner.args.gradient_accumulation_steps)
+        in_epoch = steps_per_epoch if place["finished"] else updates
+        return self.step + max(0, max_steps - (int(place["epoch"]) - 1) * steps_per_epoch - in_epoch)
+
     def first_epoch(self, max_steps: int, num_epochs: int, given: Any) -> int:
         """The trainer's number of the epoch to begin with. `given`: its `resume_from_checkpoint`."""
         if not self.resumes:
@@ -365,8 +383,18 @@ _FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
-class _Progress:
+class _Progress(InParts):
     """`TrainerState` with its log history, `TrainerControl`, callbacks' states, the sums behind the logged loss."""
+
+    follow_the_steps: ClassVar = (
+        *("state", "history", "control", "sums", "grad_norm", "learning_rate"),
+        *("is_cut", "has_ended_epoch", "max_steps", "accumulation"),
+    )
+    entries_in_words: ClassVar = {
+        "history": "the log history",
+        "sums": "the sums behind the logged loss",
+        "callbacks": "the states of callbacks",
+    }
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner

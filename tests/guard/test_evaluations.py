@@ -144,6 +144,40 @@ def test_a_stop_before_in_and_after_any_evaluation(tmp_path: Path, kind: str) ->
     check(tmp_path, kind, MOMENTS if kind != "workers" else ["head 4", "epoch 2"])
 
 
+class Fault(Exception):
+    pass
+
+
+class Failing(Evaluated):
+    """Raises in the evaluation `moment`, where its weights are exchanged, and never puts them back."""
+
+    def batches(self) -> Iterator[Any]:
+        if self.name == self.moment:
+            raise Fault
+        yield from super().batches()
+
+    def evaluate(self, name: str) -> None:
+        self.name = name
+        super().evaluate(name)
+
+
+@pytest.mark.parametrize("kind", KINDS[-3:])
+def test_weights_that_an_exception_in_an_evaluation_leaves_exchanged_are_not_saved(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, expected = run(tmp_path / "whole", kind, dict)
+    place = tmp_path / "failed"
+    with pytest.raises(GracefulExit) as left:
+        run(place, kind, dict, stop_at=3)
+    failing = Failing(place, kind, moment="head 8", seed=99)
+    with pytest.raises(Fault), failing.guard:
+        train(failing)
+    assert "the boundary after step 8 cannot be saved" in caplog.text
+    last, result = run(place, kind, dict, seed=99)
+    assert last.guard.resumed_from_step == left.value.step
+    assert_same(result["weights"], expected["weights"])
+
+
 def replayed() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     return {"loader": ReplayLoader(DataLoader(Points(), batch_size=4, shuffle=True, generator=generator))}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader, on_one_side
+from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader, choose_parts, on_one_side
 
 
 def chosen(donated: Any, kept: RingStates, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
@@ -42,6 +42,14 @@ def test_what_differs_is_the_own_copy(mine: Any) -> None:
     assert value is mine and doubt
     value, doubt = chosen(7, RingStates([6, mine], [6, 5], newest=6))
     assert value == 6 and doubt, "it differed a step before"
+
+
+def test_the_place_of_a_loop_is_the_donors_whatever_the_sums_beside_it_are() -> None:
+    """Else the rank would wait in collectives of its own."""
+    kept = {"place": RingStates([6], [6], newest=6), "begun": RingStates(newest=1), "sum": RingStates([1.2], [1.4])}
+    state, doubts = choose_parts({"place": 7, "begun": 2, "sum": 1.9}, kept.__getitem__, ("place", "begun"))
+    assert state == {"place": 7, "begun": 2, "sum": 1.2}
+    assert doubts.keys() == {"sum"}
 
 
 def test_without_a_common_boundary_nothing_is_known() -> None:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard import running
 from mindx_elastic.guard.as_begun import AsBegun
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.guard.running import Place
+from mindx_elastic.guard.running import Place, tell_of_block
 from mindx_elastic.rejoin.member import Entry, Member
 
 
@@ -80,3 +82,16 @@ def test_a_collector_that_was_made_ahead_serves_the_same_objects_once() -> None:
     assert place().take_collector({"model": model}) is None
     assert place().take_collector({"model": other, "optimizer": optimizer}) is None
     assert place().take_collector({"optimizer": optimizer, "model": model}) is None
+
+
+@pytest.mark.parametrize(
+    ("is_layered", "told"), [(False, "make the loop a function"), (True, "a trainer keeps the loop")]
+)
+def test_what_is_told_of_a_guard_that_cannot_recover_in_place_fits_its_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_layered: bool, told: str
+) -> None:
+    monkeypatch.setenv("MINDX_RECOVER", "in-place")
+    monkeypatch.setattr(running, "_told", set())
+    monkeypatch.setattr("mindx_elastic.guard.running.AgentInfo.from_env", object)
+    tell_of_block(RankInfo(rank=0, world_size=2), is_layered=is_layered)
+    assert [told in each.message for each in caplog.records] == [True]

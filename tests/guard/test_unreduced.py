@@ -83,6 +83,28 @@ def test_the_update_of_another_model_is_not_meant(job: Job) -> None:
     assert job.end_step() == 0
 
 
+def test_a_forward_that_reduces_by_itself_is_not_meant(one_rank_group: None) -> None:
+    """Lightning's manual optimization: backward and update are inside of the forward, which switches DDP's own
+    preparation of the next backward off once they are done."""
+
+    class Trains(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            updates.at_update(optimizer)
+            ddp.require_backward_grad_sync = False
+            return super().forward(x)
+
+    with ExitStack() as stack:
+        ddp = DistributedDataParallel(Trains(2, 2))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        unmanaged = Unmanaged("error")
+        updates = UnreducedUpdates(stack, {"model": ddp}, ddp_modules({"model": ddp}), unmanaged)
+        for _ in range(3):
+            ddp(torch.ones(1, 2))
+            ddp.require_backward_grad_sync = True
+            updates.at_boundary()
+    assert not unmanaged.notes
+
+
 def test_under_compile() -> None:
     with ExitStack() as stack:
         ddp = DistributedDataParallel(nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from mindx_elastic.integrations.lightning import ElasticCallback
@@ -177,6 +177,19 @@ def test_what_the_steps_sum_up_goes_on(tmp_path: Path, fails: dict[str, int]) ->
     assert resumed.calls < straight.calls  # set back nowhere: no sum of an epoch
 
 
+class Steers(Sums):
+    """Its sums are read other than for a log."""
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5 if self.total / self.count > 1 else 0.9
+        super().on_train_epoch_end()
+
+
+def test_sums_that_are_kept_are_no_cause_for_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Steers())
+    assert [each.message for each in caplog.records if each.levelname == "WARNING" and "total" in each.message] == []
+
+
 def test_a_list_that_is_too_long_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class GathersTooMuch(Module):
         def __init__(self) -> None:
@@ -247,6 +260,23 @@ def test_an_average_that_is_exchanged_for_a_validation_is_no_cause_for_a_warning
     average = Average()
     fit(tmp_path, Module(), average)
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == []
+
+
+def test_an_exception_in_a_validation_with_averaged_weights_saves_those_of_the_training(tmp_path: Path) -> None:
+    """As on the ranks that are left when one is killed there: what they have in common fails."""
+
+    def fit_in(name: str, module: Module) -> dict[str, Any]:
+        fit(tmp_path / name, module, EMAWeightAveraging(decay=0.5))
+        return dict(module.state_dict())
+
+    torch.manual_seed(0)
+    straight = fit_in("straight", Module())
+    torch.manual_seed(0)
+    with pytest.raises(Fault):
+        fit_in("failed", Module(fails_behind=2))
+    assert list((tmp_path / "failed" / "elastic").glob("*-2_4_breakpoint.safetensors")), "the step is not saved"
+    resumed = fit_in("failed", Module())
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
 
 
 class Ends(Module):

@@ -123,6 +123,25 @@ def test_a_killed_rank_costs_no_step_under_the_agent(tmp_path: Path, script: str
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+def test_a_fit_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Values of self.log are synchronised where there are several."""
+    run("lightning", tmp_path, ranks[0], ["--stop-at", "3"], code=143 if ranks[0] == 1 else 1)
+    resumed = run("lightning", tmp_path, ranks[1])
+    assert resumed.matches(r"resumed from .*step [34] ") and len(resumed.matches("^HASH")) == ranks[1]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("options", [[], ["--accumulate", "2"]], ids=["each", "accumulation"])
+def test_a_rank_that_is_killed_in_its_update_comes_back_at_the_place_of_the_others(
+    tmp_path: Path, options: list[str]
+) -> None:
+    """The others have passed the boundary; its own sums it has from memory, of an earlier one."""
+    options = ["--in-update", "--validate", "0.6", *options]
+    check_killed("lightning", tmp_path, 2, 4, options, named=r"may differ.*the epoch's sums of self\.log")
+
+
+@pytest.mark.drill
 def test_loggers_of_lightning_get_each_value_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     stop = ["--stop-at", "15", "--stop-in-validation"]

@@ -55,6 +55,22 @@ def test_a_training_goes_on_where_it_was_stopped(
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize(
+    ("ranks", "stop", "settings", "last"),
+    [((1, 2), "12", ["num_train_epochs=3"], 21), ((2, 1), "4", ["max_steps=18"], 18)],
+    ids=["more ranks, all epochs", "fewer ranks, all steps"],
+)
+def test_a_training_on_another_number_of_ranks_ends_where_it_should(
+    tmp_path: Path, ranks: tuple[int, int], stop: str, settings: list[str], last: int
+) -> None:
+    """Its epochs have another number of steps: 10 on one rank, 5 on two."""
+    options = ["--set", *settings]
+    run("transformers", tmp_path, ranks[0], ["--stop-at", stop, *options], code=143 if ranks[0] == 1 else 1)
+    resumed = run("transformers", tmp_path, ranks[1], options)
+    assert {match[1] for match in resumed.matches(r"^HASH .* (\d+)$")} == {str(last)}, resumed.report()
+
+
+@pytest.mark.drill
 def test_a_training_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
     options = ["--patience", "1", "--set", *_EVERY_EPOCH, "metric_for_best_model=loss", "learning_rate=0.0"]
     check("transformers", tmp_path, 1, [["--stop-at", "17"], ["--stop-at", "20", _IN_EVALUATION]], options)

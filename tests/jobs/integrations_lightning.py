@@ -39,6 +39,7 @@ parser.add_argument("--raise-at", type=int)
 parser.add_argument("--unseeded", action="store_true")
 parser.add_argument("--stop-rank", type=int, default=0)
 parser.add_argument("--kill", action="store_true", help="SIGKILL in its place, in the first attempt")
+parser.add_argument("--in-update", action="store_true", help="stop or kill it right behind that step's update")
 parser.add_argument("--loggers", action="store_true", help="CSV and TensorBoard; LOG lines at the end")
 parser.add_argument("--features", action="store_true", help="averages, an accumulation schedule, hooks, a loose metric")
 parser.add_argument("--order", choices=["stock", "own", "stream"], default="stock", help="who orders the samples")
@@ -150,9 +151,13 @@ class Net(pl.LightningModule):
         say(f"STEP {self.number} {rank} {os.getpid()} {loss.item():.9f} {self.global_step} {len(batch[0])}")
         if args.raise_at == self.number:
             raise RuntimeError("a fault of the program")
-        if (self.number, rank) == (args.stop_at, args.stop_rank) and not args.stop_in_validation:
-            stop()
+        if not args.stop_in_validation and not args.in_update:
+            self.perhaps_stop()
         return loss
+
+    def perhaps_stop(self, *_: Any) -> None:
+        if (self.number, rank) == (args.stop_at, args.stop_rank):
+            stop()
 
     def validation_step(self, batch: Any, index: int) -> None:
         loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -167,6 +172,8 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if args.in_update:
+            optimizer.register_step_post_hook(self.perhaps_stop)
         if args.plateau:
             scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
                 optimizer, patience=0, factor=0.5, threshold=0.5

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,6 +128,7 @@ class Checks:
         kept: Sequence[object] = (),
         own: Mapping[str, object] | None = None,
         hosts: Mapping[str, object] | None = None,
+        sums: Collection[tuple[int, str]] = (),
         uneven: str = "",
         guard: object = None,
         names_sums: bool = True,
@@ -136,7 +137,7 @@ class Checks:
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same, but for that of `own`, and for the numbers that
-        the program's classes keep on `hosts`. `uneven`: see `Start.uneven`.
+        the program's classes keep on `hosts`. `sums`: see `ModuleAttributes`. `uneven`: see `Start.uneven`.
         `keeps_setting`: whether a loader's state has that attribute of an object. `names_sums`: this process says
         which printed sums begin anew. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
@@ -145,7 +146,7 @@ class Checks:
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
-        self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
+        self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes(sums)
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._own_numbers, self._switches = OwnNumbers(), Switches(unmanaged.risk)

@@ -48,7 +48,9 @@ _Key = tuple[str, str]
 class ModuleAttributes:
     """One per guard. Training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: Collection[tuple[int, str]] = ()) -> None:
+        """`sums`: attributes that a layer keeps: the `id` of a module, and the name."""
+        self._sums = sums
         self._before: dict[_Key, Any] = {}
         self._done: set[_Key] = set()
 
@@ -81,7 +83,7 @@ class ModuleAttributes:
                 key, value = (path, name), held[0] if type(held) in (tuple, list) else held
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
                 old = self._before.get(key, look)
-                if key in self._done or type(old) is not type(look):
+                if key in self._done or type(old) is not type(look) or (id(module), name) in self._sums:
                     continue
                 if isinstance(look, tuple):
                     if value.grad_fn is not None:  # what a forward has left, unless the next one reads it

@@ -2,7 +2,9 @@
 
 Where the program does not average them itself, each rank has a state of its own from then on (local SGD), while a job
 with DDP is taken for one whose ranks have the same: of what they share one rank's is kept. A program may begin that at
-any step, so each update is looked at. DDP decides in its forward whether it will reduce what the backward brings.
+any step, so each update is looked at. DDP decides in its forward whether it will reduce what the backward brings. What
+it begins with counts: Lightning's manual optimization, whose backwards and updates are inside of the forward, tells the
+reducer of each by itself, and keeps DDP from doing so in the end.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class UnreducedUpdates:
         for module in outermost_replicas(targets, ddp):
             parts = {id(part) for part in module.modules()}
             inside = [(name, each) for name, each in ddp if id(each) in parts]
-            stack.callback(module.register_forward_hook(partial(self._at_forward, inside)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(self._at_forward, inside)).remove)
 
     def _at_forward(self, inside: _Inside, module: nn.Module, *_: object) -> None:
         if not torch.is_grad_enabled():

@@ -5,7 +5,8 @@ random streams            put back afterwards: global ones, named generators, sa
 modes of the modules      put back afterwards
 position of the loaders   put back afterwards: a named loader can be iterated, also in mid-epoch
 weights                   an evaluation may exchange them (averaged ones) and put them back. Meanwhile nothing is
-                          saved: a stop waits for the end of the block
+                          saved: a stop waits for the end of the block. Nor is it behind an exception that leaves them
+                        exchanged
 buffers                   are not put back, for a program may want the change: named, unless they end as they began
 ========================  ==============================================================================================
 """
@@ -68,7 +69,8 @@ class Evaluations:
 
     @contextmanager
     def watched_weights(self) -> Iterator[None]:
-        """Inside, `UpdateGate.hold` finds out when the weights are exchanged, also where that counts no version."""
+        """Inside, `UpdateGate.hold` finds out when the weights are exchanged, also where that counts no version. Where
+        an exception leaves them so, it goes on to find that out until the next boundary."""
         gate = self._gate
         if gate.others is not None or not gate.is_clean():
             yield
@@ -79,6 +81,6 @@ class Evaluations:
         try:
             yield
         finally:
-            put_back, gate.others = gate.others() is None, None
-            if put_back:
+            if gate.others() is None:
+                gate.others = None
                 gate.accept_changes()
