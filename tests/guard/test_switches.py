@@ -207,6 +207,57 @@ def a_loss_function(parts: Parts) -> str:
     return "criterion"
 
 
+def of_all_modules(parts: Parts) -> str:
+    for epoch in parts.guard.epochs(3):
+        if epoch == 2:
+            for module in parts.net.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.1
+        for (x,) in parts.loader:
+            parts.step(x)
+            parts.guard.step_end()
+    return "p of the modules of parts.net"
+
+
+def by_setattr(parts: Parts) -> str:
+    for epoch in parts.guard.epochs(3):
+        if epoch == 2:
+            setattr(parts.net, "use_aux", True)  # noqa: B010
+        for (x,) in parts.loader:
+            parts.step(x)
+            parts.guard.step_end()
+    return "parts.net.use_aux"
+
+
+class Trainer:
+    """The loop in a method, switches in hooks that it calls."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.noise, self.stage, self.milestones = parts, 0.1, 0, [2]
+
+    def set_stage(self, stage: int) -> None:
+        self.stage = stage
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        if epoch in self.milestones:
+            self.set_stage(1)
+
+    def train_epoch(self) -> None:
+        for (x,) in self.parts.loader:
+            self.parts.step(x + self.noise * torch.randn_like(x) if self.stage else x)
+            self.parts.guard.step_end()
+
+    def fit(self) -> None:
+        for epoch in self.parts.guard.epochs(3):
+            self.on_epoch_begin(epoch)
+            self.train_epoch()
+
+
+def in_a_trainer(parts: Parts) -> str:
+    Trainer(parts).fit()
+    return "self.stage"
+
+
 def a_hook(parts: Parts) -> str:
     for epoch in parts.guard.epochs(3):
         if epoch == 2:
@@ -218,7 +269,7 @@ def a_hook(parts: Parts) -> str:
 
 
 _TOLD = [by_attribute, by_method, of_a_library, of_an_object, in_a_dict, in_mid_epoch, in_a_function, a_variable]
-_TOLD += [by_what_comes, a_loss_function, a_hook]
+_TOLD += [by_what_comes, a_loss_function, a_hook, of_all_modules, by_setattr, in_a_trainer]
 
 
 @pytest.mark.parametrize("form", _TOLD)
@@ -227,7 +278,8 @@ def test_told(form: Callable[[Parts], str], tmp_path: Path, caplog: pytest.LogCa
     with parts.guard:
         name = form(parts)
     (told,) = [line for line in caplog.messages if "is set once" in line]
-    assert told.startswith(f"{name} ({form.__name__}() in test_switches.py) is set once, in line ")
+    where = "fit" if form is in_a_trainer else form.__name__
+    assert told.startswith(f"{name} ({where}() in test_switches.py) is set once, in line ")
     assert "and is not kept" in told
 
 

@@ -43,6 +43,7 @@ _HOOKS = re.compile(r"^register_.*hook$")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _IN_STATE_DICTS = ("training", "requires_grad", "grad", "data")
+_MODULES_OF = ("modules", "named_modules", "children", "named_children")
 _DEPTH, _LONGEST = 2, 60
 
 
@@ -67,6 +68,8 @@ class _Switch:
         owner = ast.unparse(self.owner)
         if not self.name:
             return f"a hook of {owner}"
+        if isinstance(self.owner, ast.Starred):
+            return f"{self.name} of the modules of {owner[1:]}"
         return f'{owner}["{self.name}"]' if self.is_entry else f"{owner}.{self.name}"
 
 
@@ -169,8 +172,8 @@ class _Scan:
     def statements(
         self, body: Sequence[ast.stmt], test: ast.If | None, given: Mapping[str, ast.expr], depth: int
     ) -> Iterator[_Switch]:
-        """`test`: that they are below. `given`: what the arguments of the function that has them stand for; in the loop
-        itself: nothing."""
+        """`test`: that they are below. `given`: what the arguments of the function that has them stand for in the
+        function with the loop, and ``module`` in ``for module in net.modules()``, a `Starred` there."""
         for statement in body:
             if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
                 continue
@@ -181,14 +184,25 @@ class _Scan:
                 continue
             inner = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
             if any(inner):
+                known = {**given, **self._modules_of(statement, given, depth)}
                 for each in inner:
                     if isinstance(each, list):
-                        yield from self.statements(each, test, given, depth)
+                        yield from self.statements(each, test, known, depth)
                 continue
             if test is not None:
                 yield from self._sets(statement, test, given, depth)
             for call in (node for node in walk(statement) if isinstance(node, ast.Call)):
                 yield from self._calls(call, test, given, depth)
+
+    def _modules_of(self, loop: ast.stmt, given: Mapping[str, ast.expr], depth: int) -> dict[str, ast.expr]:
+        call = loop.iter if isinstance(loop, ast.For) else None
+        if not isinstance(loop, ast.For) or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            return {}
+        owner = _placed(call.func.value, given, depth, self._place)
+        target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
+        if call.func.attr not in _MODULES_OF or owner is None or not isinstance(target, ast.Name):
+            return {}
+        return {target.id: ast.Starred(owner, ast.Load())}
 
     def _counts(self, test: ast.expr, depth: int) -> bool:
         if holds_once(test):
@@ -208,21 +222,27 @@ class _Scan:
                     yield self._switch(None, target.id, test)
             elif not holds_once(test.test):
                 continue
-            elif isinstance(target, ast.Attribute) and (owner := _placed(target.value, given, depth)) is not None:
+            elif isinstance(target, ast.Attribute) and (owner := _placed(target.value, given, depth, self._place)):
                 yield self._switch(owner, target.attr, test)
             elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-                owner = _placed(target.value, given, depth)
+                owner = _placed(target.value, given, depth, self._place)
                 if owner is not None and isinstance(target.slice.value, str):
                     yield self._switch(owner, target.slice.value, test, is_entry=True)
 
     def _calls(
         self, call: ast.Call, test: ast.If | None, given: Mapping[str, ast.expr], depth: int
     ) -> Iterator[_Switch]:
-        owner = _placed(call.func.value, given, depth) if isinstance(call.func, ast.Attribute) else None
-        if owner is not None and test is not None and holds_once(test.test) and _HOOKS.match(name_of(call.func)):
+        owner = _placed(call.func.value, given, depth, self._place) if isinstance(call.func, ast.Attribute) else None
+        once = test is not None and holds_once(test.test)
+        if test is not None and once and owner is not None and _HOOKS.match(name_of(call.func)):
             yield self._switch(owner, "", test)
             return
-        if depth == 0 or (called := _placed(call.func, given, depth)) is None:
+        if test is not None and once and name_of(call.func) == "setattr" and len(call.args) == 3:
+            owner, name = _placed(call.args[0], given, depth, self._place), call.args[1]
+            if owner is not None and isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield self._switch(owner, name.value, test)
+            return
+        if depth == 0 or (called := _placed(call.func, given, depth, self._place)) is None:
             return
         function = _value_at(called, self._place)
         function = function.__func__ if isinstance(function, (MethodType, staticmethod)) else function
@@ -232,35 +252,47 @@ class _Scan:
         if node is None or logs(call):
             return
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
-        values = [owner, *call.args] if owner is not None and names[:1] == ["self"] else call.args
         stands: dict[str, ast.expr] = {}
-        for name, value in [*zip(names, values, strict=False), *((k.arg, k.value) for k in call.keywords if k.arg)]:
-            if isinstance(value, ast.expr) and (known := _placed(value, given, depth)) is not None:
-                stands[name] = known
-        if test is not None and not holds_once(test.test):
-            test = None
-        yield from self.statements(node.body, test, stands, depth - 1)
+        if names and owner is not None and _is_method(_value_at(owner, self._place), name_of(call.func)):
+            stands[names.pop(0)] = owner
+        given_here = [*zip(names, call.args, strict=False), *((k.arg, k.value) for k in call.keywords if k.arg)]
+        for argument, value in given_here:
+            if (known := _placed(value, given, depth, self._place)) is not None:
+                stands[argument] = known
+        yield from self.statements(node.body, test if once else None, stands, depth - 1)
 
     def _switch(self, owner: ast.expr | None, name: str, test: ast.If, *, is_entry: bool = False) -> _Switch:
         return _Switch(self._words, owner, name, is_entry, test.lineno, ast.unparse(test.test)[:_LONGEST])
 
 
-def _placed(node: ast.expr, given: Mapping[str, ast.expr], depth: int) -> ast.expr | None:
+def _is_method(owner: Any, name: str) -> bool:
+    """Whether a call of it gives the owner as the first argument."""
+    return name not in attributes_of(owner) and isinstance(
+        inspect.getattr_static(type(owner), name, None), FunctionType
+    )
+
+
+def _placed(node: ast.expr, given: Mapping[str, ast.expr], depth: int, place: FrameType) -> ast.expr | None:
     """The expression in the function with the loop: arguments of a called one are what they stand for there."""
     if isinstance(node, ast.Name):
-        return node if depth == _DEPTH else given.get(node.id)
+        known = given.get(node.id)
+        is_its_own = depth == _DEPTH or (node.id in place.f_globals and node.id not in place.f_locals)
+        return known if known is not None else node if is_its_own else None
     if isinstance(node, ast.Attribute):
-        inner = _placed(node.value, given, depth)
+        inner = _placed(node.value, given, depth, place)
         return None if inner is None else ast.Attribute(inner, node.attr, ast.Load())
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        inner = _placed(node.value, given, depth)
+        inner = _placed(node.value, given, depth, place)
         return None if inner is None else ast.Subscript(inner, node.slice, ast.Load())
     return None
 
 
 def _definition(function: FunctionType) -> ast.FunctionDef | None:
-    code = inspect.unwrap(function).__code__
-    tree = tree_of_file(code.co_filename, function.__globals__)
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType):
+        return None
+    code = inner.__code__
+    tree = tree_of_file(code.co_filename, inner.__globals__)
     nodes = [] if tree is None else walk(tree)
     first = code.co_firstlineno
     own = (n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
@@ -287,7 +319,7 @@ def _is_of_none(test: ast.expr) -> bool:
 def _is_lost(one: _Switch, place: FrameType, own: set[str], kept: Kept) -> bool:
     """Whether the owner outlives the loop's turns, and no file has what is set."""
     assert one.owner is not None
-    node: ast.expr = one.owner
+    node: ast.expr = one.owner.value if isinstance(one.owner, ast.Starred) else one.owner
     while True:
         value = _value_at(node, place)
         if value is _UNKNOWN or isinstance(value, (torch.optim.Optimizer, LRScheduler, torch.Tensor)):
@@ -377,6 +409,11 @@ def _entry(owner: Any, key: Any) -> Any:
 def _value(one: _Switch, place: FrameType) -> Any:
     if one.owner is None:
         return _value_at(ast.Name(one.name, ast.Load()), place)
+    if isinstance(one.owner, ast.Starred):
+        root = _value_at(one.owner.value, place)
+        modules = [*root.modules()] if isinstance(root, nn.Module) else []
+        held = [attributes_of(each).get(one.name) for each in modules]
+        return repr([value for value in held if value is None or isinstance(value, (bool, int, float, str))])
     owner = _value_at(one.owner, place)
     if owner is _UNKNOWN:
         return _UNKNOWN

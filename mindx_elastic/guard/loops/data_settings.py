@@ -301,7 +301,7 @@ def _items(held: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"[{number}]", one) for number, one in enumerate(held))
     elif isinstance(held, dict):
         if len(held) <= _MOST_ITEMS:
-            yield from ((f"[{key!r}]", one) for key, one in held.items())
+            yield from ((f"[{key!r}]", one) for key, one in held.copy().items())
     else:
         yield "", held
 
@@ -312,10 +312,10 @@ def _plain(value: Any) -> Any:
     if value is None or kind in (bool, int, float, str) or (isinstance(value, np.generic) and kind is not np.void):
         return value
     if kind in (list, tuple, set, frozenset) and len(value) <= _MOST_ITEMS:
-        found = [_plain(one) for one in value]
+        found = [_plain(one) for one in value.copy()] if kind in (list, set) else [*map(_plain, value)]
         return _OTHER if any(one is _OTHER for one in found) else kind(found)
     if kind is dict and len(value) <= _MOST_ITEMS:
-        pairs = {key: _plain(one) for key, one in value.items()}
+        pairs = {key: _plain(one) for key, one in value.copy().items()}  # another thread may have it
         is_plain = all(type(key) in (int, str) and one is not _OTHER for key, one in pairs.items())
         return pairs if is_plain else _OTHER
     return _OTHER
@@ -323,7 +323,9 @@ def _plain(value: Any) -> Any:
 
 def _kind(held: Any) -> str | None:
     """In words, what a program may exchange: a function, an object that is called, a list; None for other things."""
-    if isinstance(held, (FunctionType, MethodType)):
+    if isinstance(held, MethodType):
+        held = held.__func__
+    if isinstance(held, FunctionType):
         return f"{held.__qualname__}, line {held.__code__.co_firstlineno}"
     if isinstance(held, (list, tuple)):
         if len(held) <= _MOST_ITEMS:
