@@ -365,7 +365,21 @@ def begun_anew(parts: Parts) -> None:
             parts.guard.step_end()
 
 
-@pytest.mark.parametrize("form", [from_there_on, what_is_kept, what_is_only_printed, by_a_mode, begun_anew])
+def that_follows_from_what_is_kept(parts: Parts) -> None:
+    """The queue of SwAV: a resumed epoch comes to the same."""
+    queue = parts.net.body.weight
+    for _ in parts.guard.epochs(3):
+        uses_it = False
+        for (x,) in parts.loader:
+            if uses_it or not torch.all(queue[-1, :] == 0):
+                uses_it = True
+            parts.step(x, 2.0 if uses_it else 1.0)
+            parts.guard.step_end()
+
+
+@pytest.mark.parametrize(
+    "form", [that_follows_from_what_is_kept, from_there_on, what_is_kept, what_is_only_printed, by_a_mode, begun_anew]
+)
 def test_left_alone(form: Callable[[Parts], None], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     parts = Parts(tmp_path)

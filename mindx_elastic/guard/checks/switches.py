@@ -131,7 +131,9 @@ def holds_once(test: ast.expr) -> bool:
     if any(isinstance(op, _ORDERS) for node in compares for op in node.ops):
         return False
     return any(
-        isinstance(node.ops[0], (ast.Eq, ast.In)) and not any(map(_is_text, (node.left, *node.comparators)))
+        isinstance(node.ops[0], (ast.Eq, ast.In))
+        and isinstance(node.left, (ast.Name, ast.Attribute, ast.BinOp))  # no part of a tensor, no result of a call
+        and not any(map(_is_text, (node.left, *node.comparators)))
         for node in compares
     )
 

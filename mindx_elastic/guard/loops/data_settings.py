@@ -301,7 +301,7 @@ def _items(held: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"[{number}]", one) for number, one in enumerate(held))
     elif isinstance(held, dict):
         if len(held) <= _MOST_ITEMS:
-            yield from ((f"[{key!r}]", one) for key, one in held.copy().items())
+            yield from ((f"[{key!r}]", one) for key, one in dict(held).items())
     else:
         yield "", held
 
