@@ -20,6 +20,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -33,7 +34,7 @@ from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, tree_of_file
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, place_of, program_files
-from mindx_elastic.guard.checks.syntax import walk
+from mindx_elastic.guard.checks.syntax import MOST_FILES, walk
 from mindx_elastic.guard.checks.training_words import logs, name_of, names_a_log
 
 __all__ = ["Switches", "holds_once"]
@@ -150,6 +151,7 @@ def _is_text(node: ast.expr) -> bool:
 def _find(around: Sequence[tuple[Loop, FrameType]], kept: Kept, sources: Sources) -> Iterator[_Switch]:
     outermost: dict[FrameType, Loop] = {place: loop for loop, place in around}
     told: set[tuple[str, str]] = set()
+    reads: _Reads | None = None
     for place, loop in outermost.items():
         own = _set_in(loop)
         for one in _Scan(place, own).statements(loop.body, None, {}, _DEPTH):
@@ -160,8 +162,10 @@ def _find(around: Sequence[tuple[Loop, FrameType]], kept: Kept, sources: Sources
             if one.owner is None:
                 if is_carried(loop, variable(one.name)) and steers(loop, one.name, place, kept):
                     yield one
-            elif _is_lost(one, place, own, kept) and (not one.name or _is_read(one.name, sources, one.is_entry)):
-                yield one
+            elif _is_lost(one, place, own, kept):
+                reads = reads or _Reads(sources)
+                if reads.has(one):
+                    yield one
 
 
 class _Scan:
@@ -295,10 +299,14 @@ def _definition(function: FunctionType) -> ast.FunctionDef | None:
         return None
     code = inner.__code__
     tree = tree_of_file(code.co_filename, inner.__globals__)
-    nodes = [] if tree is None else walk(tree)
-    first = code.co_firstlineno
-    own = (n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
-    return next((n for n in own if first in (n.lineno, *(d.lineno for d in n.decorator_list))), None)
+    return None if tree is None else _functions(tree).get((code.co_name, code.co_firstlineno))
+
+
+@lru_cache(maxsize=MOST_FILES)
+def _functions(tree: ast.Module) -> dict[tuple[str, int], ast.FunctionDef]:
+    """By name and first line, decorators included."""
+    found = (node for node in walk(tree) if isinstance(node, ast.FunctionDef))
+    return {(n.name, min(n.lineno, *(d.lineno for d in n.decorator_list), n.lineno)): n for n in found}
 
 
 def _set_in(loop: Loop) -> set[str]:
@@ -334,32 +342,35 @@ def _is_lost(one: _Switch, place: FrameType, own: set[str], kept: Kept) -> bool:
         return isinstance(node, ast.Name) and node.id not in own and one.name not in _IN_STATE_DICTS
 
 
-def _is_read(name: str, sources: Sources, is_entry: bool) -> bool:
-    """Whether the program reads such an attribute or entry, or it belongs to a library."""
-    seen = False
-    for tree, parents in sources.trees() if is_entry else sources.trees_with(name):
-        for node in walk(tree):
-            if is_entry:
-                is_it = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
-                is_it = is_it and node.slice.value == name  # type: ignore[attr-defined]
-            else:
-                is_it = isinstance(node, ast.Attribute) and node.attr == name
-            if not is_it:
-                continue
-            seen = seen or not is_entry
-            if isinstance(getattr(node, "ctx", None), ast.Load) and not _is_logged(node, parents):
-                return True
-    return is_entry is False and not _is_defined(name, sources) and seen
+class _Reads:
+    """What the program reads for more than a log: one pass through its source."""
 
+    def __init__(self, sources: Sources) -> None:
+        self._attributes: set[str] = set()
+        self._entries: set[str] = set()
+        self._own: set[str] = set()
+        """Attributes that its classes set on themselves."""
+        for tree, parents in sources.trees():
+            for node in walk(tree):
+                if isinstance(node, ast.Attribute):
+                    if not isinstance(node.ctx, ast.Load):
+                        if isinstance(node.value, ast.Name) and node.value.id == "self":
+                            self._own.add(node.attr)
+                    elif node.attr not in self._attributes and not _is_logged(node, parents):
+                        self._attributes.add(node.attr)
+                elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                    if isinstance(node.ctx, ast.Load) and not _is_logged(node, parents):
+                        self._entries.add(str(node.slice.value))
+                elif isinstance(node, ast.Call) and name_of(node.func) == "get":  # config.get("noise")
+                    self._entries |= {str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)}
 
-def _is_defined(name: str, sources: Sources) -> bool:
-    """Whether a class of the program sets it on itself."""
-    for tree, _ in sources.trees_with(name):
-        for node in walk(tree):
-            is_set = isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
-            if is_set and isinstance(node.value, ast.Name) and node.value.id == "self":  # type: ignore[attr-defined]
-                return True
-    return False
+    def has(self, one: _Switch) -> bool:
+        """Also what is of a library, whose source is not looked at."""
+        if not one.name:
+            return True
+        if one.is_entry:
+            return one.name in self._entries
+        return one.name in self._attributes or one.name not in self._own
 
 
 def _is_logged(node: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
