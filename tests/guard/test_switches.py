@@ -219,6 +219,18 @@ def of_all_modules(parts: Parts) -> str:
     return "p of the modules of parts.net"
 
 
+def behind_an_evaluation(parts: Parts) -> str:
+    for epoch in parts.guard.epochs(3):
+        if epoch == 2:
+            parts.mixup.alpha = 0.5
+        for (x,) in parts.loader:
+            parts.step(x)
+            parts.guard.step_end()
+        with parts.guard.outside_step(), torch.no_grad():
+            parts.net(torch.zeros(1, 4))
+    return "parts.mixup.alpha"
+
+
 def by_setattr(parts: Parts) -> str:
     for epoch in parts.guard.epochs(3):
         if epoch == 2:
@@ -269,7 +281,7 @@ def a_hook(parts: Parts) -> str:
 
 
 _TOLD = [by_attribute, by_method, of_a_library, of_an_object, in_a_dict, in_mid_epoch, in_a_function, a_variable]
-_TOLD += [by_what_comes, a_loss_function, a_hook, of_all_modules, by_setattr, in_a_trainer]
+_TOLD += [by_what_comes, a_loss_function, a_hook, of_all_modules, by_setattr, behind_an_evaluation, in_a_trainer]
 
 
 @pytest.mark.parametrize("form", _TOLD)

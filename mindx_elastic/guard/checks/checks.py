@@ -546,7 +546,6 @@ class Checks:
         self._copies.forget()
         self._own_tensors.forget()
         self._own_numbers.forget()
-        self._switches.forget()
         self._weights_of_samplers.forget()
         self._attributes.forget()
 

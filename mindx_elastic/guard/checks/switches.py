@@ -99,11 +99,6 @@ class Switches:
         if self._found:
             self._compare({place_of(place): place for _, place in loops_around(frame, self._entry) or ()})
 
-    def forget(self) -> None:
-        """What has changed until the next look does not count."""
-        for one in self._found or ():
-            one.before = _UNKNOWN
-
     def _compare(self, places: Mapping[str, FrameType]) -> None:
         for one in list(self._found or ()):
             place = places.get(one.place)
