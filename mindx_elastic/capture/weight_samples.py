@@ -12,6 +12,7 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.capture.dtensors import local_part
+from mindx_elastic.core.tensor_memory import memory_of
 
 __all__ = ["WeightSample", "WeightSamples"]
 
@@ -51,7 +52,7 @@ class WeightSamples:
         for name, sample in self.take().items():
             elements = hashlib.sha256()
             for group in sample.groups:
-                elements.update(group.cpu().view(torch.uint8).numpy().tobytes())
+                elements.update(memory_of(group.cpu().contiguous()))
             found[name] = elements.hexdigest()[:_DIGITS]
         return found
 
