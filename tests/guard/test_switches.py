@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit
+from mindx_elastic.guard.checks.switches import Switches
 from tests.guarded import no_traces, plain_environment, stop_and_wait
 
 
@@ -317,6 +319,40 @@ def test_told_at_a_stop_right_behind_it(tmp_path: Path, caplog: pytest.LogCaptur
     with again.guard:
         by_attribute(again)
     assert "not bit for bit" in caplog.text and "parts.mixup.enabled (" in caplog.text
+
+
+class Hooked(nn.Module):
+    """As a library calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.scale, self.epoch = 0.0, 1.0, 0
+
+    def begin_epoch(self) -> None:
+        if self.epoch == 2:
+            self.noise = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.noise) * self.scale
+
+
+class Callback:
+    def on_epoch(self, pl_module: Any) -> None:
+        if pl_module.epoch == 2:
+            pl_module.scale = 0.5
+
+
+def test_in_classes_that_a_library_calls() -> None:
+    module, callback, told = Hooked(), Callback(), list[str]()
+    switches = Switches(lambda what, remedy: told.append(what))
+    switches.at_entry(None, {"module": module, "callback": callback})
+    kept: Any = SimpleNamespace(objects=set())
+    frame = sys._getframe()
+    for module.epoch in (1, 2, 3):
+        module.begin_epoch()
+        callback.on_epoch(module)
+        switches.look(frame, kept)
+    assert [line.partition(" is set once")[0] for line in told] == ["module.noise (Hooked)", "module.scale (Callback)"]
 
 
 # --- left alone ---

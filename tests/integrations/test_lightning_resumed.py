@@ -190,6 +190,32 @@ def test_sums_that_are_kept_are_no_cause_for_a_warning(tmp_path: Path, caplog: p
     assert [each.message for each in caplog.records if each.levelname == "WARNING" and "total" in each.message] == []
 
 
+class Switched(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.scale = False, 1.0
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x = batch[0] + torch.rand(1) if self.noise else batch[0]
+        return self.layer(x).square().mean() * self.scale
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.noise = True
+
+
+class Scales(pl.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.scale = 0.5
+
+
+def test_what_hooks_set_once_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Switched(), Scales())
+    told = sorted(line for line in caplog.messages if "is set once" in line)
+    assert [line.partition(" is set once")[0] for line in told] == ["module.noise (Switched)", "module.scale (Scales)"]
+
+
 def test_a_list_that_is_too_long_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class GathersTooMuch(Module):
         def __init__(self) -> None:

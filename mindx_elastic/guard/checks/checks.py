@@ -143,7 +143,8 @@ class Checks:
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
         self._hosts, self._names_sums, self._keeps_setting = dict(hosts or {}), names_sums, keeps_setting
-        self._roots = {**dict(more or {}), **targets}
+        self._more = dict(more or {})
+        self._roots = {**self._more, **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes(sums)
@@ -187,7 +188,7 @@ class Checks:
         is_inside = self._names_sums and position.step_in_epoch != position.batch_num
         self._variables.at_entry(sys._getframe(1), resumed_at=position.step_in_epoch if is_inside else 0)
         self._own_numbers.begin(seen.counted.values())
-        self._switches.at_entry(entry_of(sys._getframe(1)))
+        self._switches.at_entry(entry_of(sys._getframe(1)), {**self._more, **self._hosts})
         return seen
 
     def at_epoch(self) -> None:

@@ -3,7 +3,8 @@
 
 A resumed run that begins behind that line does not come by it, and has the first value. What is told is
 
-- set in a loop of the block, in a function that is called there, or by a method of the object (``model.freeze()``),
+- set in a loop of the block, in a function that is called there, or by a method of the object (``model.freeze()``);
+  where a library has the loop, in methods of the program's classes that it calls (Lightning's hooks, callbacks),
 - below a test that holds once (``epoch == 270``, ``step in (500, 900)``, not ``epoch >= 270``); a variable also below
   one of something that the loop works out (``if accuracy > 0.9:``),
 - not kept: attributes of optimizers and of named objects are, and what the program sets on its data set,
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, tree_of_file
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, place_of, program_files
-from mindx_elastic.guard.checks.syntax import MOST_FILES, walk
+from mindx_elastic.guard.checks.syntax import MOST_FILES, children, walk
 from mindx_elastic.guard.checks.training_words import logs, name_of, names_a_log
 
 __all__ = ["Switches", "holds_once"]
@@ -44,6 +45,7 @@ _HOOKS = re.compile(r"^register_.*hook$")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _IN_STATE_DICTS = ("training", "requires_grad", "grad", "data")
+_HOSTS = ("pl_module", "model")  # arguments of callbacks, as Lightning and Transformers call them
 _MODULES_OF = ("modules", "named_modules", "children", "named_children")
 _DEPTH, _LONGEST = 2, 60
 
@@ -60,6 +62,8 @@ class _Switch:
     is_entry: bool
     line: int
     test: str
+    is_in_object: bool = False
+    """`place` is a class: the owner is an expression of `_Objects`."""
     before: object = _UNKNOWN
 
     @property
@@ -74,6 +78,16 @@ class _Switch:
         return f'{owner}["{self.name}"]' if self.is_entry else f"{owner}.{self.name}"
 
 
+class _Objects:
+    """The objects of a program by its names for them, in place of a function's variables."""
+
+    def __init__(self, objects: dict[str, object]) -> None:
+        self.f_locals, self.f_globals = objects, dict[str, object]()
+
+
+_Place: TypeAlias = FrameType | _Objects
+
+
 class Switches:
     """One per guard. Training thread."""
 
@@ -81,16 +95,20 @@ class Switches:
         self._risk = risk
         self._found: list[_Switch] | None = None
         self._entry: Entry | None = None
+        self._objects = _Objects({})
         self.is_due = False
         """An epoch has begun: what its head has set is told at its first boundary, whatever ends the process then."""
 
-    def at_entry(self, entry: Entry | None) -> None:
-        self._entry, self._found = entry, None
+    def at_entry(self, entry: Entry | None, objects: Mapping[str, object]) -> None:
+        """`objects`: what the program has given a library whose loop it is: a `LightningModule`, callbacks."""
+        self._entry, self._found, self._objects = entry, None, _Objects(dict(objects))
 
     def look(self, frame: FrameType | None, kept: Kept) -> None:
         """At a boundary, which is passed in `frame`."""
-        if self._found is None and (around := loops_around(frame, self._entry)):
-            self._found = list(_find(around, kept, Sources(program_files(frame))))
+        if self._found is None:
+            around, sources = loops_around(frame, self._entry) or [], Sources(program_files(frame))
+            if around or self._objects.f_locals:
+                self._found = [*_find(around, kept, sources), *_find_in(self._objects, kept, sources)]
         self.look_again(frame)
 
     def look_again(self, frame: FrameType | None) -> None:
@@ -101,7 +119,7 @@ class Switches:
 
     def _compare(self, places: Mapping[str, FrameType]) -> None:
         for one in list(self._found or ()):
-            place = places.get(one.place)
+            place = self._objects if one.is_in_object else places.get(one.place)
             now = _UNKNOWN if place is None else _in_short(_value(one, place))
             before, one.before = one.before, now if now is not _UNKNOWN else one.before
             if _UNKNOWN not in (before, now) and before != now and self._found is not None:
@@ -149,7 +167,7 @@ def _find(around: Sequence[tuple[Loop, FrameType]], kept: Kept, sources: Sources
     reads: _Reads | None = None
     for place, loop in outermost.items():
         own = _set_in(loop)
-        for one in _Scan(place, own).statements(loop.body, None, {}, _DEPTH):
+        for one in _Scan(place, own, place_of(place)).statements(loop.body, None, {}, _DEPTH):
             key = one.place, one.shown
             if key in told or names_a_log(one.shown):
                 continue
@@ -163,12 +181,34 @@ def _find(around: Sequence[tuple[Loop, FrameType]], kept: Kept, sources: Sources
                     yield one
 
 
+def _find_in(objects: _Objects, kept: Kept, sources: Sources) -> Iterator[_Switch]:
+    """In the methods of classes of the program that a library calls."""
+    modules = [name for name, value in objects.f_locals.items() if isinstance(value, nn.Module)]
+    told: set[str] = set()
+    reads: _Reads | None = None
+    for key, value in objects.f_locals.items():
+        own = {kind.__name__ for kind in type(value).__mro__ if not is_library(kind.__module__)}
+        trees = (tree for tree, _ in sources.classes_of(type(value)) if own and getattr(tree, "name", "") in own)
+        for method in (node for tree in trees for node in children(tree) if isinstance(node, ast.FunctionDef)):
+            given: dict[str, ast.expr] = {"self": ast.Name(key, ast.Load())}
+            if modules:
+                given |= dict.fromkeys(_HOSTS, ast.Name(modules[0], ast.Load()))
+            for one in _Scan(objects, set(), type(value).__name__).statements(method.body, None, given, _DEPTH - 1):
+                if one.shown in told or names_a_log(one.shown):
+                    continue
+                told.add(one.shown)
+                if _is_lost(one, objects, set(), kept):
+                    reads = reads or _Reads(sources)
+                    if reads.has(one):
+                        yield one
+
+
 class _Scan:
     """Goes through what a loop does."""
 
-    def __init__(self, place: FrameType, own: set[str]) -> None:
-        """`own`: the variables that the loop sets."""
-        self._place, self._words, self._own = place, place_of(place), own
+    def __init__(self, place: _Place, own: set[str], words: str) -> None:
+        """`own`: the variables that the loop sets. `words`: where it is."""
+        self._place, self._words, self._own = place, words, own
 
     def statements(
         self, body: Sequence[ast.stmt], test: ast.If | None, given: Mapping[str, ast.expr], depth: int
@@ -263,7 +303,9 @@ class _Scan:
         yield from self.statements(node.body, test if once else None, stands, depth - 1)
 
     def _switch(self, owner: ast.expr | None, name: str, test: ast.If, *, is_entry: bool = False) -> _Switch:
-        return _Switch(self._words, owner, name, is_entry, test.lineno, ast.unparse(test.test)[:_LONGEST])
+        words = ast.unparse(test.test)[:_LONGEST]
+        is_in_object = isinstance(self._place, _Objects)
+        return _Switch(self._words, owner, name, is_entry, test.lineno, words, is_in_object)
 
 
 def _is_method(owner: Any, name: str) -> bool:
@@ -273,7 +315,7 @@ def _is_method(owner: Any, name: str) -> bool:
     )
 
 
-def _placed(node: ast.expr, given: Mapping[str, ast.expr], depth: int, place: FrameType) -> ast.expr | None:
+def _placed(node: ast.expr, given: Mapping[str, ast.expr], depth: int, place: _Place) -> ast.expr | None:
     """The expression in the function with the loop: arguments of a called one are what they stand for there."""
     if isinstance(node, ast.Name):
         known = given.get(node.id)
@@ -321,7 +363,7 @@ def _is_of_none(test: ast.expr) -> bool:
     return not any(isinstance(op, (*_ORDERS, ast.Eq)) for n in walk(test) if isinstance(n, ast.Compare) for op in n.ops)
 
 
-def _is_lost(one: _Switch, place: FrameType, own: set[str], kept: Kept) -> bool:
+def _is_lost(one: _Switch, place: _Place, own: set[str], kept: Kept) -> bool:
     """Whether the owner outlives the loop's turns, and no file has what is set."""
     assert one.owner is not None
     node: ast.expr = one.owner.value if isinstance(one.owner, ast.Starred) else one.owner
@@ -380,7 +422,7 @@ def _is_logged(node: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
 # --- what it is now ---
 
 
-def _value_at(node: ast.expr, frame: FrameType) -> Any:
+def _value_at(node: ast.expr, frame: _Place) -> Any:
     """What a name, an attribute or an entry stands for, without running the program's code."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _UNKNOWN))
@@ -414,7 +456,7 @@ def _entry(owner: Any, key: Any) -> Any:
     return _UNKNOWN
 
 
-def _value(one: _Switch, place: FrameType) -> Any:
+def _value(one: _Switch, place: _Place) -> Any:
     if one.owner is None:
         return _value_at(ast.Name(one.name, ast.Load()), place)
     if isinstance(one.owner, ast.Starred):
