@@ -274,23 +274,58 @@ def exchanging(directory: Path, name: str, stop: int) -> None:
                 guard.step_end()
 
 
-@pytest.mark.parametrize(("name", "was", "there"), [("transform", "Weak", "Weak"), ("mixer", "None", "a plain value")])
+@pytest.mark.parametrize(
+    ("name", "was", "there"),
+    [("transform", "Weak of dataset.weak", "Weak of dataset.weak"), ("mixer", "None", "a plain value")],
+)
 def test_an_exchange_in_one_epoch_is_told(
     name: str, was: str, there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(GracefulExit):
         exchanging(tmp_path, name, 13)
     (told,) = (line for line in caplog.messages if "is exchanged" in line)
-    assert told.startswith(f"dataset.{name} is exchanged ({was} by Strong) in one epoch only, by line ")
+    assert told.startswith(f"dataset.{name} is exchanged ({was} by Strong(p=0.5)) in one epoch only, by line ")
     assert "`if epoch >= 10:`" in told
     caplog.clear()
     exchanging(tmp_path, name, 0)
     (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
-    assert f"dataset.{name} ({there}, was Strong)" in told
+    assert f"dataset.{name} ({there}, was Strong(p=0.5))" in told
 
 
 def test_an_exchange_that_each_epoch_makes_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop_and_resume(from_an_epoch_on, tmp_path, 13)
+    assert "exchanged" not in caplog.text and "another" not in caplog.text
+
+
+def of_one_class(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    if where == "head" and epoch == 2:
+        data.others = [Strong(0.6)]
+
+
+def test_an_exchange_for_one_of_the_same_class_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its values are not put into the first one, which the program may go back to."""
+    with pytest.raises(GracefulExit):
+        run(of_one_class, tmp_path, stop=13)
+    caplog.clear()
+    run(of_one_class, tmp_path)
+    (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
+    assert "dataset.others ([Strong of dataset.strong], was [Strong(p=0.6)])" in told
+
+
+def swapped(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
+    """One data set for training and evaluation, as behind `random_split`."""
+    if where == "head":
+        data.transform = data.strong
+    if where == "tail":
+        data.transform = Strong(0.9)
+        data[0]
+
+
+@pytest.mark.parametrize("stop", [9, 10, 13])
+def test_transforms_that_are_swapped_for_an_evaluation(
+    stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_and_resume(swapped, tmp_path, stop)
     assert "exchanged" not in caplog.text and "another" not in caplog.text
 
 

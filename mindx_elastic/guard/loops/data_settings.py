@@ -45,7 +45,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FILLS = ("append", "appendleft", "extend", "add", "update", "pop", "popleft", "insert", "setdefault", "clear")
 _FIRST, _EVERY = 3, 16
 """Boundaries at which all is looked at: in between, only what is known to be set by the program."""
-_MOST_NAMED, _LONGEST = 4, 40
+_MOST_NAMED, _LONGEST = 4, 60
 _OTHER = object()
 _PLAIN = "a plain value"
 _HOW_TO_EXCHANGE = (
@@ -75,7 +75,7 @@ class DataSettings:
     def __init__(self, loader: Any, num_ranks: int) -> None:
         """Before the state is loaded."""
         self._loader, self._num_ranks = loader, num_ranks
-        self._start = self._newest = self._look()
+        self._start = self._newest = _look(loader, {})
         self._own: set[_Key] = set()
         self._exchanged: set[_Key] = set()
         self._begun: Mapping[_Key, Any] = {}
@@ -98,14 +98,15 @@ class DataSettings:
     def keeps(self, owner: object, name: str) -> bool:
         """Whether that attribute is one of those that are kept. Looks anew."""
         self.look()
-        return any(path in self._newest.owners and self._newest.owners[path] is owner and name == own
-                   for path, own in self._own)  # fmt: skip
+        return any(self._start.owners.get(path) is owner and name == own for path, own in self._own)
 
     def look(self) -> bool:
         """Look for what the program has set. Returns whether there is something new."""
-        before, self._newest = self._newest, self._look()
+        before, self._newest = self._newest, _look(self._loader, self._start.owners)
         known = len(self._own), len(self._exchanged)
         for key, value in self._newest.values.items():
+            if self._newest.owners[key[0]] is not self._start.owners.get(key[0]):
+                continue  # of an object that the program has exchanged
             is_new = key not in self._own and not _same(self._start.values.get(key, _OTHER), value)
             if is_new and not self._is_made_with_samples(key[1]):
                 self._own.add(key)
@@ -183,7 +184,8 @@ class DataSettings:
             self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun"))})
         self.look()
         if not goes_on_with_workers:
-            self._begun = self._newest.values
+            owners, first = self._newest.owners, self._start.owners
+            self._begun = {key: v for key, v in self._newest.values.items() if owners[key[0]] is first.get(key[0])}
 
     def at_opened(self, epoch: int) -> None:
         """Its workers are there, and its sampler has skipped what was used."""
@@ -213,53 +215,18 @@ class DataSettings:
         return state.get("num_ranks") == self._num_ranks
 
     def _now(self) -> dict[_Key, Any]:
-        owners = self._newest.owners
         found: dict[_Key, Any] = {}
         for key in self._own:
-            value = _plain(attributes_of(owners.get(key[0])).get(key[1], _OTHER))
+            value = _plain(attributes_of(self._start.owners.get(key[0])).get(key[1], _OTHER))
             if value is not _OTHER:
                 found[key] = value
         return found
 
-    def _look(self) -> _Look:
-        look = _Look()
-        known: set[int] = set()
-        waiting: deque[tuple[str, Any, int]] = deque()
-
-        def add(path: str, value: Any, depth: int) -> None:
-            if isinstance(value, MethodType):
-                value = value.__self__
-            if depth > _DEPTH or id(value) in known or len(known) >= _MOST_NODES or not _may_hold(value):
-                return
-            known.add(id(value))
-            waiting.append((path, value, depth))
-
-        for path, root in _roots(self._loader):
-            add(path, root, 0)
-        while waiting:
-            path, owner, depth = waiting.popleft()
-            look.owners[path] = owner
-            for name, held in attributes_of(owner).items():
-                value = _plain(held)
-                if value is not _OTHER:
-                    look.values[path, name] = value
-                    continue
-                if (kind := _kind(held)) is not None:
-                    look.kinds[path, name] = kind
-                for suffix, child in _items(held):
-                    add(f"{path}.{name}{suffix}", child, depth + 1)
-        return look
-
     def _put(self, values: Mapping[_Key, Any]) -> None:
-        if not values:
-            return
-        self._newest = self._look()
         for (path, name), value in values.items():
-            owner = self._newest.owners.get(path)
-            if owner is None:  # the program's code has changed, or the object hangs on one that was exchanged
-                continue
-            _set(owner, name, value)
-            self._newest.values[path, name] = value
+            owner = self._start.owners.get(path)
+            if owner is not None:  # else the program's code has changed
+                _set(owner, name, value)
 
     def _is_made_with_samples(self, name: str) -> bool:
         """Whether code that makes samples sets attributes of that name."""
@@ -268,6 +235,52 @@ class DataSettings:
             kinds = {type(owner) for owner in self._newest.owners.values()}
             self._made = frozenset(_set_by_samples(Sources(files), kinds, self._loader))
         return name in self._made
+
+
+def _look(loader: Any, first: Mapping[str, Any]) -> _Look:
+    """`first`: the objects at the guard's entry, by their paths; empty: it is now."""
+    look = _Look()
+    known: set[int] = set()
+    waiting: deque[tuple[str, Any, int]] = deque()
+    others: list[tuple[_Key, Any]] = []
+
+    def add(path: str, value: Any, depth: int) -> None:
+        if isinstance(value, MethodType):
+            value = value.__self__
+        if depth > _DEPTH or id(value) in known or len(known) >= _MOST_NODES or not _may_hold(value):
+            return
+        known.add(id(value))
+        waiting.append((path, value, depth))
+
+    for path, root in _roots(loader):
+        add(path, root, 0)
+    while waiting:
+        path, owner, depth = waiting.popleft()
+        look.owners[path] = owner
+        for name, held in attributes_of(owner).items():
+            value = _plain(held)
+            if value is not _OTHER:
+                look.values[path, name] = value
+                continue
+            others.append(((path, name), held))
+            for suffix, child in _items(held):
+                add(f"{path}.{name}{suffix}", child, depth + 1)
+    paths = {id(owner): path for path, owner in (first or look.owners).items()}
+
+    def words_of(place: str, value: Any) -> str:
+        """An object of the first ones by its path, where that is another one; a new object with its values."""
+        name, path = type(value).__name__, paths.get(id(value))
+        if path is not None:
+            return name if path == place else f"{name} of {path}"
+        if not _may_hold(value):
+            return name
+        values = ", ".join(f"{n}={v!r}" for n, v in attributes_of(value).items() if _plain(v) is not _OTHER)
+        return f"{name}({values})"[:_LONGEST]
+
+    for (path, name), held in others:
+        if (kind := _kind(held, f"{path}.{name}", words_of)) is not None:
+            look.kinds[path, name] = kind
+    return look
 
 
 def _roots(loader: Any) -> Iterator[tuple[str, Any]]:
@@ -321,7 +334,7 @@ def _plain(value: Any) -> Any:
     return _OTHER
 
 
-def _kind(held: Any) -> str | None:
+def _kind(held: Any, place: str, words_of: Callable[[str, Any], str]) -> str | None:
     """In words, what a program may exchange: a function, an object that is called, a list; None for other things."""
     if isinstance(held, MethodType):
         held = held.__func__
@@ -329,13 +342,13 @@ def _kind(held: Any) -> str | None:
         return f"{held.__qualname__}, line {held.__code__.co_firstlineno}"
     if isinstance(held, (list, tuple)):
         if len(held) <= _MOST_ITEMS:
-            return f"[{', '.join(type(one).__name__ for one in held)}]"
+            return f"[{', '.join(words_of(f'{place}[{number}]', one) for number, one in enumerate(held))}]"
         ends = [*held[:_MOST_ITEMS], *held[-_MOST_ITEMS:]]
         if not all(isinstance(one, (int, float, str)) for one in ends):
             return None
         return f"{len(held)} values, {xxhash.xxh3_64_hexdigest(repr(ends).encode('utf-8', 'surrogatepass'))[:8]}"
     if callable(held) and not isinstance(held, (type, torch.Tensor)) and _is_followed(type(held)):
-        return type(held).__name__
+        return words_of(place, held)
     return None
 
 
