@@ -90,6 +90,25 @@ def a_hidden_state(job: Job) -> str:
     return "hidden"
 
 
+class Curriculum:
+    def set_level(self, level: float) -> None:
+        print(level)
+
+
+def a_sum_that_raises_a_level(job: Job) -> str:
+    curriculum = Curriculum()
+    for _ in job.guard.epochs(3):
+        total = 0.0
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            total += loss.item()
+            job.guard.step_end()
+        if total < 100.0:
+            curriculum.set_level(0.5)
+    return "total"
+
+
 def a_sum_that_a_scheduler_gets(job: Job) -> str:
     steps: list[float] = []
 
@@ -260,6 +279,7 @@ CARRIED: list[Callable[[Job], str]] = [
     a_variable_around_a_function,
     a_variable_of_a_maker,
     a_count_for_timms_schedulers,
+    a_sum_that_raises_a_level,
 ]
 
 

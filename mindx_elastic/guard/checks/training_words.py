@@ -41,6 +41,11 @@ _RATES = ("lr", "momentum", "weight_decay", "betas")
 _SETTINGS = re.compile(
     r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)|^clip_grad"
 )
+_STAGES = tuple(
+    f"{verb}_{what}"
+    for verb in ("set", "next", "raise", "increase", "update")
+    for what in ("level", "difficulty", "stage", "phase", "curriculum")
+)
 _LIKE_A_LOG = re.compile(r"log|print|save|plot|write|report|bar|display|summary|record")
 _LOGGING = frozenset(
     """
@@ -64,8 +69,8 @@ def names_a_log(called: str) -> bool:
 
 
 def names_a_setting(called: str) -> bool:
-    """Whether a function sets what the training depends on, by its name: ``adjust_lr``, ``clip_grad_norm_``."""
-    return bool(_SETTINGS.search(called))
+    """Whether a function sets what the training depends on, by its name: ``adjust_lr``, ``set_level``."""
+    return bool(_SETTINGS.search(called)) or called.startswith(_STAGES)
 
 
 def logs(call: ast.Call) -> bool:
@@ -121,7 +126,7 @@ def trains(statement: ast.stmt) -> bool:
         (
             isinstance(n, ast.Call)
             and isinstance(n.func, ast.Attribute)
-            and n.func.attr in _TRAINS
+            and (n.func.attr in _TRAINS or n.func.attr.startswith(_STAGES))
             and not _is_profiler(n)
         )
         or (isinstance(n, ast.stmt) and sets_a_rate(n))
