@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit, UsageError
@@ -27,7 +28,7 @@ from tests.guard.loader_loops import (
     in_two_phases,
     run_loop,
 )
-from tests.guarded import no_traces, plain_environment
+from tests.guarded import no_traces, plain_environment, stop_and_wait
 
 
 @pytest.fixture(autouse=True)
@@ -316,3 +317,69 @@ def test_a_network_in_stateful_is_no_loader(tmp_path: Path) -> None:
             optimizer.zero_grad()
             guard.step_end()
     assert guard.position.batch_num == 0
+
+
+# --- loaders that come within the epochs of the first one ---
+
+
+class Within:
+    """Two named loaders: each epoch goes through the first one, then through the second one."""
+
+    def __init__(self, directory: Path, *, trains: bool, breaks: bool, every: int) -> None:
+        torch.manual_seed(0)
+        self.trains, self.breaks, self.every = trains, breaks, every
+        self.net = torch.nn.Linear(4, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        self.first = DataLoader(TensorDataset(torch.randn(12, 4)), 4, shuffle=True)
+        self.second = DataLoader(TensorDataset(torch.randn(8, 4)), 2, shuffle=True)
+        self.guard = Guard(
+            model=self.net, optimizer=self.optimizer, loader=[self.first, self.second], directory=directory
+        )
+        self.seen: list[float] = []
+
+    def step(self, x: torch.Tensor, stop: int) -> None:
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward()
+        self.optimizer.step()
+        if self.guard.step + 1 == stop:
+            stop_and_wait(SimpleNamespace(guard=self.guard))  # type: ignore[arg-type]
+        self.guard.step_end()
+
+    def run(self, stop: int = 0) -> list[float]:
+        with self.guard as guard:
+            for epoch in guard.epochs(4):
+                for (x,) in self.first:
+                    self.step(x, stop)
+                if epoch % self.every:
+                    continue
+                total = 0.0
+                for number, (x,) in enumerate(self.second):
+                    if self.breaks and number == 3:
+                        break
+                    total += float(x.sum())
+                    if self.trains:
+                        self.step(x, stop)
+                if not self.trains:
+                    self.seen.append(total)
+        return self.seen
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("trains", "breaks"), [(False, False), (False, True), (True, False)])
+def test_one_that_was_at_its_end_begins_anew(
+    trains: bool, breaks: bool, every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the evaluation's loader does, stopped in the next epoch: it had come empty once."""
+    settings: dict[str, Any] = {"trains": trains, "breaks": breaks, "every": every}
+    whole = Within(tmp_path / "whole", **settings)
+    totals = whole.run()
+    for stop in (4, 5, 7, 9, 10) if trains else (4, 5, 6, 8, 10):
+        at = tmp_path / str(stop)
+        first = Within(at, **settings)
+        with pytest.raises(GracefulExit):
+            first.run(stop)
+        second = Within(at, **settings)
+        # Of an epoch that is resumed behind its training the second loader comes as a whole.
+        assert first.seen + second.run() == totals
+        assert torch.equal(whole.net.weight, second.net.weight)
+    assert "fetched ahead" not in caplog.text

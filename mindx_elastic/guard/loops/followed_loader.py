@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies
@@ -24,7 +24,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["FollowedLoader", "as_of_another_rank", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
-_AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
+_AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, beside its position
 
 
 class FollowedLoader(GivesCopies, BeginsEpochs):
@@ -50,6 +50,12 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         self._told_doubt = False
         self.settings: DataSettings | None = None
         """What the program sets on its data set, from the first entry on."""
+        self.others: Sequence[FollowedLoader] = ()
+        """Of the loader whose epochs count: those that come within its epochs."""
+        self._is_over = False
+        """It came to its end before the present epoch of the first loader: its next iteration is another one."""
+        self.has_moved_on = False
+        """So it was at the loaded boundary."""
         self.at_epoch: Callable[[], None] | None = None
         """Called when an iteration begins."""
         self.has_told = False
@@ -60,9 +66,11 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         if self.is_native:
             return self.native.state_dict()  # type: ignore[no-any-return]
         ahead = self.look_ahead.ahead
-        state = self._position_of_used() if ahead else self.loader.state_dict()
+        state = self._position_of_used() if ahead and not self._is_over else self.loader.state_dict()
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
+        if self._is_over:
+            state[_OVER] = True
         settings = self.settings
         if settings is not None:
             settings.boundaries_left -= 1
@@ -104,6 +112,9 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         self.loader.load_state_dict(state)
         if self.settings is not None:
             self.settings.load(state.get(SETTINGS), self.engine.cursor.epoch)
+        if state.get(_OVER) is True:
+            self.move_on()
+            self.has_moved_on = True
         self.is_resumed = True
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
@@ -111,6 +122,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
 
     def begin(self) -> None:
         self.look_ahead, self.is_resumed = LookAhead(), False
+        self._is_over = self.has_moved_on = False
         if self.settings is None:
             given = self.loader if self.native is None else self.native
             inner = given.loader if isinstance(given, ReplayLoader) else given
@@ -129,6 +141,11 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
 
     def _at_begin(self) -> None:
+        self._is_over = False
+        for other in self.others:
+            other._is_over = other.is_at_rest()
+            if other._is_over:  # an evaluation has used them, no step will
+                other.begin_epoch()
         if self.at_epoch is not None:
             self.at_epoch()
         if self.settings is not None:

@@ -140,6 +140,8 @@ class Loaders:
                     "Make it inside of the block, after `with guard:`",
                 )
             followed.follow()
+            if followed.loader is self.first:
+                followed.others = [other for other in self._followed if other is not followed]
             if followed.settings is not None:
                 followed.settings.tell = unmanaged.risk
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
@@ -282,7 +284,7 @@ class Loaders:
     def move_on(self, names: Collection[str]) -> None:
         """The next iteration of those is the epoch behind the loaded one."""
         for followed in self._followed:
-            if followed.name in names:
+            if followed.name in names and not followed.has_moved_on:
                 followed.move_on()
 
     def begin_behind_an_epoch(self) -> None:
