@@ -197,7 +197,6 @@ def appended(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
 
 def taken_away(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
     if where == "head" and epoch == 2:
-        data.transform = None if epoch > EPOCHS else data.transform
         data.others = []
 
 
@@ -329,8 +328,8 @@ def test_transforms_that_are_swapped_for_an_evaluation(
     assert "exchanged" not in caplog.text and "another" not in caplog.text
 
 
-def test_objects_taken_away_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An empty list could be put back; what was in it is exchanged all the same."""
+def test_objects_taken_away_stay_away(tmp_path: Path) -> None:
+    """An empty list is a plain value."""
     stop_and_resume(taken_away, tmp_path, 13)
 
 
@@ -417,7 +416,17 @@ def test_plain_values(value: Any) -> None:
         assert other.added is not value
 
 
+def test_what_is_no_longer_there_is_told() -> None:
+    settings, told = settings_of(Pictures()), list[str]()
+    settings.tell = lambda what, remedy: told.append(what)
+    settings.load({"num_ranks": 2, "now": {"dataset.gone": {"x": 1}, "dataset": {"level": 2.0}}}, 1)
+    settings.at_begin(2, goes_on_with_workers=False)
+    settings.at_opened(2)
+    assert told == ["the training had set dataset.gone.x, and there is no such object now"]
+
+
 def test_a_damaged_state_is_left_alone() -> None:
     states: list[Any] = [3, [], {"now": 3}, {"now": {"dataset": 3}}, {"kinds": {"dataset": {"transform": "Strong"}}}]
+    states += [{"now": {"dataset": {"level": torch.zeros(1)}}}, {"now": {3: {"level": 1}, "dataset": {4: 1}}}]
     for state in states:
         settings_of(Pictures()).load(state, 1)

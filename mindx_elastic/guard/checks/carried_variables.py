@@ -515,7 +515,7 @@ def _sink(outer: Loop, name: str, frame: FrameType, kept: set[int]) -> int | Non
 
 
 def steers(outer: Loop, name: str, frame: FrameType, kept: Kept) -> bool:
-    """Whether a variable of the function in `frame` steers the training in `outer`, or decides what is saved."""
+    """Whether a variable of the function in `frame` steers the training in `outer`."""
     return _sink(outer, name, frame, kept.objects) is not None
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
-from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.syntax import children, walk, without_index
 from mindx_elastic.guard.checks.training_words import (
     STEPS,
     logs,
@@ -123,7 +123,7 @@ def _filled_by(node: ast.AST) -> Iterator[ast.expr]:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         held = [t.value for t in targets if isinstance(t, (ast.Subscript, ast.Attribute))]
     for one in held:
-        whole = _without_index(one)
+        whole = without_index(one)
         is_plain = isinstance(whole, ast.Name) or (
             isinstance(whole, ast.Attribute) and isinstance(whole.value, ast.Name)
         )
@@ -142,11 +142,6 @@ def _is_read(key: str, behind: Sequence[ast.AST]) -> bool:
         if is_attribute or (id(node) in printed and isinstance(node, ast.expr) and ast.unparse(node) == key):
             return True
     return False
-
-
-def _without_index(node: ast.expr) -> ast.expr:
-    """``history`` of ``history["loss"]``."""
-    return _without_index(node.value) if isinstance(node, ast.Subscript) else node
 
 
 def _may_be_one(value: Any, kept: Kept) -> bool:

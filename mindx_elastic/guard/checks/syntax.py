@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["MOST_FILES", "children", "parsed", "walk"]
+__all__ = ["MOST_FILES", "children", "parsed", "walk", "without_index"]
 
 MOST_FILES = 64
 """Trees that are kept. A tree has twenty objects a line, and the garbage collector goes through them."""
@@ -69,3 +69,8 @@ def children(node: ast.AST) -> list[ast.AST]:
         elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
             found.append(value)
     return found
+
+
+def without_index(node: ast.expr) -> ast.expr:
+    """``history`` of ``history["loss"]``."""
+    return without_index(node.value) if isinstance(node, ast.Subscript) else node

@@ -34,7 +34,7 @@ from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import attributes_of, is_of_library, program_files, program_frames
 from mindx_elastic.guard.checks.switches import holds_once
-from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.syntax import children, walk, without_index
 from mindx_elastic.guard.checks.training_words import name_of
 
 __all__ = ["DataSettings"]
@@ -190,7 +190,15 @@ class DataSettings:
     def at_opened(self, epoch: int) -> None:
         """Its workers are there, and its sampler has skipped what was used."""
         loaded, self._loaded = self._loaded, None
-        if loaded is None or epoch != self._epoch_loaded:
+        if loaded is None:
+            return
+        gone = sorted(f"{path}.{name}" for path, name in _flat(loaded.get("now")) if path not in self._start.owners)
+        if gone and self.tell is not None:
+            self.tell(
+                f"the training had set {listed(gone, _MOST_NAMED)}, and there is no such object now",
+                "Use the data set of that run, or start afresh",
+            )
+        if epoch != self._epoch_loaded:
             return
         if self._is_own(loaded) and "begun" in loaded:
             self._put(_flat(loaded.get("now")))
@@ -225,7 +233,7 @@ class DataSettings:
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():
             owner = self._start.owners.get(path)
-            if owner is not None:  # else the program's code has changed
+            if owner is not None:  # else the program's code has changed: `at_opened` tells it
                 _set(owner, name, value)
 
     def _is_made_with_samples(self, name: str) -> bool:
@@ -354,13 +362,15 @@ def _kind(held: Any, place: str, words_of: Callable[[str, Any], str]) -> str | N
 
 def _set(owner: Any, name: str, value: Any) -> None:
     value = _plain(value)  # of its own
+    if value is _OTHER:
+        return
     held = attributes_of(owner).get(name, _OTHER)
     if type(held) is list and type(value) is list:  # others may have the same one
         held[:] = value
     elif type(held) is dict and type(value) is dict:
         held.clear()
         held.update(value)
-    elif name in getattr(owner, "__dict__", {}) or held is _OTHER:
+    elif hasattr(owner, "__dict__") and (name in owner.__dict__ or held is _OTHER):
         owner.__dict__[name] = value
     else:
         object.__setattr__(owner, name, value)
@@ -383,8 +393,9 @@ def _flat(by_path: Any) -> dict[_Key, Any]:
     return {
         (path, name): value
         for path, values in by_path.items()
-        if isinstance(values, Mapping)
+        if isinstance(path, str) and isinstance(values, Mapping)
         for name, value in values.items()
+        if isinstance(name, str)
     }
 
 
@@ -429,13 +440,9 @@ def _sets(node: ast.AST) -> Iterator[str]:
         return
     for target in targets:
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-        for part in map(_without_index, parts):
+        for part in map(without_index, parts):
             if isinstance(part, ast.Attribute):
                 yield part.attr
-
-
-def _without_index(node: ast.expr) -> ast.expr:
-    return _without_index(node.value) if isinstance(node, ast.Subscript) else node
 
 
 def _line_of_one_epoch(frame: FrameType, name: str) -> int:
