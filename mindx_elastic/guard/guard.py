@@ -84,6 +84,9 @@ class Guard(LayeredGuard):
       `policies` those say whether they want it.
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
+    * `save_every`: also save on the way, so that SIGKILL and power cuts cost no more: steps, a time (``"90s"``,
+      ``"10min"``, ``"1h"``), or ``"auto"`` (by what a save costs and how often the job dies). A thread writes; the
+      newest two complete steps stay.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
     * `allow_shared_directory`: accept a directory that every user may write to; files of other users are left out.
       `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
@@ -120,6 +123,7 @@ class Guard(LayeredGuard):
         flag_file: str | Path | None = None,
         policies: Sequence[ExitPolicy] | None = None,
         periodic: Sequence[PeriodicPolicy] = (),
+        save_every: int | str | None = None,
         append_info: Sequence[object] = (),
         allow_shared_directory: bool = False,
         trusted_users: Sequence[int | str] = (),
@@ -141,6 +145,7 @@ class Guard(LayeredGuard):
             flag_file=flag_file,
             policies=None if policies is None else tuple(policies),
             periodic=tuple(periodic),
+            save_every=save_every,
             append_info=append_info,
             allow_shared_directory=allow_shared_directory,
             trusted_users=trusted_users,
@@ -285,6 +290,7 @@ class Guard(LayeredGuard):
             world_size=self._ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
             ddp=opening.ddp,
+            is_exposed=opening.is_exposed,
         )
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
@@ -469,7 +475,7 @@ class Guard(LayeredGuard):
         self._loops.at_boundary()
         self._checks.at_boundary()
         if not self._boundaries.has_warned_of_window:
-            self._boundaries.warn_of_window(self._is_exposed)
+            self._boundaries.warn_of_window()
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
@@ -547,11 +553,6 @@ class Guard(LayeredGuard):
         if self._cut and self._loaders.find_settings():  # set in this very step, and not looked for at its boundary
             self._boundaries.copy(self._loops.position)
         self._checks.before_save(refuse=refuse)
-
-    def _is_exposed(self) -> bool:
-        """Whether the job saves at exceptions, and nothing else protects its steps from them."""
-        protected = self._ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
-        return not protected and any("exception" in policy.alarms and policy.save for policy in self._policies)
 
     # --- between two steps ---
 

@@ -89,7 +89,7 @@ class Opening:
         options, ranks = self._options, self._ranks
         self.settings = options.settings()
         self.unmanaged = Unmanaged(self.settings.unmanaged)
-        self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
+        self.policies, self.periodic = options.exit_policies(), options.periodic_policies()
         """What this guard really saves: not all that `options` say, under `prove` and as a guest of a training."""
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""
@@ -142,6 +142,16 @@ class Opening:
         if self.saver.replicated:
             return outermost_replicas(self._targets, self.ddp)
         return self.collector.sharded_modules if self.around.has_replicas else []
+
+    @property
+    def is_exposed(self) -> bool:
+        """The job saves at exceptions, and nothing else protects its steps from them."""
+        protected = self._ranks.world_size > 1 or self._saves_on_the_way
+        return not protected and any("exception" in policy.alarms and policy.save for policy in self.policies)
+
+    @property
+    def _saves_on_the_way(self) -> bool:
+        return bool(self.periodic) or self.around.takes_snapshots
 
     def _open_log(self, stack: ExitStack) -> None:
         ranks = self._ranks
@@ -255,6 +265,14 @@ class Opening:
             meet(self._exchange, "entered", self._parts())
             if self._uneven is not None:
                 self._uneven.tell(self.unmanaged)
+        trains = self.witness is None and self._entry is None and not self.around.is_guest
+        if self._ranks.rank == 0 and trains and not self._saves_on_the_way:
+            by_callbacks = self._options.policies is not None
+            logger.info(
+                "nothing is saved between the stops: SIGKILL or a power cut costs all steps since this start. %s "
+                "saves meanwhile",
+                "A ModelCheckpoint among the callbacks" if by_callbacks else 'Guard(save_every="10min")',
+            )
 
     def _start(self) -> Start:
         if self._entry is not None and self._meets_once:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mindx_elastic.config import Settings, SharingSettings
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.periodic import PeriodicSave, parse_save_every
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.guard.unmanaged import MODES
 
@@ -44,6 +45,8 @@ class GuardOptions:
     """What to save at a stop; None: one breakpoint, made from the arguments above."""
     periodic: Sequence[PeriodicPolicy] = ()
     """What to save now and then."""
+    save_every: int | str | None = None
+    """A further policy of that kind: steps, a time such as ``10min``, or ``auto``."""
     allow_shared_directory: bool = False
     """Whether to accept a directory that every user may write to."""
     trusted_users: Sequence[int | str] = ()
@@ -68,7 +71,7 @@ class GuardOptions:
             raise UsageError(f"remove_redundancy={self.remove_redundancy!r}: give True or False")
         if self.unmanaged not in (None, *MODES):
             raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
-        check_policies([*self.exit_policies(), *self.periodic])
+        check_policies([*self.exit_policies(), *self.periodic_policies()])
 
     @property
     def folder(self) -> Path:
@@ -90,6 +93,20 @@ class GuardOptions:
                 remove_redundancy=self.remove_redundancy,
             ),
         )
+
+    def periodic_policies(self) -> tuple[PeriodicPolicy, ...]:
+        """`periodic`, and the policy that `save_every` asks for."""
+        every = parse_save_every(self.save_every)
+        if every is None:
+            return tuple(self.periodic)
+        own = PeriodicSave(
+            self.prefix,
+            self.folder,
+            every,
+            append_info=tuple(self.append_info),
+            remove_redundancy=self.remove_redundancy,
+        )
+        return (*self.periodic, own)
 
     def settings(self) -> Settings:
         """The environment's settings, where these options do not say otherwise. Raises UsageError."""

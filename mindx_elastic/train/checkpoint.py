@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,20 +19,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import DEFAULT_SIGNALS
-from mindx_elastic.guard.policy import (
-    ExitPolicy,
-    JobSoFar,
-    PeriodicPolicy,
-    ScheduledPolicy,
-    breakpoint_name,
-    final_name,
-)
+from mindx_elastic.guard.periodic import AUTO, PeriodicSave, SaveEvery
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
 from mindx_elastic.train.callbacks import Callback, RunContext
-from mindx_elastic.train.clock import SaveClock, open_clock
-from mindx_elastic.train.save_interval import SaveInterval
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,13 +32,11 @@ __all__ = [
     "CheckpointConfig",
     "ExceptionCheckpoint",
     "ModelCheckpoint",
-    "PeriodicSave",
     "SavingCallback",
     "checked_file_name",
     "directory_path",
 ]
 
-AUTO = "auto"
 _ENC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _APPEND_NAMES = ("epoch_num", "step_num")
 
@@ -63,7 +51,7 @@ class CheckpointConfig:
 
     save_checkpoint_steps: int | str | None = 1
     """Save every so many optimizer updates; 0 or None: not by steps. ``"auto"``: so often that the least time is lost,
-    by what a save costs and how often the job has died (`train.save_interval`), and for 1 % of the time at most."""
+    by what a save costs and how often the job has died (`guard.save_interval`), and for 1 % of the time at most."""
     save_checkpoint_seconds: float | None = 0
     """Save when so many seconds have passed since the last save; the ranks follow rank 0's clock."""
     keep_checkpoint_max: int | None = 5
@@ -270,7 +258,17 @@ class ModelCheckpoint(_CheckpointCallback):
         config: CheckpointConfig | None = None,
     ) -> None:
         super().__init__(prefix, directory, config)
-        self.policy = PeriodicSave(self.prefix, self.directory, self.config)
+        config = self.config
+        self.policy = PeriodicSave(
+            self.prefix,
+            self.directory,
+            SaveEvery(steps=config.steps, seconds=config.seconds, adapts=config.adapts),
+            asynchronous=bool(config.async_save),
+            keep_max=config.keep_max,
+            keep_per_n_minutes=config.keep_per_n_minutes,
+            append_info=config.header_info,
+            remove_redundancy=config.remove_redundancy,
+        )
 
     def exit_policies(self) -> Sequence[ExitPolicy]:
         if not self.config.exception_save:
@@ -279,49 +277,6 @@ class ModelCheckpoint(_CheckpointCallback):
 
     def periodic_policies(self) -> Sequence[PeriodicPolicy]:
         return [self.policy]
-
-
-class PeriodicSave(ScheduledPolicy):
-    """The periodic policy of a `ModelCheckpoint`: by steps a function of the position, else see `clock`."""
-
-    def __init__(self, prefix: str, directory: Path, config: CheckpointConfig) -> None:
-        self.prefix, self.directory, self.config = prefix, directory, config
-        self.asynchronous = bool(config.async_save)
-        self.remove_redundancy = config.remove_redundancy
-        self.keep_max = config.keep_max
-        self.keep_per_n_minutes = config.keep_per_n_minutes
-        self.append_info: Sequence[object] = config.header_info
-        self.newest: Position | None = None
-        """The boundary that was found due last."""
-        self._clock: SaveClock | None = None
-
-    def begin(self, job: JobSoFar) -> None:
-        """Open the clock, if one decides."""
-        seconds: float | SaveInterval = self.config.seconds
-        if self.config.adapts:
-            seconds = SaveInterval(deaths=job.deaths, lived_s=job.lived_s)
-        rank, world_size = job.ranks.rank, job.ranks.world_size
-        told = partial(self._tell, job)
-        self.newest, self._clock = None, open_clock(seconds, rank, world_size, job.name, on_change=told)
-
-    def _tell(self, job: JobSoFar, interval: SaveInterval) -> None:
-        logger.info(
-            "a checkpoint every %.0f s: one costs %.2f s, and the job is taken to die every %.1f h",
-            *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
-        )
-        job.tell(round(interval.seconds))
-
-    def due(self, position: Position) -> bool:
-        if self.config.seconds or self.config.adapts:
-            due = self._clock is not None and self._clock.due(position.step)
-        else:
-            due = bool(self.config.steps) and position.step % self.config.steps == 0
-        if due:
-            self.newest = position
-        return due
-
-    def name(self, position: Position) -> str:
-        return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
 
 
 def checked_file_name(argument: str, value: object) -> str:

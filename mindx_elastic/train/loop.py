@@ -26,9 +26,9 @@ from mindx_elastic.data.position import num_batches
 from mindx_elastic.data.sampler import window_of
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.guard import Guard
+from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import PeriodicPolicy
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
-from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.parallel import all_sum
 from mindx_elastic.train.step import ModelParts, OptimizerWatch, TrainOneStep, move_batch
 

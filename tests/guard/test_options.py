@@ -13,6 +13,8 @@ import pytest
 from mindx_elastic import Guard
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.options import GuardOptions
+from mindx_elastic.guard.periodic import PeriodicSave, SaveEvery
+from tests.guarded import Job
 
 
 def test_the_guards_arguments_are_these_and_the_state() -> None:
@@ -33,6 +35,10 @@ def test_the_guards_arguments_are_these_and_the_state() -> None:
         ({"signals": 15}, "signals"),
         ({"prefix": "a/b"}, "plain file name"),
         ({"append_info": [object()]}, "JSON"),
+        *(
+            ({"save_every": wrong}, "a number of steps, a time")
+            for wrong in (-1, 0.5, True, "10", "10m", "0s", "often")
+        ),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path: Path, wrong: dict[str, Any], match: str) -> None:
@@ -57,3 +63,34 @@ def test_without_policies_there_is_one_for_breakpoints(tmp_path: Path, make: Cal
     assert (policy.kind, policy.directory, policy.prefix) == ("breakpoint", tmp_path, "net")
     assert "exception" not in policy.alarms
     assert GuardOptions(directory=tmp_path, policies=[]).exit_policies() == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "when"),
+    [
+        (500, {"steps": 500}),
+        ("90s", {"seconds": 90.0}),
+        ("10min", {"seconds": 600.0}),
+        ("1.5 h", {"seconds": 5400.0}),
+        ("auto", {"adapts": True}),
+    ],
+)
+def test_save_every_is_one_more_periodic_policy(tmp_path: Path, value: int | str, when: dict[str, Any]) -> None:
+    (policy,) = GuardOptions(directory=tmp_path, prefix="net", save_every=value).periodic_policies()
+    assert isinstance(policy, PeriodicSave) and policy.every == SaveEvery(**when)
+    assert (policy.directory, policy.prefix, policy.keep_max, policy.asynchronous) == (tmp_path, "net", 2, True)
+    assert GuardOptions(directory=tmp_path, periodic=[policy], save_every=0).periodic_policies() == (policy,)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({}, "Guard(save_every="), ({"save_every": 3}, ""), ({"snapshot_every": 5}, ""), ({"policies": []}, "ModelCheck")],
+)
+def test_a_training_that_sigkill_would_cost_everything_says_so_once(
+    tmp_path: Path, options: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path / "ckpt", **options)
+    with caplog.at_level("INFO", logger="mindx_elastic"):
+        job.run(1)
+    lines = [line for line in caplog.messages if "SIGKILL" in line]
+    assert [line.count(told) for line in lines] == ([1] if told else []), caplog.text

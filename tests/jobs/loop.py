@@ -182,8 +182,6 @@ class Trainer:
             num_workers=args.num_workers,
             worker_init_fn=announce_worker,
         )
-        often = mx.CheckpointConfig(save_checkpoint_steps=max(1, args.save_every))
-        every = mx.ModelCheckpoint(prefix="every", directory=args.directory, config=often)
         self.guard = mx.Guard(
             model=self.network if args.ddp == "hidden" else self.wrapped,
             optimizer=[self.optimizer, self.second],
@@ -194,7 +192,7 @@ class Trainer:
             grace_s=args.grace_s,
             flag_file=args.flag_file,
             remove_redundancy=args.remove_redundancy,
-            periodic=every.periodic_policies() if args.save_every else (),
+            save_every=args.save_every,
         )
         self.seen = ""
 

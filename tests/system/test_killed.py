@@ -142,6 +142,22 @@ def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Refer
     assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
 
 
+@pytest.mark.parametrize("ranks", [1, drilled(2)])
+def test_save_every_keeps_steps_on_disk_for_a_plain_program(place: Place, reference: Reference, ranks: int) -> None:
+    """No agent, no snapshots. Two steps are kept, and what is written beside the training may not be durable yet."""
+    with place.start(*LONG, "--save-every", 4, ranks=ranks) as job:
+        job.wait_for(r"PASSED \d 21", count=ranks)
+        kill_all(job)
+        job.expect(1 if ranks > 1 else -signal.SIGKILL)
+    assert 1 <= len(place.files()) <= 6 * ranks, place.files()
+    resumed = place.run(*LONG, "--save-every", 4, ranks=ranks)
+    (step,) = resumed_from(resumed)
+    assert step.isdecimal() and int(step) >= 12 and int(step) % 4 == 0, f"{job.report()}\n{resumed.report()}"
+    assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
+    assert not job.matches("nothing is saved between the stops"), job.report()
+    assert len(resumed.matches("resumed from .*because of periodic")) == ranks, resumed.report()
+
+
 @pytest.mark.drill
 def test_all_killed_with_measured_snapshots(place: Place, reference: Reference) -> None:
     args = ("--epochs", 20, "--say-passed")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.train.clock import SaveClock, next_check, open_clock
+from mindx_elastic.guard.save_clock import SaveClock, next_check, open_clock
 
 
 class MemoryStore:
@@ -137,7 +137,7 @@ _RANK = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from mindx_elastic.train.clock import open_clock
+from mindx_elastic.guard.save_clock import open_clock
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=300), wait_for_workers=False)
 print(store.port, flush=True)

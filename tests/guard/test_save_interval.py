@@ -20,12 +20,13 @@ from torch.utils.data import TensorDataset
 
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard import save_interval
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.policy import age_of_run
+from mindx_elastic.guard.save_clock import SaveClock
+from mindx_elastic.guard.save_interval import FIRST_S, SaveInterval, best_interval
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.train import CheckpointConfig, ModelCheckpoint, save_interval
-from mindx_elastic.train.clock import SaveClock
-from mindx_elastic.train.save_interval import FIRST_S, SaveInterval, best_interval
+from mindx_elastic.train import CheckpointConfig, ModelCheckpoint
 from tests.train.small_job import make_loader, make_model
 
 HOUR = 3600.0

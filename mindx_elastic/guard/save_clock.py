@@ -23,7 +23,7 @@ from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.train.save_interval import SaveInterval
+from mindx_elastic.guard.save_interval import SaveInterval
 
 __all__ = ["SaveClock", "next_check", "open_clock"]
 
