@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mindx_elastic.core.first_process import end_on_sigterm as _end_on_sigterm
+
 if TYPE_CHECKING:
     from mindx_elastic import cluster as cluster
     from mindx_elastic import data as data
@@ -102,3 +104,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_end_on_sigterm()

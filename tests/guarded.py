@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data import Dataset
 
 from mindx_elastic import Guard
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import GracefulExit
 from tests.harness import wait_until
@@ -155,7 +156,7 @@ def no_traces() -> Iterator[None]:
         fd = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(fd)
         return {
-            "signal handlers": {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)},
+            "signal handlers": {n: signal.getsignal(n) for n in STOP_SIGNALS},
             "wakeup descriptor": fd,
             "optimizer hooks": (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)),
             "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("mindx")),
@@ -169,7 +170,7 @@ def no_traces() -> Iterator[None]:
         yield
     finally:
         after = look()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, before["signal handlers"][number])  # type: ignore[index]
         torch.set_num_threads(threads)
         torch.set_rng_state(fork_state)

@@ -17,7 +17,6 @@ Pure: no clock, no processes.
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +24,7 @@ from itertools import takewhile
 
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.alarm.alarm import signal_name
-from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, STOP_SIGNALS, exit_code_of_signal
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.status_page import WorkerPhase
 
@@ -41,9 +40,7 @@ __all__ = [
     "shell_code",
 ]
 
-GRACEFUL_CODES = frozenset(
-    {*(exit_code_of_signal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)), EXIT_TEMPORARY}
-)
+GRACEFUL_CODES = frozenset({*map(exit_code_of_signal, STOP_SIGNALS), EXIT_TEMPORARY})
 # What a guarded rank gives as its reason when another rank has failed (`Alarms.of_death`, `Alarms.of_exception`).
 _ELSEWHERE = re.compile(r"^(exception: |ranks? [\d, ]+ (is|are) (gone|stuck)|a node is lost|the agent .*is gone)")
 

@@ -3,7 +3,7 @@
 =========================================  ===========================================================
 what stops the job                         exit code
 =========================================  ===========================================================
-a signal                                   128 + its number: 143 SIGTERM, 130 SIGINT, 138 SIGUSR1
+a signal                                   128 + its number: 143 SIGTERM, 130 SIGINT, 138 SIGUSR1, 129 SIGHUP
 a flag file, a fault report                75
 the death of another rank or of the agent  75
 ``guard.request_stop(reason, code)``       the code it names, 0 by default
@@ -19,10 +19,13 @@ training is finished, do not restart it) into 75.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 
-__all__ = ["EXIT_ERROR", "EXIT_TEMPORARY", "exit_code", "exit_code_from_peer", "exit_code_of_signal"]
+__all__ = ["EXIT_ERROR", "EXIT_TEMPORARY", "STOP_SIGNALS", "exit_code", "exit_code_from_peer", "exit_code_of_signal"]
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""They stop a job, unless its policies say otherwise. SIGHUP: the terminal of an ssh session is closed."""
 _ERRORS = ("exception", "unmanaged")
 EXIT_ERROR = 1
 EXIT_TEMPORARY = 75

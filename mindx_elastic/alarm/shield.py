@@ -17,11 +17,10 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.config import DEFAULT_GRACE_S
 
-__all__ = ["SHIELDED_SIGNALS", "WorkerShield"]
-
-SHIELDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+__all__ = ["WorkerShield"]
 
 
 class WorkerShield:
@@ -35,7 +34,7 @@ class WorkerShield:
         self.grace_s = grace_s
 
     def __call__(self, worker_id: int) -> None:
-        for number in SHIELDED_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._defer)
         if self.user_init is not None:
             self.user_init(worker_id)

@@ -1,8 +1,11 @@
 """Installs the signal handlers, chains the ones that were there, and restores them.
 
-The handler itself only counts the signal and calls its predecessor; the number goes through the wakeup descriptor
-to the watcher thread (see `watcher`). Without a Python-level handler C code would apply the default action and end the
-process.
+The handler itself only counts the signal; the number goes through the wakeup descriptor to the watcher thread (see
+`watcher`). Without a Python-level handler C code would apply the default action and end the process.
+
+A handler that was there before is called once the state is safe, when these handlers are left: it may end the process.
+The usual one cleans up, puts SIG_DFL back and sends the signal again. The program's handlers of other signals that ask
+for an end (`REQUESTS`) may do the same, or raise, so none of them is called in the middle of an update.
 
 Where a guard is left to be entered again in a moment, or will be entered for the first time by a process that takes
 another one's place, signals are held meanwhile: `HeldSignals` notes them, and the next `SignalHandlers` has them.
@@ -16,17 +19,23 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.core import first_process
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["HeldSignals", "SignalHandlers", "end_lingering", "hold_signals", "release_signals"]
+__all__ = ["REQUESTS", "HeldSignals", "SignalHandlers", "end_lingering", "hold_signals", "release_signals"]
 
+REQUESTS = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU)
+"""With these, launchers, terminals and schedulers ask a process to end. Others (SIGALRM, SIGCHLD) have other uses."""
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
+_DEFAULTS = (None, signal.SIG_DFL, signal.default_int_handler, first_process.leave)
 _active: SignalHandlers | None = None
 _holding: HeldSignals | None = None
 
@@ -45,14 +54,12 @@ class HeldSignals:
         """The signal handler."""
         self.noted.append(signum)
         self._tell(signum)
-        before = self.before.get(signum)
-        if callable(before) and before is not signal.default_int_handler:
-            before(signum, frame)
 
 
-def _holder(handler: Any) -> HeldSignals | None:
-    owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, HeldSignals) else None
+def _is_function(handler: Any) -> bool:
+    """Whether it is the program's own: not Python's, which raises KeyboardInterrupt, nor what stands for the default
+    action in process 1."""
+    return callable(handler) and handler not in _DEFAULTS
 
 
 def hold_signals(signals: Collection[int]) -> None:
@@ -71,9 +78,13 @@ def release_signals() -> None:
     """Signals that are held have the action again that they had before: no guard is entered. Main thread."""
     global _holding
     held, _holding = _holding, None
-    for number, before in () if held is None else held.before.items():
-        if _holder(signal.getsignal(number)) is held:
+    if held is None:
+        return
+    for number, before in held.before.items():
+        if signal.getsignal(number) == held.note:
             signal.signal(number, before)
+            if number in held.noted and _is_function(before):
+                signal.raise_signal(number)
 
 
 def end_lingering() -> None:
@@ -88,12 +99,21 @@ def end_lingering() -> None:
 class SignalHandlers:
     """Context manager: while it is open, `signals` go to `watcher` and do not end the process.
 
-    Enter and leave it in the main thread. A signal that was ignored when it is entered (a background job of a shell
-    ignores SIGINT) stays ignored. Predecessors that are Python functions are called, except Python's own
-    KeyboardInterrupt handler, which would tear a step apart. Restored on leaving, also after a failure half-way.
+    Enter and leave it in the main thread. A signal that was ignored when it is entered (``nohup``; a background job of
+    a shell ignores SIGINT) stays ignored. Predecessors that are Python functions are called on leaving, except Python's
+    own KeyboardInterrupt handler. Restored on leaving, also after a failure half-way.
     """
 
-    def __init__(self, signals: Sequence[int], watcher: Watcher) -> None:
+    def __init__(
+        self,
+        signals: Sequence[int],
+        watcher: Watcher,
+        *,
+        is_updating: Callable[[], bool] = lambda: False,
+        patience_s: float = 0.0,
+    ) -> None:
+        """`is_updating`: whether the state is between two boundaries now; asked in a signal handler. `patience_s`: how
+        long a handler of the program may wait for `call_postponed`."""
         valid = signal.valid_signals()  # 0.1 ms
         for number in signals:
             if number in _UNCATCHABLE or number not in valid:
@@ -101,6 +121,10 @@ class SignalHandlers:
         self.signals = tuple(dict.fromkeys(signals))
         self._watcher = watcher
         self._previous: dict[int, Any] = {}
+        self._theirs: dict[int, Any] = {}  # the program's handlers of other signals
+        self._is_updating, self._patience_s = is_updating, patience_s
+        self.postponed: deque[int] = deque()
+        """Other signals that have come in the middle of an update: see `call_postponed`."""
         self._previous_fd = -1
         self._installed = False
         self._lock = threading.Lock()  # never taken in the handler
@@ -136,7 +160,14 @@ class SignalHandlers:
                     continue
                 self._previous[number] = before
                 signal.signal(number, self._handle)
+            for number in REQUESTS:
+                before = signal.getsignal(number)
+                if number not in self.signals and _is_function(before):
+                    self._theirs[number] = before
+                    signal.signal(number, self._handle_theirs)
             self.held, _holding = list(noted), None
+            self._marked.extend(noted)
+            self._heard += len(self._marked)
         except BaseException:
             self._restore()
             raise
@@ -148,16 +179,42 @@ class SignalHandlers:
     ) -> None:
         with self._lock:
             self._closed = True
-        # The last signals may have reached the handler and not yet the watcher. They are delivered again, to the
-        # restored handler, unless that is a function which was called already.
-        unheard = list(self._marked)[self._heard :]
-        held = self._held
-        if held is not None:
-            held.noted.extend(n for n in unheard if n in held.before)
-        unheard = [n for n in unheard if self._chained(n) is None and (held is None or n not in held.before)]
+        # The last signals may have reached the handler and not yet the watcher: they are delivered again. So is what a
+        # handler of the program has not been called for yet.
+        unheard = set(list(self._marked)[self._heard :])
+        again = [n for n in dict.fromkeys(self._marked) if n in unheard or _is_function(self._before(n))]
+        if self._held is not None:
+            self._held.noted.extend(n for n in again if n in self._held.before)
+            again = [n for n in again if n not in self._held.before]
+        again += self.postponed
+        has_stopped = self._linger_until is not None
         self._restore()
-        for signum in unheard:
-            signal.raise_signal(signum)
+        for signum in again:
+            if has_stopped and _is_function(before := signal.getsignal(signum)):
+                self._call_after_stop(before, signum)
+            else:
+                signal.raise_signal(signum)
+
+    def _call_after_stop(self, handler: Any, signum: int) -> None:
+        """The state is durable. What the handler raises, and the action that it puts back, would only change the exit
+        code of the stop."""
+        if getattr(handler, "__self__", None) is self:
+            return
+        try:
+            with _no_default_action(signum):
+                handler(signum, None)
+        except (Exception, SystemExit) as error:
+            if not isinstance(error, SystemExit):
+                logger.warning("the handler that had %d before the guard: %s: %s", signum, type(error).__name__, error)
+        self._lingering[signum] = signal.SIG_DFL
+        signal.signal(signum, self._late)
+
+    def call_postponed(self) -> None:
+        """Main thread, at a boundary: call the program's handlers for what has come in the middle of the update. They
+        may raise, or end the process."""
+        while self.postponed:
+            signum = self.postponed.popleft()
+            self._theirs[signum](signum, None)
 
     def hold(self, signals: Collection[int], tell: Callable[[int], None]) -> None:
         """Before the handlers are restored: hold these signals from then on, until the next guard of this process is
@@ -209,19 +266,29 @@ class SignalHandlers:
             ours = signum in self._previous
             self._heard += ours
         self.forward(signum)  # ours too: asyncio's handler does nothing, its loop waits for the byte
+        if signum in self._theirs:
+            self._watcher.call_at(time.monotonic() + self._patience_s, self._urge)
         return ours
+
+    def _urge(self) -> None:
+        """Watcher thread: the update does not end, so what is postponed is called in the midst of it."""
+        if self.postponed and not self._closed:
+            self._is_updating = lambda: False
+            signal.pthread_kill(threading.main_thread().ident or 0, self.postponed.popleft())
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._marked.append(signum)
-        before = self._chained(signum)
-        if before is not None:
-            before(signum, frame)
 
-    def _chained(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
+    def _handle_theirs(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_updating():
+            self.postponed.append(signum)
+        else:
+            self._theirs[signum](signum, frame)
+
+    def _before(self, signum: int) -> Any:
+        """The handler that was there, through one that holds the signal for the next guard."""
         before = self._previous.get(signum)
-        if (held := _holder(before)) is not None:
-            before = held.before[signum]
-        return before if callable(before) and before is not signal.default_int_handler else None
+        return self._held.before[signum] if self._held is not None and before == self._held.note else before
 
     def _late(self, signum: int, frame: FrameType | None) -> None:
         if self._linger_until is None or time.monotonic() > self._linger_until:
@@ -232,14 +299,14 @@ class SignalHandlers:
         global _active
         if _active is self:
             _active = None
-        for number, before in self._previous.items():
-            default = before in (None, signal.SIG_DFL, signal.default_int_handler)
-            lingers = default and self._linger_until is not None
+        for number, before in {**self._previous, **self._theirs}.items():
+            lingers = before in _DEFAULTS and self._linger_until is not None
             if lingers:
                 self._lingering[number] = before
             # None: the predecessor was installed by C code and cannot be restored from Python.
             signal.signal(number, self._late if lingers else signal.SIG_DFL if before is None else before)
         self._previous.clear()
+        self._theirs.clear()
         if self._installed:
             try:
                 signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
@@ -247,6 +314,22 @@ class SignalHandlers:
                 signal.set_wakeup_fd(-1)
             self._installed = False
         self._previous_fd = -1
+
+
+@contextmanager
+def _no_default_action(signum: int) -> Iterator[None]:
+    """Inside, putting SIG_DFL back for `signum` ignores it: the usual handler then sends the signal to its own process
+    again, which would turn exit code 143 into -15."""
+    real = signal.signal
+
+    def ignore(signalnum: int, handler: Any) -> Any:
+        return real(signalnum, signal.SIG_IGN if (signalnum, handler) == (signum, signal.SIG_DFL) else handler)
+
+    signal.signal = ignore
+    try:
+        yield
+    finally:
+        signal.signal = real
 
 
 def _after_fork_in_child() -> None:

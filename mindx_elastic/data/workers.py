@@ -26,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from mindx_elastic.alarm.shield import SHIELDED_SIGNALS, WorkerShield
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
+from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.data.random_streams import SeededDataset
 
@@ -50,7 +51,7 @@ class WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         signal.set_wakeup_fd(-1)  # a forked worker shares the trainer's: its own signals would ring there
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
             object.__setattr__(info, "dataset", info.dataset.wrapped)  # torch freezes the record; this is its twin
@@ -102,10 +103,10 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
 
     The second result is None where there are no workers, or where they cannot be reached.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         _start_resource_tracker(loader)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         with warnings.catch_warnings():
             # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not
             # use them.

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mindx_elastic.core.first_process import DROPPED, WITH_AN_INIT
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.finding import Finding, good, problem, unknown, warning
 
@@ -72,6 +73,8 @@ def judge_first_process(name: str) -> Finding:
             f"process 1 of this container is {name}, which hands no SIGTERM to the program that it runs",
             "start the program with exec in that script, or with docker run --init",
         )
+    if name.startswith("python") or name == "mindx-elastic":
+        return warning("platform", DROPPED.replace("this program", f"{printable(name)}"), WITH_AN_INIT)
     return good("platform", f"process 1 of this container is {printable(name)}")
 
 

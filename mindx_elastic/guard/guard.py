@@ -509,6 +509,8 @@ class Guard(LayeredGuard):
         witness = self._witness
         if witness is not None and not at_tail and witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(witness.heard_s)
+        if self._listeners.handlers.postponed and self._cut:
+            self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):
             self._before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())

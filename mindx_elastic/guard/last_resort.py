@@ -35,16 +35,17 @@ Only the disk and the state itself have no bound. A process that is writing its 
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from types import FrameType
 
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.deadline import Deadline
@@ -60,6 +61,23 @@ _LEAVE_S = 0.2  # before the deadline; the watcher would do it a moment earlier
 _BEGIN_S = 0.45  # before the deadline: save now if no thread has begun to
 
 
+def _outermost_frame() -> FrameType | None:
+    """Of the main thread: the program's. Once that is over, there is none, or one of the interpreter's own end."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _say_what_is_left(exit_code: int) -> None:
+    """May hang in a full pipe."""
+    names = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    what = f"thread {names[0]!r}, no daemon, still runs" if names else "atexit code, or the interpreter's end, hangs"
+    logger.warning("the stop is complete, and %s; leaving with exit code %d", what, exit_code)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
 class LastResort:
     """One per guard. `arm` and `watch_signals` from any thread; all else runs in its own thread."""
 
@@ -71,7 +89,7 @@ class LastResort:
         self._save_at = math.inf
         self._unread_since: float | None = None
         self._closed = False
-        self._exiting = threading.Event()
+        self._program: FrameType | None = None
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
@@ -103,14 +121,15 @@ class LastResort:
     def stop(self) -> None:
         """Main thread: end the thread; a save that it has begun is completed first.
 
-        After a graceful stop it lingers until the deadline, as the signal handlers do: if the interpreter's exit hangs
-        (it takes the locks of log handlers), it ends the process.
+        After a graceful stop it lingers until the deadline, as the signal handlers do. If the program is over then and
+        the process is still there (a thread that is no daemon, a busy pool, ``atexit`` code, the locks of log
+        handlers), it ends the process.
         """
         self._closed = True
         self._wake()
         if self._lingers:
             self._thread.name = "lingering-last-resort"
-            atexit.register(self._exiting.set)
+            self._program = _outermost_frame()
             return
         if self._thread.ident is not None:
             self._thread.join()
@@ -123,9 +142,13 @@ class LastResort:
     def _linger(self) -> None:
         assert self._alarm is not None
         time.sleep(max(0.0, self._alarm.deadline.at - _LEAVE_S - time.monotonic()))
-        if self._exiting.is_set():
-            os._exit(self._alarm.exit_code)
-        atexit.unregister(self._exiting.set)
+        if _outermost_frame() is self._program:
+            return  # it goes on after the stop
+        with suppress(RuntimeError):  # no thread can be started any more
+            last_words = threading.Thread(target=_say_what_is_left, args=(self._alarm.exit_code,), daemon=True)
+            last_words.start()
+            last_words.join(_LEAVE_S / 2)
+        os._exit(self._alarm.exit_code)
 
     def _close(self) -> None:
         self._poll.close()

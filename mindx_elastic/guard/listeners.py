@@ -5,6 +5,7 @@ Each of them becomes an alarm of the guard's `Stopper`, in the watcher thread.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,8 +14,10 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.first_process import DROPPED, WITH_AN_INIT
 from mindx_elastic.core.printable import printable
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
@@ -59,8 +62,15 @@ class Listeners:
                 self._watcher.watch(link.agent_fd, stopper.hear_orphan)
             if link.is_orphan():  # the agent has died during the start: no signal and no descriptor says so
                 post(stopper.hear_orphan)
-        self.handlers = SignalHandlers(signals, self._watcher)  # set before the first signal can arrive
+        self.handlers = SignalHandlers(  # set before the first signal can arrive
+            signals,
+            self._watcher,
+            is_updating=lambda: stopper.update_gate.state is not GateState.CLEAN,
+            patience_s=self._settings.grace_s / 2,
+        )
         stack.enter_context(self.handlers)
+        if os.getpid() == 1:
+            logger.info("%s. %s", DROPPED, WITH_AN_INIT)
 
     def hold(self) -> None:
         """Training thread: the guard is left, and entered again in a moment. What asks for a stop meanwhile is answered

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.config import Settings, SharingSettings
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
@@ -16,7 +16,7 @@ from mindx_elastic.guard.unmanaged import MODES
 
 __all__ = ["DEFAULT_SIGNALS", "GuardOptions"]
 
-DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+DEFAULT_SIGNALS = STOP_SIGNALS
 
 
 @dataclass(frozen=True, kw_only=True)

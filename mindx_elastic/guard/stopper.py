@@ -13,6 +13,7 @@ last resort (`last_resort`); the owner finds that it has lost it and writes noth
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -236,10 +237,12 @@ class Stopper:
         self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
 
-    def _log_alarm(self, alarm: Alarm) -> None:
+    def _log_alarm(self, alarm: Alarm, *, orderly: bool = False) -> None:
+        """`orderly`: the program, or a handler of it, leaves by SystemExit."""
         self.events.emit("alarm", step=self.step_gate.step, reason=alarm.reason, outcome="stopping", kind=alarm.kind)
         if alarm.kind in ("exception", REFUSAL):
-            logger.error("%s; %s", alarm.reason, _NOTHING if alarm.kind == REFUSAL else "saving the last boundary")
+            what = _NOTHING if alarm.kind == REFUSAL else "saving the last boundary"
+            logger.log(logging.WARNING if orderly else logging.ERROR, "%s; %s", alarm.reason, what)
             return
         is_message = alarm.signum is not None or alarm.kind in ("flag", "request")  # else a death, or a fault
         heard = " heard" if is_message and alarm.origin == self.ranks.rank else ""
@@ -301,7 +304,7 @@ class Stopper:
             if alarm.kind != REFUSAL and not any(alarm.kind in policy.alarms for policy in self.save.policies):
                 return
             if self._accept(alarm):
-                self._log_alarm(alarm)
+                self._log_alarm(alarm, orderly=isinstance(error, SystemExit))
                 self.exchange.request(alarm.to_request())
         assert self.alarm is not None
         self.salvage.save(self.alarm, can_wait=False)

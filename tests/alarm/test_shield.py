@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mindx_elastic.alarm.shield import SHIELDED_SIGNALS, WorkerShield
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
+from mindx_elastic.alarm.shield import WorkerShield
 
 WORKER = """
 import sys
@@ -42,7 +43,7 @@ def pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 def test_a_worker_goes_on_after_every_shielded_signal(worker: subprocess.Popen[str]) -> None:
     requests, answers = pipes(worker)
     assert answers.readline() == "init 3\n", "the user's own function runs, after the shield"
-    for number in SHIELDED_SIGNALS:
+    for number in STOP_SIGNALS:
         worker.send_signal(number)
         print(int(number), file=requests, flush=True)
         assert answers.readline() == f"batch {int(number)}\n"

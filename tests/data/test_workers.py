@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from mindx_elastic.alarm.shield import SHIELDED_SIGNALS
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.workers import WorkerSet
 from mindx_elastic.errors import UsageError
@@ -126,8 +126,8 @@ class Inside(Noisy):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         assert get_worker_info() is not None
-        blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(SHIELDED_SIGNALS))
-        default = sum(signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN) for number in SHIELDED_SIGNALS)
+        blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS))
+        default = sum(signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN) for number in STOP_SIGNALS)
         return torch.tensor([blocked, default, signal.set_wakeup_fd(-1)])
 
 
@@ -139,7 +139,7 @@ def test_signals_inside_and_outside(method: str) -> None:
     try:
         source = ResumableLoader(Inside(1), num_workers=1, multiprocessing_context=method)
         assert next(iter(source)).tolist() == [[0, 0, -1]]
-        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(SHIELDED_SIGNALS)
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)
     finally:
         signal.set_wakeup_fd(before)
         os.close(reader)
