@@ -36,7 +36,11 @@ class GivenSettings:
         found = {name: dict(_of(each)) for name, each in components.items() if _is_new(each)}
         self.of_training: Mapping[str, Mapping[str, Any]] = {name: given for name, given in found.items() if given}
         """When the training began."""
-        self._now = self.of_training
+        self._now = dict(self.of_training)
+
+    def forget(self, name: str) -> None:
+        """The groups of optimizer `name` have other numbers from here on: what was given is not compared."""
+        self._now.pop(name, None)
 
     def resume(self, state: Mapping[str, Any], components: Mapping[str, Component], *, live: bool) -> list[str]:
         """The training that `state` is of goes on, which is loaded into `components`. Returns a line for each object

@@ -28,7 +28,8 @@ from mindx_elastic.capture.copying import copy_tree, device_tensors
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
-from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
+from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
+from mindx_elastic.capture.parameter_names import arrange_groups, grouped
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
@@ -108,8 +109,9 @@ class Collector:
         self.structure_is_new = False
         """Such a boundary has been copied; reset by the reader."""
         self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
+        places = self.places() if self._optimizers else {}
         for optimizer in self._optimizers.values():
-            optimizer.set_names(self.places())
+            optimizer.set_names(places)
         self._copies = [component.copy for component in self.components.values()]
         self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
         self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
@@ -160,14 +162,7 @@ class Collector:
 
     def places(self) -> dict[int, str]:
         """The place of each parameter (``model.fc.weight``), by its id; of a tied one the first."""
-        names: dict[int, str] = {}
-        for name, module in self._modules.items():
-            for place, parameter in module.named.items():
-                names.setdefault(id(parameter), f"{name}.{place}")
-        for component in self._adapted:
-            if isinstance(component.target, torch.Tensor):
-                names.setdefault(id(component.target), component.name)
-        return names
+        return {id(parameter): name for name, parameter in reversed(named_parameters(self.components).items())}
 
     def watch(self) -> None:
         """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
@@ -542,9 +537,10 @@ class Collector:
         """The layout record of this rank's files, as JSON; see `core.strategy.LayoutRecord`."""
         return self.layouts.record().json
 
-    def load(self, state: dict[str, Any], *, live: bool = False) -> list[str]:
+    def load(self, state: dict[str, Any], *, live: bool = False, layout: Mapping[str, Any] | None = None) -> list[str]:
         """Put a state back, except the random generators. Returns notes on what differs and may. `live`: `state` has
-        been read from these very objects, and the weights have not changed since.
+        been read from these very objects, and the weights have not changed since. layout: the file's ``mindx.layout``,
+        which names the parameters; without it numbers have to mean what they meant.
 
         Raises MismatchError when a part is missing or does not fit; training must not start after it.
         """
@@ -554,8 +550,9 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
+        said = [] if live or layout is None else self._arrange_groups(state, layout)
         self._load_components(state, self.components, live=live)
-        changed = self._settings.resume(state, self.components, live=live)
+        changed = [*said, *self._settings.resume(state, self.components, live=live)]
         progress = dict(state["progress"])
         self.loop = self._loop = dict(progress.pop("loop", {}))
         self.position = Position(**progress)
@@ -581,7 +578,7 @@ class Collector:
         beside, devices, own = state.get("module_extras", {}), state.get("tensor_devices", {}), self.devices.device
         for name, module in modules.items():
             module.prepare(beside.get(name, {}), state[name])
-        self._arrange_groups(state)
+        self._regroup(state)
         for name, component in self.components.items():
             if name in wanted and live and isinstance(component, (ModuleComponent, OptimizerComponent)):
                 component.load_live(state[name])
@@ -605,14 +602,40 @@ class Collector:
             self.structure_is_new = bool(self.problems)
         self.on_new_parameters(self.parameters)
 
-    def _arrange_groups(self, state: Mapping[str, Any]) -> None:
+    def _arrange_groups(self, state: Mapping[str, Any], layout: Mapping[str, Any]) -> list[str]:
+        """Put the live groups into the order that the file has. Returns what is to be said."""
+        parameters = named_parameters(self.components)
+        said = [
+            f"{name}: its parameters are registered in another order than in the run that wrote the checkpoint. They "
+            "are matched by name; what goes by their place (an average's list, the sum of clip_grad_norm_) may differ"
+            for name, module in self._modules.items()
+            if isinstance(state[name], Mapping) and [n for n in state[name] if n in module.named] != [*module.named]
+        ]
+        for name, optimizer in self._optimizers.items():
+            own, names = state[name], layout.get("parameters", {}).get(name)
+            if names is None or len(names) != sum(len(group["params"]) for group in own["param_groups"]):
+                said.append(
+                    f"{name}: the checkpoint does not name its parameters (it is converted, or of an old version), and "
+                    "their state goes back by their order, which has to be the same"
+                )
+            elif own.get("names") is None:
+                wanted = grouped(names, [len(group["params"]) for group in own["param_groups"]])
+                before = [*optimizer.local.param_groups]
+                said += optimizer.arrange(wanted, parameters, own["state"])
+                if not all(map(is_, before, optimizer.local.param_groups)):
+                    self._settings.forget(name)
+        there = layout.get("groups", {})
+        for name, lists in groups_inside(self.components).items():
+            for groups, wanted in zip(lists, there.get(name, ()), strict=False):
+                said += arrange_groups(name, groups, wanted, parameters)
+        self.layouts.forget()
+        return said
+
+    def _regroup(self, state: Mapping[str, Any]) -> None:
         """Make the parameter groups that the run had got in mid-run (unfreezing with another learning rate)."""
-        modules = self._modules.items()
-        parameters = {f"{name}.{place}": p for name, module in modules for place, p in module.named.items()}
-        parameters |= {c.name: c.target for c in self._adapted if isinstance(c.target, torch.Tensor)}
         for name, optimizer in self._optimizers.items():
             if isinstance(state[name], Mapping) and (groups := state[name].get("names")) is not None:
-                optimizer.arrange(groups, parameters)
+                optimizer.regroup(groups, named_parameters(self.components))
 
     def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Set what `state` says of modules beside their state_dict: `training`, `requires_grad`, and DDP's broadcasts.

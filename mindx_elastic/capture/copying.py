@@ -16,6 +16,7 @@ __all__ = [
     "map_containers",
     "map_tensors",
     "same_tree",
+    "tensors_in",
     "to_host",
 ]
 
@@ -110,6 +111,18 @@ def device_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, deque)):
         for item in value:
             yield from device_tensors(item)
+
+
+def tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested dicts, lists and tuples, each with its place: ``{place}.exp_avg``."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from tensors_in(item, f"{place}.{number}")
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

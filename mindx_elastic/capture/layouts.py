@@ -19,12 +19,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.components import (
+    AdaptedComponent,
+    Component,
+    ModuleComponent,
+    OptimizerComponent,
+    PlainComponent,
+)
+from mindx_elastic.capture.parameter_names import Groups, group_lists, names_in_groups, places_in_states
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placement
 from mindx_elastic.core.strategy import MARKER, LaidOut, LayoutRecord, TensorSpec
 from mindx_elastic.errors import UnsupportedStateError, UsageError
 
-__all__ = ["Blueprint", "LayoutRecorder", "ParallelSetup"]
+__all__ = ["Blueprint", "LayoutRecorder", "ParallelSetup", "groups_inside", "named_parameters"]
 
 LayoutByHand = Callable[[str, tuple[int, ...]], "LaidOut | None"]
 """(place, shape of the rank's part) -> its layout, where the user has given one."""
@@ -55,11 +62,46 @@ class Blueprint:
     """For each parameter group the places of its parameters in the state (``model.fc.weight``)."""
 
 
+def named_parameters(components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
+    """The parameters by their names, tied ones under each; see `capture.parameter_names`."""
+    found: dict[str, torch.Tensor] = {}
+    for name, c in components.items():
+        if isinstance(c, ModuleComponent):
+            found |= {f"{name}.{place}": parameter for place, parameter in c.named.items()}
+        elif isinstance(c, AdaptedComponent) and isinstance(c.target, torch.Tensor):
+            found[name] = c.target
+    known = set(map(id, found.values()))
+    unnamed: list[torch.Tensor] = []
+    for name, c in components.items():
+        for group in c.local.param_groups if isinstance(c, OptimizerComponent) else ():
+            given = group.get("param_names") or ()
+            loose = {f"{name}:{n}": p for n, p in zip(given, group["params"], strict=False) if id(p) not in known}
+            found |= loose
+            unnamed += [p for p in group["params"] if id(p) not in known and not given]
+    if unnamed:
+        plain = [
+            c for c in components.values() if isinstance(c, PlainComponent) and not isinstance(c, AdaptedComponent)
+        ]
+        found |= places_in_states({c.name: c.live_state() for c in plain}, unnamed)
+    return found
+
+
+def groups_inside(components: Mapping[str, Component]) -> dict[str, list[Groups]]:
+    """The parameter groups in what the other components hold, as wrappers around an optimizer do."""
+    own = [c for c in components.values() if isinstance(c, OptimizerComponent)]
+    others = {id(one) for c in own for one in (c.optimizer, c.local)}
+    known = {id(one.param_groups) for c in own for one in (c.optimizer, c.local)}
+    found = {n: group_lists(c.target, others) for n, c in components.items() if isinstance(c, PlainComponent)}
+    lists = {name: [groups for groups in each if id(groups) not in known] for name, each in found.items()}
+    return {name: each for name, each in lists.items() if each}
+
+
 class LayoutRecorder:
     """Makes the record of one rank. Not thread-safe: call `record` with the update gate held."""
 
     def __init__(self, components: Mapping[str, Component], setup: ParallelSetup) -> None:
         self.setup = setup
+        self._components = components
         self._modules = {n: c for n, c in components.items() if isinstance(c, ModuleComponent)}
         self._optimizers = {n: c for n, c in components.items() if isinstance(c, OptimizerComponent)}
         self._own = _replicated((setup.rank,))
@@ -93,13 +135,7 @@ class LayoutRecorder:
     def blueprint(self) -> Blueprint:
         """What a state for this rank has to be made of."""
         names = self._places()
-        optimizers = {}
-        for name, c in self._optimizers.items():
-            numbers = iter(range(len(c.parameters)))
-            optimizers[name] = [
-                [names.get(id(p), f"{name}.{number}") for p, number in zip(group["params"], numbers, strict=False)]
-                for group in c.local.param_groups
-            ]
+        optimizers = {n: names_in_groups(n, c.local.param_groups, names) for n, c in self._optimizers.items()}
         modules = {name: list(c.named) for name, c in self._modules.items()}
         return Blueprint(modules, {name: c.volatile_names for name, c in self._modules.items()}, optimizers)
 
@@ -137,10 +173,7 @@ class LayoutRecorder:
 
     def _places(self) -> dict[int, str]:
         """The place of each parameter, by its id; of a tied one the first."""
-        names: dict[int, str] = {}
-        for place, parameter in self._named_parameters():
-            names.setdefault(id(parameter), place)
-        return names
+        return {id(parameter): name for name, parameter in reversed(named_parameters(self._components).items())}
 
     @torch.no_grad()  # without a graph a DTensor's local part costs next to nothing
     def _describe(self) -> LayoutRecord:
@@ -165,8 +198,12 @@ class LayoutRecorder:
             tensors=tensors,
             job=self._job,
             parameters={
-                name: [places.get(id(p), f"{name}.{i}") for i, p in enumerate(c.parameters)]
+                name: [place for group in names_in_groups(name, c.local.param_groups, places) for place in group]
                 for name, c in self._optimizers.items()
+            },
+            groups={
+                name: [names_in_groups(name, groups, places) for groups in lists]
+                for name, lists in groups_inside(self._components).items()
             },
             modules=list(self._modules),
             volatile={name: c.volatile_names for name, c in self._modules.items() if c.volatile_names},

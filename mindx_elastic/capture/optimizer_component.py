@@ -14,8 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
-from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors
+from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.parameter_names import arrange_groups
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -67,7 +68,7 @@ class OptimizerComponent:
         self._host: _HostState | None = None
         self._is_back = False
         self.added: list[list[torch.Tensor]] = []
-        """The groups that `arrange` has made, by their parameters."""
+        """The groups that `regroup` has made, by their parameters."""
         self.copy()
 
     @property
@@ -90,7 +91,7 @@ class OptimizerComponent:
 
     def tensors(self) -> list[torch.Tensor]:
         """Those of its state that there are now."""
-        return [t for values in self.local.state.values() for _, t in _tensors_in(values, "")]
+        return [t for values in self.local.state.values() for _, t in tensors_in(values, "")]
 
     def coming_nbytes(self) -> int:
         """A guess: what its first step adds to its state."""
@@ -155,7 +156,22 @@ class OptimizerComponent:
     def _named_groups(self, names: Mapping[int, str]) -> list[list[str]]:
         return [[names.get(id(p), "") for p in group["params"]] for group in self.local.param_groups]
 
-    def arrange(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
+    def arrange(
+        self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor], saved: Mapping[Any, Any]
+    ) -> list[str]:
+        """Before `load`: put parameters and groups into the order of the run that wrote the checkpoint. Returns what is
+        to be said; see `arrange_groups`. ZeRO has dealt groups and parameters out to the ranks: they may not change."""
+        before = list(self.local.param_groups)
+        said = arrange_groups(self.name, self.local.param_groups, groups, parameters, saved)
+        if self.is_spread and any(a is not b for a, b in zip(before, self.local.param_groups, strict=True)):
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: its parameter groups are in another order there, and "
+                "ZeroRedundancyOptimizer deals them out by it; list them as in the run that wrote the checkpoint"
+            )
+        self._built = self._named_groups(self._places)
+        return said
+
+    def regroup(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
         """Before `load`: make the groups that a run had got in mid-run, of these parameters."""
         if missing := [place for group in groups for place in group if place not in parameters]:
             raise MismatchError(
@@ -224,7 +240,7 @@ class OptimizerComponent:
         found: list[str] = []
         for index, parameter in enumerate(self.parameters):
             if isinstance(parameter, DTensor):
-                for place, value in _tensors_in(self.local.state.get(parameter, {}), str(index)):
+                for place, value in tensors_in(self.local.state.get(parameter, {}), str(index)):
                     if isinstance(value, DTensor) and value.shape == parameter.shape:
                         found.append(place)
         return found
@@ -245,7 +261,7 @@ class OptimizerComponent:
 
     def load(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        state.pop("names", None)  # see `arrange`
+        state.pop("names", None)  # see `regroup`
         retired = state.pop("retired", {})
         there, here = state.pop("class", None), type(self.local).__name__
         if there not in (None, here):
@@ -419,17 +435,6 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _named_instead(places: Sequence[str]) -> str:
     return f"; {listed(sorted(places), 3)} were replaced" if places else ""
-
-
-def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors_in(item, f"{place}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _tensors_in(item, f"{place}.{number}")
 
 
 def _laid_out(value: Any, place: str, places: set[str], like: torch.Tensor) -> Any:

@@ -104,6 +104,10 @@ class PlainComponent:
         state = self._stateful.state_dict()
         self._copy = state if self._giver is not None and self._giver.gives_copies else copy_tree(state)
 
+    def live_state(self) -> Any:
+        """What its `state_dict` gives."""
+        return self._stateful.state_dict()
+
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
         return copy_tree(self._stateful.state_dict())

@@ -314,6 +314,8 @@ class LayoutRecord:
     """One tensor of every layout that any rank of the job has."""
     parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Optimizer -> the places of its parameters, in the order of their numbers in its state."""
+    groups: Mapping[str, Sequence[Sequence[Sequence[str]]]] = field(default_factory=dict)
+    """Object that holds optimizers -> the places of the parameters in each group of each of them."""
     modules: Sequence[str] = ()
     """The components that are modules."""
     volatile: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -352,6 +354,7 @@ class LayoutRecord:
             "tensors": named,
             "job": [[spec.name, number_of(spec.layout, False), list(spec.shape)] for spec in self.job],
             "parameters": dict(self.parameters),
+            **({"groups": dict(self.groups)} if self.groups else {}),
             "modules": list(self.modules),
             "volatile": dict(self.volatile),
         }
@@ -377,6 +380,7 @@ class LayoutRecord:
                     for name, number, shape in record.get("job", ())
                 ],
                 parameters=record.get("parameters", {}),
+                groups=record.get("groups", {}),
                 modules=record.get("modules", ()),
                 volatile=record.get("volatile", {}),
             )

@@ -93,7 +93,8 @@ def load(
                 f"{listed(left_out, 5)}: they begin as the program builds them",
                 "Resume once with as many ranks as before, where they count",
             )
-    for note in collector.load(state, live=found.is_live):
+    layout = None if found.plan.resharded else found.checkpoint.layout  # a new layout is put together by names
+    for note in collector.load(state, live=found.is_live, layout=layout):
         logger.warning("%s", note)
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
     _tell_of_device_buffers(found, collector, ranks, unmanaged)

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.capture.parameter_names import grouped
 from mindx_elastic.core.division import Divided, Piece, piece_name
 from mindx_elastic.core.layout import REPLICATE, Box, Interval, Layout, local_places, overlap
 from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import TensorSpec, global_name
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.dtypes import BY_NAME
@@ -164,11 +166,15 @@ class Parts:
         return self._places[key]
 
     def any_state(self, component: str, name: str, specs: Sequence[TensorSpec]) -> tuple[_PartFile, Any]:
-        """A file whose optimizer has parameter `name`, and the tree of its state; None: it had no state (yet)."""
+        """A file whose optimizer has parameter `name`, and the tree of its state; None: it had no state (yet). Raises
+        MismatchError where none has."""
         for file in self._likely_files(specs or self.plan.source.by_name.get(name, ())):
             if name in (nodes := file.states(component).nodes):
                 return file, nodes[name]
-        return self.file(self.base), None
+        raise MismatchError(
+            f"the checkpoint does not fit {component}: it updates {name}, which it did not in the run that wrote it; "
+            "use the same objects as that run"
+        )
 
     def _likely_files(self, specs: Sequence[TensorSpec]) -> Iterator[_PartFile]:
         """Files that may have them, the likeliest first, opened one by one. Use each before you take the next."""
@@ -353,12 +359,15 @@ def _optimizer(
             f"the checkpoint holds nothing for {component}; use the same objects as the run that wrote it"
         )
     saved = read_some(base.fd, base.header, {key: tree[key] for key in tree if key != "state"}, base.path)
-    groups = saved.get("names", groups)  # of a run that has changed its groups; see `OptimizerComponent.arrange`
+    # "names": of a run that has changed its groups; see `OptimizerComponent.regroup`.
+    groups = saved.get("names", groups)
     if len(saved["param_groups"]) != len(groups):
         raise MismatchError(
             f"the checkpoint does not fit {component}: it has {len(saved['param_groups'])} parameter groups, this "
             f"optimizer has {len(groups)}"
         )
+    if "names" not in saved and (ordered := _in_order_of(base, component, saved["param_groups"], groups)) != groups:
+        saved["names"] = groups = ordered
     by_parameter: dict[str, list[TensorSpec]] = {}
     prefix = f"{component}.state."
     for spec in parts.plan.source.tensors:
@@ -384,6 +393,22 @@ def _optimizer(
     for file in sources.values():
         _check_options(component, base, file)
     return {**saved, "param_groups": merged, "state": state, "sharded": sharded}
+
+
+def _in_order_of(
+    base: _PartFile, component: str, saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]
+) -> Sequence[Sequence[str]]:
+    """`groups` in the order in which the file has them. Raises MismatchError for one that is in several there."""
+    there = grouped(base.parameters.get(component, ()), [len(group["params"]) for group in saved])
+    number_of = {name: number for number, names in enumerate(there) for name in names}
+    numbers = [{number_of[name] for name in names if name in number_of} for names in groups]
+    if several := next((names for names, found in zip(groups, numbers, strict=True) if len(found) > 1), None):
+        raise MismatchError(
+            f"the checkpoint does not fit {component}: {listed(several, 3)} are one parameter group here and several "
+            "there; list them as in the run that wrote it"
+        )
+    order = [next(iter(found), place) for place, found in enumerate(numbers)]
+    return groups if len(set(order)) < len(order) else [groups[order.index(place)] for place in sorted(order)]
 
 
 def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:

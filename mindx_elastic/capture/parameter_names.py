@@ -1,0 +1,169 @@
+"""The names of the parameters that optimizers update, and the order in which a checkpoint has them.
+
+An optimizer's state, and that of a wrapper around one, is numbered: it says 3, and not ``model.fc.weight``. What 3 is
+follows from the order of the program's lists, which may be another one at the next start (layers registered otherwise,
+groups swapped, a list made from a set). So a file names the parameter of each number, and before a state is loaded the
+live lists are put into the file's order, in place: every number then means what it meant, for an optimizer as for
+what holds one inside.
+
+A parameter has the first of these names: its place in a named module; its name in ``stateful=``; the name that
+``named_parameters()`` has given the optimizer; its place in the state of a named object (an agent with its network).
+One without a name has its number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.capture.copying import tensors_in
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import MismatchError
+
+__all__ = ["Groups", "arrange_groups", "group_lists", "grouped", "names_in_groups", "places_in_states"]
+
+Groups = list[dict[str, Any]]
+"""``param_groups``."""
+_DEEPEST = 3
+_SAME_OBJECTS = 'use the same objects as the run that wrote it, or start anew with resume="never" in another directory'
+
+
+def names_in_groups(name: str, groups: Groups, names: Mapping[int, str]) -> list[list[str]]:
+    """Of each group the names of its parameters; one that `names` (by id) lacks is ``{name}.{number}``."""
+    numbers = iter(range(sum(len(group["params"]) for group in groups)))
+    return [[names.get(id(p), f"{name}.{n}") for p, n in zip(g["params"], numbers, strict=False)] for g in groups]
+
+
+def grouped(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
+    """`names` as groups of `sizes`."""
+    rest = iter(names)
+    return [[name for _, name in zip(range(size), rest, strict=False)] for size in sizes]
+
+
+def group_lists(target: object, others: Collection[int]) -> list[Groups]:
+    """The lists of parameter groups in `target` and in what it holds, apart from `others` (by id)."""
+    found: dict[int, Groups] = {}
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        if depth > _DEEPEST or id(value) in others or id(value) in seen or isinstance(value, (nn.Module, torch.Tensor)):
+            return
+        seen.add(id(value))
+        if isinstance(value, (list, tuple, dict)):
+            inside: Any = value.values() if isinstance(value, dict) else value
+        else:
+            inside = getattr(value, "__dict__", {})
+            groups = inside.get("param_groups") if type(inside) is dict else None
+            if isinstance(groups, list) and all(isinstance(g, dict) and "params" in g for g in groups):
+                found.setdefault(id(groups), groups)
+            inside = inside.values() if type(inside) is dict else ()
+        for each in list(inside):
+            if isinstance(each, (list, tuple, dict)) or hasattr(type(each), "__dict__"):
+                look(each, depth + 1)
+
+    look(target, 0)
+    return list(found.values())
+
+
+def places_in_states(states: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of `parameters` whose memory the live `states` of objects show, by their places there."""
+    wanted = {(p.data_ptr(), p.shape): p for p in parameters if p.numel()}
+    found: dict[str, torch.Tensor] = {}
+    for name, state in states.items():
+        for place, tensor in tensors_in(state, name):
+            if (parameter := wanted.get((tensor.data_ptr(), tensor.shape))) is not None:
+                found[place] = parameter
+    return found
+
+
+def arrange_groups(
+    where: str,
+    groups: Groups,
+    wanted: Sequence[Sequence[str]],
+    parameters: Mapping[str, torch.Tensor],
+    saved: Mapping[Any, Any] | None = None,
+) -> list[str]:
+    """Put `groups` and their parameters into the order of `wanted`, the names in the checkpoint. Returns what is to be
+    said about it.
+
+    parameters: by name, tied ones under each. saved: the state in the checkpoint by number, where that is known.
+    Raises MismatchError where the parameters, or those of a group, are not the same.
+    """
+    own = [p for group in groups for p in group["params"]]
+    named = set(map(id, parameters.values()))
+    unnamed = iter([p for p in own if id(p) not in named])
+    numbered = re.compile(rf"{re.escape(where)}\.\d+")
+    found = [[parameters.get(n) if n in parameters else next(unnamed, None) if numbered.fullmatch(n) else None
+              for n in names] for names in wanted]  # fmt: skip
+    _check_same(where, own, wanted, found, parameters)
+    order = {frozenset(map(id, group["params"])): group for group in groups}
+    there = [frozenset(map(id, group)) for group in found]
+    if Counter(there) != Counter(frozenset(map(id, group["params"])) for group in groups):
+        sizes = [len(names) for names in wanted], [len(group["params"]) for group in groups]
+        raise MismatchError(
+            f"the checkpoint does not fit {where}: it has parameter groups of {sizes[0]} parameters, this optimizer "
+            f"has {sizes[1]} or others in them ({_moved(wanted, there, order)}); {_SAME_OBJECTS}"
+        )
+    said = []
+    if len(order) == len(groups) and any(order[ids] is not group for ids, group in zip(there, groups, strict=True)):
+        groups[:] = [order[ids] for ids in there]
+        said.append(
+            f"{where}: its parameter groups are in another order than in the run that wrote the checkpoint, and go on "
+            "in that run's order. What the program gives or sets by a group's number (the functions of a LambdaLR) "
+            "belongs into that order, too"
+        )
+    for group, mine in zip(groups, found, strict=True):
+        group["params"][:] = mine
+    said += _by_number(where, wanted, found, parameters, saved)
+    return said
+
+
+def _check_same(
+    where: str,
+    own: Sequence[torch.Tensor],
+    wanted: Sequence[Sequence[str]],
+    found: Sequence[Sequence[torch.Tensor | None]],
+    parameters: Mapping[str, torch.Tensor],
+) -> None:
+    live, there = set(map(id, own)), {id(p) for group in found for p in group}
+    pairs = [pair for names, mine in zip(wanted, found, strict=True) for pair in zip(names, mine, strict=True)]
+    gone = [name for name, p in pairs if p is None or id(p) not in live]
+    names = {id(p): name for name, p in reversed([*parameters.items()])}
+    new = [names.get(id(p), f"a parameter {list(p.shape)} of no named module") for p in own if id(p) not in there]
+    if gone or new:
+        told = [f"there it updates {listed(gone, 3)}, here not"] if gone else []
+        told += [f"here it updates {listed(new, 3)}, there not"] if new else []
+        raise MismatchError(f"the checkpoint does not fit {where}: {'; '.join(told)}; {_SAME_OBJECTS}")
+
+
+def _moved(wanted: Sequence[Sequence[str]], there: Sequence[frozenset[int]], here: Collection[frozenset[int]]) -> str:
+    names = next((names for names, ids in zip(wanted, there, strict=True) if ids not in here), [])
+    return f"{listed(list(names), 3)} are one group there"
+
+
+def _by_number(
+    where: str,
+    wanted: Sequence[Sequence[str]],
+    found: Sequence[Sequence[torch.Tensor | None]],
+    parameters: Mapping[str, torch.Tensor],
+    saved: Mapping[Any, Any] | None,
+) -> Iterator[str]:
+    """What is taken by its number only, and whose order nothing shows: shapes do where each is another one."""
+    pairs = [pair for names, mine in zip(wanted, found, strict=True) for pair in zip(names, mine, strict=True)]
+    loose = [(n, p) for n, (name, p) in enumerate(pairs) if name not in parameters and p is not None]
+    if saved is not None:
+        loose = [(n, p) for n, p in loose if saved.get(n)]
+    shapes = [p.shape for _, p in loose]
+    are_shown = len(set(shapes)) == len(shapes) and all(
+        p.shape in {t.shape for _, t in tensors_in((saved or {}).get(n), "")} for n, p in loose
+    )
+    if len(loose) > 1 and not are_shown:
+        yield (
+            f"{where}: the state of {len(loose)} of its parameters goes back by their order, for they are in no named "
+            "module: give the guard their module, model=[...], or the optimizer named_parameters()"
+        )

@@ -1,0 +1,198 @@
+"""A start whose lists of parameters have another order, or others in them, than in the run that it goes on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mindx_elastic as mx
+from mindx_elastic.errors import MismatchError
+
+RATES = {"a": 0.1, "b": 0.01, "out": 0.03}
+_x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(_x, _x.sum(1, keepdim=True))
+
+Make = Callable[["Net"], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """`a` and `b` are of one shape; `order` is that in which they are registered."""
+
+    def __init__(self, order: Sequence[str] = "ab") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(4, 4) for name in "ab"}
+        for name in order:
+            setattr(self, name, layers[name])
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.tanh(self.get_submodule("b")(torch.tanh(self.get_submodule("a")(x)))))
+        return out
+
+
+class Averaged:
+    """An optimizer in no class of torch's, around one of torch's, with state by position."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.averages = [p.detach().clone() for p in self._parameters()]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.inner.step()
+        for average, p in zip(self.averages, self._parameters(), strict=True):
+            p.lerp_(average.lerp_(p, 0.3), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": self.averages, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.averages = state["averages"]
+        self.inner.load_state_dict(state["inner"])
+
+
+class Agent:
+    """Has its network to itself."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self._net.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._net.load_state_dict(state["net"])
+
+
+def listed(*names: str) -> Make:
+    """One list of the parameters of these parts."""
+    return lambda net: torch.optim.AdamW([p for n in names for p in net.get_submodule(n).parameters()], lr=0.05)
+
+
+def grouped(*names: str) -> Make:
+    """A group with a rate of its own for each of these parts."""
+
+    def make(net: Net) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [*net.get_submodule(n).parameters()], "lr": RATES[n]} for n in names])
+
+    return make
+
+
+def model(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": net, "optimizer": optimizer}
+
+
+def averaged(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": net, "stateful": {"averaged": Averaged(optimizer)}}
+
+
+def agent(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"optimizer": optimizer, "stateful": {"agent": Agent(net)}}
+
+
+def train(
+    directory: Path, make: Make, objects: Callable[..., dict[str, Any]] = model, *, order: str = "ab", stop: int = 0
+) -> dict[str, torch.Tensor]:
+    """The weights at the end, or at step `stop`."""
+    net = Net(order)
+    given = objects(net, make(net))
+    optimizer = given.get("optimizer") or given["stateful"]["averaged"]
+    loader = DataLoader(DATA, batch_size=8)
+    guard = mx.Guard(**given, loader=loader, directory=directory, prefix="a", unmanaged="warn")
+    try:
+        with guard:
+            for _epoch in guard.epochs(2):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss = (net(x) - y).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    if guard.step + 1 == stop:
+                        guard.request_stop("the test")
+                    guard.step_end(loss=loss)
+    except SystemExit:
+        assert stop
+    return {name: tensor.clone() for name, tensor in sorted(net.state_dict().items())}
+
+
+@pytest.mark.parametrize(
+    ("objects", "first", "second", "order"),
+    [
+        (model, listed("a", "b", "out"), listed("b", "a", "out"), "ba"),  # two equal layers, registered otherwise
+        (model, grouped("a", "b", "out"), grouped("b", "a", "out"), "ab"),
+        (averaged, grouped("a", "b", "out"), grouped("b", "a", "out"), "ab"),
+        (agent, listed("a", "b", "out"), listed("out", "b", "a"), "ab"),
+    ],
+    ids=["layers", "groups", "a wrapper's groups", "an agent's network"],
+)
+def test_state_goes_back_by_name(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    objects: Callable[..., dict[str, Any]],
+    first: Make,
+    second: Make,
+    order: str,
+) -> None:
+    whole = train(tmp_path / "whole", first, objects)
+    stopped = train(tmp_path / "cut", first, objects, stop=5)
+    assert not torch.equal(stopped["a.weight"], whole["a.weight"])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        resumed = train(tmp_path / "cut", second, objects, order=order)
+    for name, tensor in whole.items():
+        assert torch.equal(resumed[name], tensor), name
+    assert ("groups are in another order" in caplog.text) is bool(first(Net()).param_groups[1:])
+    assert ("registered in another order" in caplog.text) is (order == "ba")
+    assert "by their order" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (listed("a", "out"), listed("b", "out"), "there it updates model.a.weight, model.a.bias, here not; here it up"),
+        (listed("a", "out"), listed("a", "b", "out"), "here it updates model.b.weight, model.b.bias, there not"),
+        (
+            grouped("a", "b"),
+            listed("a", "b"),
+            r"groups of \[2, 2\].* has \[4\].*\(model.a.weight, model.a.bias are one",
+        ),
+    ],
+)
+def test_other_parameters_or_groups_are_refused_by_name(tmp_path: Path, first: Make, second: Make, told: str) -> None:
+    train(tmp_path, first, stop=5)
+    with pytest.raises(MismatchError, match=told):
+        train(tmp_path, second)
+
+
+def test_parameters_of_no_named_object_go_by_their_order_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loose = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    def give_gradients(*_: object) -> None:
+        for p in loose:
+            p.grad = torch.ones(3)
+
+    def with_loose(net: Net) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([*net.parameters(), *loose], lr=0.01, momentum=0.9)
+        optimizer.register_step_pre_hook(give_gradients)
+        return optimizer
+
+    train(tmp_path, with_loose, stop=5)
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, with_loose, stop=6)
+    assert "optimizer: the state of 2 of its parameters goes back by their order" in caplog.text
