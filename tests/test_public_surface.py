@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import typer.main
 
 import mindx_elastic as mx
-from mindx_elastic.cli.main import app, main
+from mindx_elastic.agent.options import own_actions
+from mindx_elastic.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 SURFACE = Path(__file__).parent / "data" / "surface"
@@ -183,23 +183,16 @@ def parameters(command: Any) -> list[str]:
     return sorted(lines)
 
 
-def test_commands_and_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_options() -> None:
     group: Any = typer.main.get_command(app)
     lines = []
     for name, command in [("", group), *sorted(group.commands.items())]:
         lines += [f"mindx-elastic {name}".rstrip(), *parameters(command)]
     lines += ["mindx-elastic run, before torchrun's own options"]
-    compare("command_line", [*lines, *agent_options(monkeypatch, capsys)])
-
-
-def agent_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """As ``mindx-elastic run --help`` lists them: torchrun's parser reads that command line, not typer."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("sys.argv", ["mindx-elastic", "run", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    ours = capsys.readouterr().out.split("positional arguments:")[0]
-    return sorted(f"    {option}" for option in re.findall(r"^  (--[\w-]+(?: \S+)?)", ours, re.MULTILINE))
+    for each in own_actions():
+        metavar = each.metavar or (f"{{{','.join(each.choices)}}}" if each.choices else "")
+        lines.append(f"    {each.option_strings[0]} {metavar}".rstrip())
+    compare("command_line", lines)
 
 
 # --- environment, events, files ---

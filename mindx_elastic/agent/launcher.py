@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.job_progress import ProgressTeller
+from mindx_elastic.agent.last_lines import LastLines
 from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
@@ -69,13 +70,13 @@ class _AgentFilter(RankFilter):
         return True
 
 
-def launch(arguments: Sequence[str]) -> int:
+def launch(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> int:
     """Run the job that the command line describes to its end; the agent's exit code. Main thread, once a process.
 
-    Raises UsageError for what cannot work, before anything is started.
+    show_help: is called for ``--help``. Raises UsageError for what cannot work, before anything is started.
     """
     with ResultFile() as result:
-        return _launch(parse(arguments, on_run_dir=result.open), result)
+        return _launch(parse(arguments, on_run_dir=result.open, show_help=show_help), result)
 
 
 def _launch(plan: Launch, result: ResultFile) -> int:
@@ -144,6 +145,7 @@ def _run(
     logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
     handler = None
     supervisor = None
+    lines = LastLines(folder.path, options.run_dir, config.nproc_per_node)
     code, cause, early = 1, None, "failed"
     event_log = getattr(config, "event_log_handler", "null")  # torch 2.6 has no choice
     notices = NoticeWatch(options.notices, on_notice=inbox.stop_waiting).start() if options.notices else None
@@ -154,7 +156,7 @@ def _run(
         except ValueError as error:
             code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
-        supervisor = _make_supervisor(plan, handler, folder, inbox, events, notices)
+        supervisor = _make_supervisor(plan, handler, folder, inbox, events, notices, lines)
         if metrics_server is not None:
             supervisor.metrics = metrics_server.metrics
         supervisor.teller = teller
@@ -176,6 +178,7 @@ def _run(
             torch_events.record(supervisor.get_event_failed(), event_log)
         raise
     finally:
+        lines.finish()
         if notices is not None:
             notices.close()
         if supervisor is not None:
@@ -248,6 +251,7 @@ def _make_supervisor(
     inbox: SignalInbox,
     events: EventLog,
     notices: NoticeWatch | None,
+    lines: LastLines,
 ) -> Supervisor:
     config = plan.config
     known = {field.name for field in fields(WorkerSpec)}
@@ -286,6 +290,7 @@ def _make_supervisor(
         inbox=inbox,
         events=events,
         stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env(), notices),
+        lines=lines,
         num_nodes=config.max_nodes,
         forks=forks,
         shrinking=_make_shrinking(plan, events, forks, shim),

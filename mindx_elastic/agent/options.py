@@ -41,24 +41,15 @@ __all__ = [
     "CommandLine",
     "Launch",
     "check_options",
+    "own_actions",
     "parse",
     "split",
-    "whole_parser",
+    "torchrun_actions",
 ]
 
 
 DEFAULT_MAX_RESTARTS = 3
 _PROG = "mindx-elastic run"
-_DESCRIPTION = """\
-Start a training script on this node's devices as torchrun does, and keep the job alive: a killed worker, a hanging
-one or a lost agent costs no more steps than it must. A script without mindx_elastic runs as under torchrun; one with
-a Guard, Model or our callbacks saves its last step whatever happens, and goes on from it after the restart."""
-_EPILOG = """\
-exit codes: 0 finished; the script's own code when it fails (128 + number when a signal killed it); 143 after a graceful
-stop on SIGTERM; 75 worth a restart (fault report, flag file, nodes that cannot meet); 2 wrong usage.
-
-torchrun's options, with the same meaning; only --max-restarts differs: without it there are {restarts} restarts, not 0.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +109,14 @@ class Launch:
     """MASTER_ADDR and MASTER_PORT that the user has fixed for the workers' store."""
 
 
-def parse(arguments: Sequence[str], *, on_run_dir: Callable[[Path], None] = lambda path: None) -> Launch:
-    """Read the command line, behind ``run``. Prints help and leaves for ``--help``, leaves with 2 for unknown options.
+def parse(
+    arguments: Sequence[str],
+    *,
+    on_run_dir: Callable[[Path], None] = lambda path: None,
+    show_help: Callable[[], None] = lambda: None,
+) -> Launch:
+    """Read the command line, behind ``run``. Calls `show_help` and leaves for ``--help``, leaves with 2 for unknown
+    options.
 
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory. on_run_dir: is called
     with the former as soon as it is there; what is refused after it may be noted in it.
@@ -127,7 +124,7 @@ def parse(arguments: Sequence[str], *, on_run_dir: Callable[[Path], None] = lamb
     parser, ours = _parser()
     line = split(parser, ours, arguments)
     if line.wants_help:
-        print(_help())
+        show_help()
         raise SystemExit(0)
     args = line.parse(parser)
     run_dir = _make_run_dir(args.run_dir)
@@ -344,23 +341,16 @@ def _parser() -> tuple[ArgumentParser, frozenset[str]]:
     return parser, frozenset(both - theirs)
 
 
-def whole_parser() -> ArgumentParser:
-    """torchrun's options and ours, with the help of all of them; not to parse with."""
-    parser = get_args_parser()
+def torchrun_actions() -> Sequence[Action]:
+    """torchrun's own options, to be shown."""
+    return get_args_parser()._actions
+
+
+def own_actions() -> Sequence[Action]:
+    """What is added to them."""
+    parser = ArgumentParser(add_help=False)
     _add_options(parser, hidden=False)
-    return parser
-
-
-def _help() -> str:
-    ours = ArgumentParser(
-        prog=_PROG, usage=f"{_PROG} [options] [torchrun options] script.py [arguments]", description=_DESCRIPTION
-    )
-    _add_options(ours, hidden=False)
-    theirs, _ = _parser()
-    theirs.usage = SUPPRESS
-    theirs.description = None
-    _, _, rest = theirs.format_help().partition("positional arguments:")
-    return f"{ours.format_help()}\n{_EPILOG.format(restarts=DEFAULT_MAX_RESTARTS)}\npositional arguments:{rest}"
+    return parser._actions
 
 
 def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions:

@@ -15,16 +15,18 @@ from typing import Any
 
 from mindx_elastic.agent.ledger import AttemptRecord, count_recovery
 from mindx_elastic.core.events import read_events
+from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import REJOIN, RecoveryRecord, from_event
 
-__all__ = ["NOTABLE", "AgentRun", "load_cluster_recoveries", "load_runs"]
+__all__ = ["NOTABLE", "AgentRun", "last_lines_path", "load_cluster_recoveries", "load_runs", "read_last_lines"]
 
 NOTABLE = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership")
 """Events of the agent that a person wants to see."""
 
 _START, _END = "agent_start", "agent_end"
 _ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
+_MOST_LAST_BYTES = 1 << 20
 _OURS = (_START, _END, "summary", REJOIN, *_ATTEMPTS)
 
 
@@ -165,3 +167,18 @@ _BY_TYPE: dict[object, Callable[[Any], int | float | str | None]] = {
 }
 _READERS = {each.name: _BY_TYPE[each.type] for each in fields(AttemptRecord) if each.name != "attempt"}
 """How each field of `AttemptRecord` but its number is read."""
+
+
+def last_lines_path(run_dir: Path, rank: int) -> Path:
+    """The file with the last lines of a rank that has failed; its first one says how. `agent.last_lines` writes it."""
+    return run_dir / "last_lines" / f"rank_{rank}.txt"
+
+
+def read_last_lines(run_dir: Path) -> dict[int, list[str]]:
+    """The lines of all these files, by rank. Raises OSError."""
+    found = {}
+    for path in last_lines_path(run_dir, 0).parent.glob("rank_*.txt"):
+        if path.stem.removeprefix("rank_").isdecimal():
+            data = read_small(path, _MOST_LAST_BYTES)
+            found[int(path.stem.removeprefix("rank_"))] = data.decode(errors="replace").splitlines()
+    return found

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
-from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.farewell import Farewell, NodeEnd
 from mindx_elastic.agent.forked_start import Beginning, ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
@@ -35,6 +35,7 @@ from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.job_progress import ProgressTeller
+from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
@@ -97,6 +98,7 @@ class Supervisor(LocalElasticAgent):
         inbox: SignalInbox,
         events: EventLog,
         stop_files: StopFiles,
+        lines: LastLines,
         num_nodes: int,
         forks: ForkedStart,
         shrinking: Shrinking | None = None,
@@ -105,7 +107,8 @@ class Supervisor(LocalElasticAgent):
         """num_nodes: most that may take part. With one, no membership thread is started. shrinking: goes on with fewer
         workers where one cannot be replaced; None: there are always all of them."""
         self._replacements: Replacements | None = None
-        super().__init__(spec, logs_specs, **torch_arguments)
+        super().__init__(spec, lines.specs(logs_specs), **torch_arguments)
+        self._lines = lines
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
@@ -658,12 +661,16 @@ class Supervisor(LocalElasticAgent):
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")
 
-    def _error_of(self, rank: int) -> str:
-        """What a script with torch's ``@record`` wrote about its exception: one line, or nothing."""
+    def _error_of(self, rank: int, code: int) -> str:
+        """A rank's exception, from torch's ``@record`` or its stderr: one line, or nothing. Keeps its last lines."""
         local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        said = ""
+        if code not in GRACEFUL_CODES and rank in local:
+            how = f"exit code {code}" if code > 0 else f"killed by {signal_name(-code)}"
+            stderr = str(getattr(self._pcontext, "stderrs", {}).get(local[rank]) or "")
+            said = exception_in(self._lines.keep(rank, local[rank], stderr, f"attempt {self._number}, {how}"))
         with suppress(OSError, ValueError, KeyError, TypeError):
             with open(self._error_file(local[rank]), "rb") as file:
                 message = json.loads(file.read(_MAX_ERROR_BYTES))["message"]
-            text = message["message"] if isinstance(message, dict) else message
-            return printable(str(text).strip().partition("\n")[0][:300])
-        return ""
+            said = str(message["message"] if isinstance(message, dict) else message)
+        return printable(said.strip().partition("\n")[0][:300])

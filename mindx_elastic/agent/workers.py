@@ -73,9 +73,10 @@ class Workers:
         self,
         processes: Mapping[int, Process],
         pages: Path,
-        error_of: Callable[[int], str] = lambda rank: "",
+        error_of: Callable[[int, int], str] = lambda rank, code: "",
     ) -> None:
-        """processes: by global rank, each the leader of its own session. error_of: what a failed rank has said."""
+        """processes: by global rank, each the leader of its own session. error_of: what a rank that has ended with this
+        code, not 0, has said of it."""
         self.processes = dict(processes)
         self.live = dict(processes)
         self.exits: list[WorkerExit] = []
@@ -241,7 +242,8 @@ class Workers:
             return None
         self._take_out(rank)
         status, sent = self.status(rank), frozenset(self._sent[rank])
-        message = self._error_of(rank) if code > 0 else ""
+        said = self._error_of(rank, code) if code else ""
+        message = said if code > 0 else ""  # a signal has ended it, and not the exception that it may have spoken of
         return WorkerExit(rank=rank, pid=process.pid, code=code, status=status, sent=sent, message=message)
 
     def status(self, rank: int) -> Status | None:

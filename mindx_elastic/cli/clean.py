@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_age, human_size, make_console
+from mindx_elastic.cli.common import (
+    EXIT_BAD,
+    EXIT_GOOD,
+    JSON_SCHEMA,
+    JsonOption,
+    fail,
+    human_age,
+    human_size,
+    make_console,
+)
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
@@ -31,9 +41,12 @@ def clean_command(
         Path | None,
         typer.Option(help="The memory file system to clean; default: MINDX_ARENA_DIR, else /dev/shm.", metavar="DIR"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove what dead jobs of this user have left in shared memory.
+
+    Lists what it would remove and asks; a script gives --yes.
 
     A job that ends well leaves nothing there, nor does a `prove` that was not killed; folders of killed ones are
     removed. A job whose agent and workers were all killed leaves its agent's
@@ -45,25 +58,42 @@ def clean_command(
     [bold]Exit code[/bold]
     0  done, also when there was nothing to remove (no checkpoint on a disk is ever removed)
     1  something could not be removed
-    2  wrong usage, for example no such DIR
+    2  wrong usage: no such DIR, or something is to be removed without --yes where nobody can be asked
 
     \b
     [bold]Examples[/bold]
     mindx-elastic clean --dry-run
     mindx-elastic clean
-    mindx-elastic clean --all
-    mindx-elastic clean --json | jq '.arenas[] | select(.action == "kept")'
+    mindx-elastic clean --all --yes
+    mindx-elastic clean --dry-run --json | jq '.arenas[] | select(.action == "kept")'
     """
     base = _default_base() if base is None else base
     if not base.is_dir():
         fail(f"{base} is not a folder")
+    if not (dry_run or yes):
+        would = _clean(base, dry_run=True, everything=everything)
+        if any(entry["action"] == _WOULD for entry in _entries(would)):
+            _ask(would, as_json=as_json)
     report = _clean(base, dry_run=dry_run, everything=everything)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(make_console(), report)
-    if any(entry["action"] == _FAILED for entry in [*report["agents"], *report["arenas"], *report["proofs"]]):
+    if any(entry["action"] == _FAILED for entry in _entries(report)):
         raise typer.Exit(EXIT_BAD)
+
+
+def _entries(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*report["agents"], *report["arenas"], *report["proofs"]]
+
+
+def _ask(would: dict[str, Any], *, as_json: bool) -> None:
+    """Ends the command unless a person says yes."""
+    if as_json or not sys.stdin.isatty():
+        fail("something is to be removed, and nobody can be asked: give --yes, or --dry-run to see it")
+    _print(make_console(), would)
+    if not typer.confirm("Remove that?"):
+        raise typer.Exit(EXIT_GOOD)
 
 
 def _default_base() -> Path:

@@ -33,6 +33,8 @@ __all__ = [
     "EXIT_NOTHING",
     "EXIT_USAGE",
     "JSON_SCHEMA",
+    "RUN_DIR",
+    "JsonOption",
     "PathArgument",
     "RunDirArgument",
     "debugging",
@@ -74,13 +76,11 @@ PathArgument = Annotated[
 _T = TypeVar("_T")
 RunDirArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN_DIR",
-        help="The --run-dir of mindx-elastic run, or its events.jsonl.",
-        show_default=False,
-        readable=False,
-    ),
+    typer.Argument(metavar="RUN_DIR", help="The --run-dir of mindx-elastic run, or its events.jsonl.", readable=False),
 ]
+RUN_DIR = Path("mindx-run")
+"""Where `mindx-elastic run` writes if it is not told otherwise."""
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 _UNITS = {"": 0, "ki": 10, "mi": 20, "gi": 30, "ti": 40}
 _PIPE_WIDTH = 1000  # output that goes to a file or to grep is not wrapped; a table is only as wide as its content

@@ -14,6 +14,7 @@ from mindx_elastic.cli.common import (
     EXIT_NOTHING,
     EXIT_USAGE,
     JSON_SCHEMA,
+    JsonOption,
     human_size,
     is_folder,
     make_console,
@@ -72,7 +73,7 @@ def convert_command(
         typer.Option(metavar="FILE", help="The strategy file with the layout of MindSpore's rank_*/ files."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint: from and to DCP, torch.save files, MindSpore's safetensors, and this package's own.
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, fail, human_size, make_console, parse_size
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, JsonOption, fail, human_size, make_console, parse_size
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def doctor_command(
     measure: Annotated[
         float, typer.Option(min=0, max=60, metavar="SECONDS", help="How long to write to the disk; 0: not at all.")
     ] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a list.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Look at this machine before the first run: would a stop be saved in time, and what else is wrong?
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import fail, make_console
+from mindx_elastic.cli.common import JsonOption, fail, make_console
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed, printable
@@ -48,7 +48,6 @@ _Keep = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
 ]
 _List = Annotated[bool, typer.Option("--list", help="List the faults, with one line each, and exit.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 _Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
 
 
@@ -63,7 +62,7 @@ def drill_command(
     timeout: _Timeout = 300.0,
     keep: _Keep = None,
     list_faults: _List = False,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
     junit: _Junit = None,
 ) -> None:
     """Break your script in named ways; say what was lost, how long it took to go on, and whether it is still the same.

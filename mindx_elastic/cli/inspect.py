@@ -20,6 +20,7 @@ from mindx_elastic.cli.common import (
     EXIT_BAD,
     EXIT_NOTHING,
     JSON_SCHEMA,
+    JsonOption,
     PathArgument,
     human_age,
     human_size,
@@ -50,7 +51,7 @@ _ITEM_TAGS = ("$tuple", "$set", "$frozenset", "$deque")
 
 def inspect_command(
     path: PathArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    as_json: JsonOption = False,
     verify: Annotated[bool, typer.Option("--verify", help="Also recompute the digests; reads every byte.")] = False,
 ) -> None:
     """List the checkpoints under a directory, newest run, attempt and step first; of one file show the content.

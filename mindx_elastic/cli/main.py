@@ -10,23 +10,24 @@ import io
 import os
 import shlex
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_INTERNAL, EXIT_USAGE, debugging, tell_error, unwrapped
-from mindx_elastic.cli.completion import completion_command
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.logs import logs_command
 from mindx_elastic.cli.manifest import manifest_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import prove_command
 from mindx_elastic.cli.report import report_command
-from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, msrun_command, run_command
+from mindx_elastic.cli.run import RUN_SETTINGS, MsrunCommand, RunCommand, msrun_command, run_command
 from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
 from mindx_elastic.cli.status import status_command, top_command
 from mindx_elastic.cli.verify import verify_command
@@ -38,35 +39,40 @@ _DEPENDENCIES = ("google.protobuf", "numpy", "safetensors", "torch", "xxhash", "
 app = typer.Typer(
     name="mindx-elastic",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Exit codes: {EXIT_CODES_HELP}.",
 )
-app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(run_command)
-app.command("msrun", help=unwrapped(msrun_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(
-    msrun_command
-)
-app.command("doctor", help=unwrapped(doctor_command.__doc__))(doctor_command)
-app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=SCRIPT_SETTINGS, cls=ScriptCommand)(
-    prove_command
-)
-app.command("drill", help=unwrapped(drill_command.__doc__), context_settings=SCRIPT_SETTINGS, cls=ScriptCommand)(
-    drill_command
-)
-app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
-app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
-app.command("plan", help=unwrapped(plan_command.__doc__))(plan_command)
-app.command("status", help=unwrapped(status_command.__doc__))(status_command)
-app.command("top", help=unwrapped(top_command.__doc__))(top_command)
-app.command("report", help=unwrapped(report_command.__doc__))(report_command)
-app.command("pause", help=unwrapped(pause_command.__doc__))(pause_command)
-app.command("resume", help=unwrapped(resume_command.__doc__))(resume_command)
-app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
-app.command("manifest", help=unwrapped(manifest_command.__doc__))(manifest_command)
-app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
-app.command("completion", help=unwrapped(completion_command.__doc__))(completion_command)
+_Command = Callable[..., None]
+_GROUPS: dict[str, dict[str, _Command]] = {
+    "Run a job": {"run": run_command, "msrun": msrun_command, "pause": pause_command, "resume": resume_command},
+    "Look at a job": {
+        "status": status_command,
+        "top": top_command,
+        "logs": logs_command,
+        "report": report_command,
+    },
+    "Look at checkpoints": {
+        "inspect": inspect_command,
+        "verify": verify_command,
+        "plan": plan_command,
+        "convert": convert_command,
+    },
+    "Try a job": {"doctor": doctor_command, "prove": prove_command, "drill": drill_command},
+    "Around a job": {"manifest": manifest_command, "clean": clean_command},
+}
+_OTHER_PARSERS: dict[str, dict[str, Any]] = {
+    "run": {"cls": RunCommand, "context_settings": RUN_SETTINGS},
+    "msrun": {"cls": MsrunCommand, "context_settings": RUN_SETTINGS},
+    "prove": {"cls": ScriptCommand, "context_settings": SCRIPT_SETTINGS},
+    "drill": {"cls": ScriptCommand, "context_settings": SCRIPT_SETTINGS},
+}
+for _panel, _commands in _GROUPS.items():
+    for _name, _function in _commands.items():
+        app.command(_name, help=unwrapped(_function.__doc__), rich_help_panel=_panel, **_OTHER_PARSERS.get(_name, {}))(
+            _function
+        )
 
 
 def _show_version(wanted: bool) -> None:
@@ -92,22 +98,21 @@ def _common(
     \b
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
-    mindx-elastic doctor ckpt --state 18GiB       before the first run: is the disk fast enough, is anything wrong?
-    mindx-elastic prove -- train.py               stop and resume it, compare every step, name the first difference
-    mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost, how long it took, still the same?
-    mindx-elastic inspect ckpt                    list the checkpoints, newest first
-    mindx-elastic inspect ckpt --json | jq .      the same for a script
-    mindx-elastic inspect ckpt/resnet-2_17.safetensors
-    mindx-elastic verify ckpt                     recompute every digest
+    mindx-elastic top                             watch it: rates, and what would be lost if it died now
+    mindx-elastic status                          what happened; logs: the last lines of failed ranks
+    mindx-elastic report -o report.html           the whole run as one page to look at
+    mindx-elastic pause                           let all ranks wait at one step; then: resume
+    mindx-elastic inspect ckpt                    list the checkpoints; verify recomputes every digest
     mindx-elastic plan ckpt                       say from which step the next start would resume, and why
-    mindx-elastic status mindx-run                show what happened to a job under mindx-elastic run
-    mindx-elastic top mindx-run                   the same live: rates, and what would be lost if it died now
-    mindx-elastic report mindx-run -o report.html the whole run as one page to look at
-    mindx-elastic pause mindx-run                 let all ranks wait at one step, and keep their memory; then: resume
     mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
+    mindx-elastic doctor ckpt --state 18GiB       before the first run: is anything wrong?
+    mindx-elastic prove -- train.py               stop and resume it, and compare every step
+    mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost?
     mindx-elastic manifest kubernetes --state 18GiB -- train.py     print a job for Kubernetes
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
-    mindx-elastic completion bash                 print what makes TAB complete all of this
+
+    top, status, logs, report, pause and resume look into ./mindx-run, where run writes, if no RUN_DIR is given.
+    --install-completion lets TAB complete all of this; --json gives the same to scripts.
     """
     if debug:
         os.environ["MINDX_DEBUG"] = "1"

@@ -15,6 +15,8 @@ from mindx_elastic.cli.common import (
     EXIT_GOOD,
     EXIT_NOTHING,
     JSON_SCHEMA,
+    RUN_DIR,
+    JsonOption,
     RunDirArgument,
     fail,
     find_runs,
@@ -33,12 +35,12 @@ _AGENT_S = 10.0  # beyond the time-out: the agent may just be starting new worke
 
 
 def pause_command(
-    path: RunDirArgument,
+    path: RunDirArgument = RUN_DIR,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for every rank to come."),
     ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Let all ranks of a running job wait at one step, until resume.
 
@@ -66,12 +68,12 @@ def pause_command(
 
 
 def resume_command(
-    path: RunDirArgument,
+    path: RunDirArgument = RUN_DIR,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for the ranks to go on."),
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Let a paused job go on.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, fail, is_folder, make_console
+from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, make_console
 
 if TYPE_CHECKING:
     from mindx_elastic.cli.plan_inputs import Checked, Found
@@ -66,7 +66,7 @@ def plan_command(
     explain: Annotated[
         bool, typer.Option("--explain", help="Also show each layout's parts and the replica groups.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    as_json: JsonOption = False,
     emit_env: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write RESTORE_RANKS and others as export lines for a shell.")
     ] = None,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import fail, make_console
+from mindx_elastic.cli.common import JsonOption, fail, make_console
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed, printable
@@ -47,7 +47,6 @@ _Timeout = Annotated[
 _Keep = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 _Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
 
 
@@ -88,7 +87,7 @@ def prove_command(
     fresh: _Fresh = False,
     timeout: _Timeout = 300.0,
     keep: _Keep = None,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
     junit: _Junit = None,
 ) -> None:
     """Run your script without a stop, then stopped and resumed; compare every step and name the first difference.

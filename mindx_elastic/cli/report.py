@@ -9,14 +9,23 @@ from typing import Annotated
 
 import typer
 
-from mindx_elastic.cli.common import EXIT_NOTHING, JSON_SCHEMA, RunDirArgument, fail, human_size, is_folder
+from mindx_elastic.cli.common import (
+    EXIT_NOTHING,
+    JSON_SCHEMA,
+    RUN_DIR,
+    JsonOption,
+    RunDirArgument,
+    fail,
+    human_size,
+    is_folder,
+)
 from mindx_elastic.core.printable import printable
 
 __all__ = ["report_command"]
 
 
 def report_command(
-    path: RunDirArgument,
+    path: RunDirArgument = RUN_DIR,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write; replaced where it exists.")
     ] = Path("report.html"),
@@ -28,9 +37,7 @@ def report_command(
             show_default="that of the files that the run resumed from",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was written as one JSON document instead of a line.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the steps,
     the loss over all restarts.

@@ -14,6 +14,8 @@ from rich.text import Text
 
 from mindx_elastic.cli.common import (
     EXIT_NOTHING,
+    RUN_DIR,
+    JsonOption,
     RunDirArgument,
     find_cluster_recoveries,
     find_runs,
@@ -32,8 +34,8 @@ __all__ = ["status_command", "top_command"]
 
 
 def status_command(
-    path: RunDirArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    path: RunDirArgument = RUN_DIR,
+    as_json: JsonOption = False,
     watch_it: Annotated[bool, typer.Option("--watch", help="Show it live, until the agent ends or Ctrl-C.")] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="With --watch: between two looks.")
@@ -76,16 +78,22 @@ def status_command(
 
 
 def top_command(
-    path: RunDirArgument,
+    path: RunDirArgument = RUN_DIR,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Between two looks.")] = 1.0,
 ) -> None:
     """Show a job live: the ranks, their rates, and what would be lost now. The same as status --watch.
 
+    Waits for the job where it has not been started yet.
+
     \b
     [bold]Exit code[/bold]
     0  the agent has ended, or Ctrl-C
-    2  wrong usage, for example no such RUN_DIR
-    3  no agent has run there
+    2  wrong usage, for example a RUN_DIR that cannot be read
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic top
+    mindx-elastic top /data/job7/mindx-run --interval 5
     """
     raise typer.Exit(watch(path, interval, as_json=False))
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -15,6 +15,7 @@ from mindx_elastic.cli.common import (
     EXIT_BAD,
     EXIT_NOTHING,
     JSON_SCHEMA,
+    JsonOption,
     PathArgument,
     human_size,
     is_folder,
@@ -33,7 +34,7 @@ __all__ = ["check_entries", "entries_at", "verify_command"]
 
 def verify_command(
     path: PathArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read every checkpoint file completely and compare its digests.
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_NOTHING, find_runs, make_console
+from mindx_elastic.cli.common import find_runs, make_console
 from mindx_elastic.cli.outlook import DiskWatch, Rates, expect
 from mindx_elastic.cli.status_report import make_report, read_pages
 from mindx_elastic.cli.watch_frame import draw_frame
@@ -35,17 +35,15 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
-    """Show the newest agent's job in RUN_DIR until that agent has ended, or Ctrl-C; returns the exit code.
+    """Show the newest agent's job in RUN_DIR until that agent has ended, or Ctrl-C; returns the exit code. Waits for
+    the first agent that runs there.
 
     The terminal is as it was when this returns or is left by SIGTERM or SIGHUP. Main thread.
     """
     look = _Look(path)
-    first = look.take()
-    if first is None:
-        typer.echo(f"mindx-elastic: {printable(f'no agent has run in {path}')}", err=True)
-        return EXIT_NOTHING
     console = make_console()
     try:
+        first = _wait_for_agent(path, look, interval_s)
         if as_json or not sys.stdout.isatty() or console.is_dumb_terminal:
             _print_frames(console, look, first, interval_s, as_json=as_json)
         else:
@@ -57,6 +55,20 @@ def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return _BROKEN_PIPE
     return 0
+
+
+def _wait_for_agent(path: Path, look: _Look, interval_s: float) -> dict[str, Any]:
+    told = False
+    while True:
+        # The folder of a job that is about to be started may not be there yet.
+        first = look.take() if os.path.lexists(path) else None
+        if first is not None:
+            return first
+        if not told:
+            told = True
+            line = f"no agent has run in {path} yet; waiting for one, Ctrl-C ends this"
+            typer.echo(f"mindx-elastic: {printable(line)}", err=True)
+        time.sleep(interval_s)
 
 
 class _Look:

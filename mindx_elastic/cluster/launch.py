@@ -15,12 +15,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
@@ -60,6 +60,12 @@ class Plan:
 
 
 class _Parser(argparse.ArgumentParser):
+    show_help: Callable[[], None] | None = None
+
+    def print_help(self, file: object = None) -> None:
+        if self.show_help is not None:
+            self.show_help()
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (mindx-elastic msrun --help)")
 
@@ -79,18 +85,15 @@ def _count(text: str) -> int:
     return value
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> _Parser:
     """msrun's options, each also with dashes."""
-    parser = _Parser(
-        prog="mindx-elastic msrun",
-        description="Start the scheduler and this machine's workers of a dynamic cluster.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="mindx-elastic msrun", allow_abbrev=False)
 
-    def add(name: str, **more: object) -> None:
+    def add(name: str, **more: Any) -> None:
         names = [f"--{name}"] + [f"--{name.replace('_', '-')}"] * ("_" in name)
-        parser.add_argument(*names, **more)  # type: ignore[arg-type]
+        if more["default"] is not None:
+            more["help"] += f" (default: {more['default']})"
+        parser.add_argument(*names, **more)
 
     add("worker_num", type=_count, default=8, metavar="N", help="workers of the job")
     add("local_worker_num", type=_count, default=8, metavar="N", help="workers that are started on this machine")
@@ -107,9 +110,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(arguments: Sequence[str]) -> Plan:
-    """What the command line asks for. Raises UsageError."""
-    args = make_parser().parse_args(list(arguments))
+def plan_of(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> Plan:
+    """What the command line asks for. Calls `show_help` and leaves for ``--help``. Raises UsageError."""
+    parser = make_parser()
+    parser.show_help = show_help
+    args = parser.parse_args(list(arguments))
     if args.local_worker_num > args.worker_num:
         raise UsageError(
             f"--local_worker_num={args.local_worker_num} is more than --worker_num={args.worker_num}; give both"
@@ -166,9 +171,9 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Start what the command line asks for; returns the exit code. Main thread."""
-    plan = plan_of(arguments)
+def main(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> int:
+    """Start what the command line asks for; returns the exit code. Main thread. show_help: is called for ``--help``."""
+    plan = plan_of(arguments, show_help=show_help)
     if plan.command[0] == sys.executable and not Path(plan.command[1]).exists():
         # Without --join nothing else tells it: each process says so in a log of its own.
         raise UsageError(f"{plan.command[1]}: no such file")

@@ -118,7 +118,7 @@ def test_another_descriptor_wakes_it_too(group: Group, tmp_path: Path) -> None:
 
 def test_of_several_at_once_the_killed_come_first(group: Group, tmp_path: Path) -> None:
     processes = {0: group.start("raise SystemExit(1)", speaks=False), 1: group.start(WAIT)}
-    workers = Workers(processes, tmp_path, error_of=lambda rank: f"said by {rank}")
+    workers = Workers(processes, tmp_path, error_of=lambda rank, code: f"said by {rank}")
     processes[1].send_signal(signal.SIGKILL)
     for process in processes.values():  # both have ended before anybody looks
         wait_until(lambda process=process: process_state(process.pid) == "Z", "end of the worker")

@@ -15,6 +15,7 @@ from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.status_page import StatusPage, page_path
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.folders import job_folder, make_proof_folder, make_user_folder, user_folder
+from tests.cli.terminal import run_in_terminal
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def start() -> Iterator[Callable[..., None]]:
 
 
 def clean(run: Callable[..., Any], base: Path, *words: str) -> dict[str, Any]:
-    result = run("clean", "--base", base, "--json", *words)
+    result = run("clean", "--base", base, "--yes", "--json", *words)
     assert result.exit_code == 0, result.stderr
     document: dict[str, Any] = json.loads(result.stdout)
     return document
@@ -133,7 +134,7 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Callable[..., Any], base: Pa
         str(living): ("in use", f"proof {os.getpid()} runs"),
     }
     assert sorted(base.iterdir()) == sorted([living, *others])
-    assert f"in use  {living}: proof {os.getpid()} runs" in run("clean", "--base", base).stdout
+    assert f"in use  {living}: proof {os.getpid()} runs" in run("clean", "--base", base, "--yes").stdout
     identity = living / "prove.json"
     identity.write_text(json.dumps({**json.loads(identity.read_text()), "started": "1"}))
     make_user_folder(living)
@@ -186,7 +187,7 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(
         "ranks": [0, 1],
         "newest_step": 17,
     }
-    text = run("clean", "--base", base).stdout
+    text = run("clean", "--base", base, "--yes").stdout
     assert f"kept  {folder}: snapshot of step 17 for {directory}, run run-a, 2 ranks, " in text
     assert "start the job again with the same command" in text and "mindx-elastic clean --all" in text
     assert text.splitlines()[-1] == "0 B freed"
@@ -197,7 +198,7 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(
 
 def test_all_says_what_is_lost(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
     make_arena(base, tmp_path, [(3, 4)])
-    lines = run("clean", "--base", base, "--all").stdout.splitlines()
+    lines = run("clean", "--base", base, "--all", "--yes").stdout.splitlines()
     assert lines[0].startswith("removed  ") and f"snapshot of step 4 for {tmp_path}, run run-a, 1 rank, " in lines[0]
     assert lines[-1].endswith(" freed")
 
@@ -221,7 +222,7 @@ def test_an_arena_of_nobody_known_is_kept(
         (folder / "owner.json").write_text(owner)
     (entry,) = clean(run, base)["arenas"]
     assert (entry["action"], entry["directory"], entry["newest_step"]) == ("kept", None, None)
-    assert "no snapshot of all ranks for an unknown directory" in run("clean", "--base", base, "--all").stdout
+    assert "no snapshot of all ranks for an unknown directory" in run("clean", "--base", base, "--all", "--yes").stdout
 
 
 def test_an_arena_in_use_is_never_removed(
@@ -290,6 +291,24 @@ def test_what_cannot_be_removed_is_1(
 
     folder = make_agent(base, dead_pid)
     monkeypatch.setattr("shutil.rmtree", refuse)
-    result = run("clean", "--base", base)
+    result = run("clean", "--base", base, "--yes")
     assert result.exit_code == 1
     assert result.stdout.startswith(f"FAILED  {folder}: Permission denied: {folder}")
+
+
+def test_without_yes_nothing_is_removed_where_nobody_can_be_asked(
+    run: Callable[..., Any], base: Path, dead_pid: int
+) -> None:
+    path = make_agent(base, dead_pid)
+    for words in ([], ["--json"]):
+        result = run("clean", "--base", base, *words)
+        assert (result.exit_code, result.stdout) == (2, "") and "--yes" in result.stderr
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("answer", "is_left"), [("n", True), ("", True), ("y", False)])
+def test_a_person_is_asked(base: Path, dead_pid: int, answer: str, is_left: bool) -> None:
+    path = make_agent(base, dead_pid)
+    command = [sys.executable, "-m", "mindx_elastic", "clean", "--base", str(base)]
+    code, printed, _ = run_in_terminal(command, typed=f"{answer}\n")
+    assert code == 0 and "would remove" in printed and path.exists() is is_left

@@ -28,7 +28,7 @@ def option_set() -> dict[str, list[str]]:
 def test_the_option_set() -> None:
     # People's scripts depend on these words: a change here is a visible change and belongs in the changelog.
     assert option_set() == {
-        "": ["--debug", "--version"],
+        "": ["--debug", "--install-completion", "--show-completion", "--version"],
         "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
         "prove": ["--fresh", "--json", "--junit", "--keep", "--kill", "--seed", "--steps", "--stops", "--timeout"],
         "drill": [
@@ -53,10 +53,10 @@ def test_the_option_set() -> None:
         "report": ["--checkpoints", "--json", "--output", "-o", "path"],
         "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state", "--state-gib", "directory"],
         "msrun": ["arguments"],
-        "completion": ["shell"],
+        "logs": ["--json", "--rank", "path"],
         "pause": ["--json", "--timeout", "path"],
         "resume": ["--json", "--timeout", "path"],
-        "clean": ["--all", "--base", "--dry-run", "--json"],
+        "clean": ["--all", "--base", "--dry-run", "--json", "--yes", "-y"],
         "manifest": [
             *("--claim", "--faults", "--gpus", "--grace", "--image", "--mount", "--name", "--nodes", "--nproc"),
             "--nproc-per-node",
@@ -91,7 +91,7 @@ def test_run_hands_on_every_word_as_it_is(
     """Also a "--", which a command line parser would take for itself: torchrun and the script want to see it."""
     given: list[list[str]] = []
 
-    def launch(arguments: list[str]) -> int:
+    def launch(arguments: list[str], **_: object) -> int:
         given.append(arguments)
         return 7
 
@@ -115,6 +115,17 @@ def test_help_has_examples_and_exit_codes(run: Callable[..., Any], words: list[s
     assert "Examples" in result.stdout and "mindx-elastic inspect" in result.stdout + "mindx-elastic inspect"
     assert "mindx-elastic" in result.stdout
     assert re.search(r"[Ee]xit codes?", result.stdout) and "no checkpoint" in result.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--nproc-per-node", "2", "-h", "train.py"]])
+def test_help_of_run_shows_ten_options_and_then_the_others(run: Callable[..., Any], words: list[str]) -> None:
+    result = run("run", *words, columns=100)
+    parts = re.split("Other options(?: of torchrun)?", result.stdout.partition("matter first")[2])
+    names = [re.findall(r"^│ (--[\w-]+)", part, re.MULTILINE) for part in parts]
+    assert result.exit_code == 0
+    assert len(names[0]) == 10 and {"--nproc-per-node", "--max-restarts", "--run-dir"} < set(names[0])
+    assert {"--spares", "--metrics-port"} < set(names[1]) and {"--rdzv-backend", "--tee"} < set(names[2])
+    assert "--help" not in names[2] and not set(names[0]) & {*names[1], *names[2]}
 
 
 def test_examples_keep_their_lines(run: Callable[..., Any]) -> None:

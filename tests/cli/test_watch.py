@@ -127,10 +127,24 @@ def test_a_job_that_has_ended_has_one_frame(run: Callable[..., Any], run_dir: Pa
     assert run("status", run_dir, "--watch").stdout.split(" ", 1)[1] != ""
 
 
-def test_nothing_there_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
-    result = run("top", tmp_path)
-    assert result.exit_code == 3 and "no agent has run in" in result.stderr
-    assert run("top", tmp_path / "no").exit_code == 2
+@pytest.mark.parametrize("words", [["top"], ["status", "--watch"]])
+def test_it_waits_for_a_job_that_is_not_started_yet(
+    run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """In ./mindx-run, where the command has not been told another place."""
+    monkeypatch.chdir(run_dir.parent)
+    looks = []
+
+    def start(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            EventLog(run_dir / "events.jsonl").emit("agent_end", outcome="finished", pid=os.getpid())
+            run_dir.rename("mindx-run")
+
+    monkeypatch.setattr("mindx_elastic.cli.watch.time.sleep", start)
+    result = run(*words)
+    assert result.exit_code == 0 and "has ended" in result.stdout and len(looks) == 2
+    assert result.stderr == "mindx-elastic: no agent has run in mindx-run yet; waiting for one, Ctrl-C ends this\n"
 
 
 def page(**fields: Any) -> Status:

@@ -229,7 +229,7 @@ def test_help_names_every_option() -> None:
     )
     for option in (
         "--worker_num",
-        "--local-worker-num",
+        "--local_worker_num",
         "--master_addr",
         "--join",
         "--cluster_time_out",

@@ -295,7 +295,7 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
     with agent("wait", ranks=2) as job:
         job.wait_for("WAITING", 2)
         pids = list(job.pids().values())
-        assert sorted(children(job.process.pid)) == sorted(pids), "the shim has become the worker"
+        assert set(pids) < set(children(job.process.pid)), "the shim has become the worker"
         job.process.kill()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of the workers")
     assert not nothing_left()

@@ -1,0 +1,60 @@
+"""``mindx-elastic logs``: the last lines of the ranks that have failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mindx_elastic.cli.common import EXIT_NOTHING, JSON_SCHEMA, RUN_DIR, JsonOption, RunDirArgument, fail, find_runs
+from mindx_elastic.core.printable import printable, printable_block
+
+__all__ = ["logs_command"]
+
+
+def logs_command(
+    path: RunDirArgument = RUN_DIR,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this rank.", show_default="all")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the last 200 lines that each failed rank wrote to stderr, its exception among them.
+
+    The agent keeps them in RUN_DIR/last_lines, one file a rank of its node, of the rank's last failure: also of a rank
+    that failed before it had a guard. What ranks print to stdout is not kept (run --redirects 3 does that).
+
+    \b
+    [bold]Exit code[/bold]
+    0  an agent has run there, whether a rank failed or not
+    2  wrong usage, for example no such RUN_DIR
+    3  no agent has run there
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic logs
+    mindx-elastic logs mindx-run --rank 1
+    """
+    runs = find_runs(path)
+    folder = path if path.is_dir() else path.parent
+    files = [each for each in _files(folder) if rank in (None, each["rank"])]
+    if as_json:
+        typer.echo(json.dumps({"schema": JSON_SCHEMA, "run_dir": str(path), "ranks": files}, indent=2))
+    for each in [] if as_json else files:
+        typer.echo(printable_block("\n".join([each["how"], *each["lines"], ""])))
+    if not files and not as_json:
+        of = "no rank" if rank is None else f"rank {rank} has not, or no rank"
+        typer.echo(printable(f"{of} has failed in {path}" if runs else f"no agent has run in {path}"))
+    if not runs and not files:
+        raise typer.Exit(EXIT_NOTHING)
+
+
+def _files(run_dir: Path) -> list[dict[str, Any]]:
+    """What the agent has kept, by rank."""
+    from mindx_elastic.agent.run_log import read_last_lines
+
+    try:
+        kept = read_last_lines(run_dir)
+    except OSError as error:
+        fail(f"{error.filename} cannot be read: {error.strerror}")
+    return [{"rank": rank, "how": how, "lines": lines} for rank, (how, *lines) in sorted(kept.items())]
