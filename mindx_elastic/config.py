@@ -284,8 +284,7 @@ class RejoinSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkSettings:
-    """A job that may go on with fewer ranks than it was started with. The agent sets all of it but
-    ``MINDX_SHRINK_IN_PLACE``."""
+    """A job that may go on with fewer ranks than it was started with. The agent sets all of it."""
 
     full_size: int = 0
     """``MINDX_FULL_WORLD_SIZE``: the number of ranks that the job is meant to have; 0: it has always as many as now."""
@@ -296,9 +295,6 @@ class ShrinkSettings:
     """``MINDX_PLACES``: which of the node's places (devices) the ranks have, by local rank."""
     is_trial: bool = False
     """``MINDX_TRIAL``: 1: this process only tries whether a rank can run in its place, see `rejoin.trial`."""
-    in_place: bool = True
-    """``MINDX_SHRINK_IN_PLACE``: 1: with ``--recover in-place`` on one node the ranks that live go on with fewer in
-    their processes, where nothing in these depends on the number of ranks; 0: they are started anew."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ShrinkSettings:
@@ -307,27 +303,17 @@ class ShrinkSettings:
         if mode not in SHRINK_MODES:
             known = ", ".join(SHRINK_MODES)
             raise UsageError(f"environment variable MINDX_ON_SHRINK={mode!r}: give {known} or nothing")
-        in_place = env.get("MINDX_SHRINK_IN_PLACE", "").strip() or "1"
-        if in_place not in ("0", "1"):
-            raise UsageError(f"environment variable MINDX_SHRINK_IN_PLACE={in_place!r}: give 1, 0 or nothing")
         places = tuple(int(each) for each in env.get("MINDX_PLACES", "").split(",") if each.strip().isdecimal())
         return cls(
             full_size=_integer(env, "MINDX_FULL_WORLD_SIZE", 0),
             mode=mode,
             places=places,
             is_trial=env.get("MINDX_TRIAL", "").strip() == "1",
-            in_place=in_place == "1",
         )
 
     def is_shrunk(self, world_size: int) -> bool:
         """Whether `world_size` ranks are fewer than the job is meant to have."""
         return 0 < world_size < self.full_size
-
-    @classmethod
-    def keeps_processes(cls) -> bool:
-        """Whether the ranks that live go on in their processes with fewer, if these can."""
-        shrink, rejoin = cls.from_env(), RejoinSettings.from_env()
-        return shrink.in_place and bool(shrink.full_size) and rejoin.in_place and rejoin.num_nodes == 1
 
     def shares(self, world_size: int) -> int:
         """Among how many ranks the data are shared out where `world_size` are there: all of the whole job, if those

@@ -396,11 +396,6 @@ class Attempt:
         if self._deadline is not None:
             return
         phase = self._recovery.look()
-        while self._recovery.overdue:
-            rank, cause = self._recovery.overdue.popitem()
-            self._killed_at = time.monotonic()
-            self._stuck[rank] = cause, self._killed_at
-            self.workers.kill(rank)
         if phase is Phase.FALLBACK:
             self._otherwise = self._recovery.cause
             self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
@@ -579,8 +574,6 @@ class Attempt:
             phase = WorkerPhase.STARTING if status is None else status.phase
             if guarded:
                 self.workers.send(rank, CONTROL_SIGNAL)
-            if self.workers.waits is not None and phase == WorkerPhase.LEFT:
-                continue  # it has saved, and a signal would end it before it waits to be a rank of a smaller job
             if not guarded or phase == WorkerPhase.STARTING:
                 self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and no guard that would read an order
 

@@ -19,7 +19,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from mindx_elastic.agent.parked import ParkedProcesses
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS, ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import read_small
@@ -39,14 +38,12 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Beginning:
-    """What workers do before the program, where they do something."""
+    """What workers do before the program. No worker is started without it."""
 
     hook: str
     """See `Zygote.fork`."""
     fresh: Callable[[tuple[str, ...]], tuple[str, ...]]
     """The whole command line of a fresh interpreter, from that of a worker."""
-    is_needed: bool = True
-    """No worker must be started without it."""
 
 
 class ForkedStart:
@@ -69,8 +66,6 @@ class ForkedStart:
         self._modules: list[str] = []
         self._may_preload = True
         self._said = ""
-        self.parked: ParkedProcesses | None = None
-        """Processes that go on as workers of the next attempt; None: none ever do."""
         self.num_forked = 0
         """Of the workers of the last start."""
 
@@ -92,10 +87,9 @@ class ForkedStart:
         original: Any = getattr(torch_processes, "get_subprocess_handler", None)
         if original is None:  # this torch does it otherwise
             self._zygotes_left = 0
-        if beginning is not None and beginning.is_needed and original is None:
+        if beginning is not None and original is None:
             raise RuntimeError("this version of torch starts workers in a way that is not known")
-        keeps = self.parked is not None and self.parked.is_ready and original is not None
-        if original is None or not (self._zygotes_left or beginning is not None or keeps):
+        if original is None or not (self._zygotes_left or beginning is not None):
             yield
             return
 
@@ -217,12 +211,7 @@ class _Handler(SubprocessHandler):
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        beginning, parked = self._beginning, self._forks.parked
-        if parked is not None and parked.is_ready:
-            names = ["" if file is None else str(file.name) for file in (self._stdout, self._stderr)]
-            living: Any = parked.take(int(env["LOCAL_RANK"]), env, *names)
-            if living is not None:
-                return living  # type: ignore[no-any-return]
+        beginning = self._beginning
         if self._forks.is_for(self._number, args) or beginning is not None:
             outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
             worker: Any = self._forks.fork(args, env, *outputs, hook="" if beginning is None else beginning.hook)

@@ -20,7 +20,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.parking import Keeps
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
 from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
@@ -31,7 +30,6 @@ LOOK_S = 0.005
 _MOST_ALIKE = 2
 _FOR_ZYGOTE = 2 / 3  # of the time-out; its imports have begun before those of a fresh interpreter could
 _LONGEST = 300
-_END_S = 15.0
 """How long a process may take to end that is killed."""
 ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 """What a board, a note on it and the start of a process raise."""
@@ -87,23 +85,14 @@ class Recovery:
         most: int,
         note: Callable[[RecoveryRecord], None],
         world_size: int | None = None,
-        keep: Callable[[int], Keeps | None] = lambda rank: None,
-        may_keep: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
         ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
         `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors.
         `note` is told of each recovery when it is over. `world_size`: of the job, where that has ranks on other nodes.
-        `keep`: who of the survivors goes on with fewer ranks, where the new process of this rank has failed; they are
-        about to be told. `may_keep`: whether there would be any.
         """
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._note = timeout_s, most, note
-        self._keep, self._may_keep, self._unfilled = keep, may_keep, -1
-        self.overdue: dict[int, str] = {}
-        """New processes that have not come in time and are to be ended, so that the others go on with fewer: the words
-        for it, by rank. Who ends one removes it here."""
-        self._late: dict[int, str] = {}
         self._machine = Coordinator(world_size or len(workers.processes))
         self._missing: dict[int, float] = {}
         """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
@@ -229,12 +218,6 @@ class Recovery:
         elif meaning(end) is Meaning.LEFT:
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
         memory = InMemory() if was_known else _memory_of(end)
-        if self.is_active and was_known and end.rank in machine.dead and not machine.has_state:
-            self._unfilled = end.rank
-        if (cause := self._late.pop(end.rank, "")) and was_known:
-            if self._has_come(end.rank):  # a moment before its end: the others wait for it where nothing reaches them
-                self._unfilled = -1
-            machine.note_refusal(f"rank {end.rank}: {cause}")
         machine.note_death(end.rank, memory)
         if machine.phase is Phase.FALLBACK or was_known:
             return
@@ -276,7 +259,7 @@ class Recovery:
                         machine.note_ready(rank)
         except ERRORS as error:
             self._hear_error(error)
-        if self.is_active and time.monotonic() > self._now.deadline and not self._ends_late(self._now):
+        if self.is_active and time.monotonic() > self._now.deadline:
             self._call_off(self._why_late(self._now))
         if machine.phase is Phase.FALLBACK:
             self._give_up()
@@ -290,30 +273,6 @@ class Recovery:
         slow = [who.rank for who in now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
         more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
         return f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}"
-
-    def _ends_late(self, now: Generation) -> bool:
-        """Time is up. Whether all wait for one new process alone, which is ended for it: then they go on with fewer."""
-        machine = self._machine
-        ranks = sorted(machine.dead)
-        if machine.phase is not Phase.AGREED or machine.has_state or len(ranks) != 1 or self._late:
-            return False
-        (rank,) = ranks
-        if rank not in self._workers.live or self._has_come(rank) or not self._may_keep(rank):
-            return False
-        cause = f"its new process has not come within {self._timeout_s:g} s (--rejoin-timeout)"
-        self._late[rank] = self.overdue[rank] = cause
-        now.deadline = time.monotonic() + _END_S
-        return True
-
-    def _has_come(self, rank: int) -> bool:
-        """Whether the new process has said that it connects to the others now, or that cannot be told."""
-        assert self._board is not None
-        key = f"{self._machine.generation}/there/{rank}"
-        try:
-            return key in self._board.read([key])
-        except ERRORS as error:
-            logger.debug("%s", error)
-            return True
 
     def look_at_first_step(self, statuses: Mapping[int, Status]) -> bool:
         """After a success: whether all ranks have passed a boundary, or have ended; says so once."""
@@ -506,9 +465,6 @@ class Recovery:
         self._has_given_up = True
         generation = self._machine.generation
         refusal: dict[str, Any] = {"refusal": self._machine.reason}
-        keeps = self._keep(self._unfilled) if self._unfilled >= 0 and not self._has_finished else None
-        if keeps is not None:
-            refusal |= {"keeps": keeps.to_json()}
         try:
             note = self._board.write(f"{generation}/state", refusal)
             if "path" in note and not self._machine.has_state:  # the donor was faster
@@ -522,8 +478,6 @@ class Recovery:
         what_then = "" if self._has_finished else "; the job is restarted"
         if stops:
             what_then = "; the job stops"
-        if keeps is not None:
-            what_then = f"; {keeps.size} ranks go on in their processes, if nothing in these depends on their number"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
         self._tell_of_failure(FINISHED if self._has_finished else RESTART)
 

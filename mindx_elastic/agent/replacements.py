@@ -23,10 +23,9 @@ from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, WAITS, environment_of_spare, promotion
 
-__all__ = ["JOINER", "WATCHED", "Replacements"]
+__all__ = ["JOINER", "Replacements"]
 
 JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
-WATCHED = "mindx_elastic.rejoin.asked:prepare"
 _MOST_LOST = 5
 """Spares that end by themselves before the agent gives them up."""
 

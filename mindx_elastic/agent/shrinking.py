@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from mindx_elastic.agent.places import Choice, PlaceEnd, Places, visible_devices
 from mindx_elastic.agent.recovery import joining_command
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.rejoin.parking import Keeps
 from mindx_elastic.rejoin.trial import WORKS
 
 __all__ = ["Shrinking"]
@@ -66,10 +64,6 @@ class Shrinking:
         """Why there can be more workers, once there can."""
         self._growing: frozenset[int] = frozenset()
         self._returned: frozenset[int] = frozenset()
-        self.keeps_processes = False
-        """Those that live go on in their processes, if these can."""
-        self._is_in_place = self._will_be = False
-        """The attempt, or the next one, goes on in the processes of the one before."""
         self.has_fallen_back = False
         """The last attempt had more workers than the one before, and has failed because of that, at its start."""
         self.stops_with = ""
@@ -96,30 +90,9 @@ class Shrinking:
             _set_devices(devices)
         os.environ["MINDX_PLACES"] = ",".join(map(str, places.active))
 
-    def who_stays(self, rank: int) -> Keeps | None:
-        """Who goes on with fewer workers, where the place of `rank` is lost now; None: nobody in place."""
-        if not self.keeps_processes or not self._is_known:
-            return None
-        before, place = self.places.active, self.places.active[rank]
-        active = self._without(place)
-        if not active or not set(active) < set(before):
-            return None
-        return Keeps(len(active), {before.index(each): new for new, each in enumerate(active)})
-
-    def note_in_place(self, before: int) -> None:
-        """The next attempt goes on in the processes of this one."""
-        self._will_be = True
-        logger.warning("world %d -> %d in place: the processes stay", before, self.size)
-        self._events.emit("shrink_in_place", world_size=self.size, reason=self.reason)
-
-    def _without(self, place: int) -> tuple[int, ...]:
-        places = replace(self.places, lost={**self.places.lost, place: ""})
-        return places.choose(refusal=self._refusal, window=self._window).active
-
     def begin_attempt(self, context: Any) -> None:
         """The workers run. `context`: torch's, with what it has started."""
         self._began, self._context = time.monotonic(), context
-        self._is_in_place, self._will_be = self._will_be, False
 
     def look(self, statuses: Mapping[int, Status]) -> str:
         """Twice a second: why all workers are to stop and start again; empty: they are not."""
@@ -158,9 +131,8 @@ class Shrinking:
         if not self._is_known or time.monotonic() - self._began < allowed_s:
             return {}
         places = self.places
-        expected, new = (places.active, "") if self._is_in_place else (places.suspects, "new ")
-        late = [rank for rank, place in enumerate(places.active) if place in expected and rank not in statuses]
-        return dict.fromkeys(late, f"its {new}process has not come to its guard in {allowed_s:.0f} s")
+        late = [rank for rank, place in enumerate(places.active) if place in places.suspects and rank not in statuses]
+        return dict.fromkeys(late, f"its new process has not come to its guard in {allowed_s:.0f} s")
 
     def end_attempt(self, attempt: Attempt, ending: Ending, arenas: Iterable[str]) -> None:
         """All workers have ended. Decides how many are started next, if any. `arenas`: their memory."""

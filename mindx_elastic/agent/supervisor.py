@@ -43,11 +43,10 @@ from mindx_elastic.agent.node_watch import NodeWatch, first_place
 from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, Surroundings, connect
 from mindx_elastic.agent.nodes_end import Signs, end_together
 from mindx_elastic.agent.options import AgentOptions
-from mindx_elastic.agent.parked import ParkedProcesses
 from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
-from mindx_elastic.agent.recovery import NewProcess, Recovery, joining_command
+from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     HostedStoreRendezvous,
@@ -57,7 +56,7 @@ from mindx_elastic.agent.rendezvous import (
     open_again,
     reconnect,
 )
-from mindx_elastic.agent.replacements import JOINER, WATCHED, Replacements
+from mindx_elastic.agent.replacements import JOINER, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
@@ -65,14 +64,13 @@ from mindx_elastic.agent.vacancies import round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
-from mindx_elastic.config import RejoinSettings, ShrinkSettings
+from mindx_elastic.config import RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.board import Board, board_key
-from mindx_elastic.rejoin.parking import Keeps
 
 __all__ = ["Supervisor"]
 
@@ -124,10 +122,6 @@ class Supervisor(LocalElasticAgent):
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
         self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._shrinking = shrinking
-        self._parked: ParkedProcesses | None = None
-        if shrinking is not None and options.in_place and num_nodes == 1 and ShrinkSettings.from_env().in_place:
-            self._parked = forks.parked = ParkedProcesses(folder.path)
-            shrinking.keeps_processes = True
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
@@ -189,8 +183,6 @@ class Supervisor(LocalElasticAgent):
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
         finally:
-            if self._parked is not None:
-                self._parked.close()
             self._forks.close()
             self._progress.close()
             if self._held is not None:
@@ -289,7 +281,6 @@ class Supervisor(LocalElasticAgent):
                     logger.info("from memory to disk: %s", line)
         if self._shrinking is not None:
             self._shrinking.end_attempt(attempt, self.ending, self.arenas)
-            self._keep_processes(attempt)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
@@ -318,30 +309,6 @@ class Supervisor(LocalElasticAgent):
             if not attempt.is_out:
                 self._farewell.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
             self._farewell.close()
-
-    def _keep_processes(self, attempt: Attempt) -> None:
-        """Those that wait are none of torch's any more, which would end them."""
-        if self._parked is None:
-            return
-        context: Any = self._pcontext
-        waiting = self._parked.pids
-        for local, handler in list(context.subprocess_handlers.items()):
-            if handler.proc.pid in waiting:
-                del context.subprocess_handlers[local]
-        assert self._shrinking is not None
-        if self.ending.outcome != "failed":  # a stop came meanwhile
-            self._parked.close()
-        elif self._parked.settle(self._shrinking.size):
-            self._shrinking.note_in_place(len(attempt.workers.processes))
-
-    def _who_stays(self, workers: Workers, rank: int) -> Keeps | None:
-        """The new process of `rank` has failed: who goes on in place."""
-        if self._parked is None or self._shrinking is None:
-            return None
-        found = self._shrinking.who_stays(rank)
-        if found is not None:
-            self._parked.keeps, workers.waits = found, self._parked.code_of
-        return found
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
@@ -404,19 +371,8 @@ class Supervisor(LocalElasticAgent):
         def board_alone(generation: int) -> Board:
             return Board(connection(), key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
-        more["keep"] = functools.partial(self._who_stays, workers)
         start = self._replacements.start
-        if self._shrinking is not None and self._parked is not None:
-            shrinking = self._shrinking
-            more["may_keep"] = lambda rank: shrinking.who_stays(rank) is not None
-            start = functools.partial(self._learn_and_start, workers)
         return Recovery(workers, board_alone, start, **more)
-
-    def _learn_and_start(self, workers: Workers, rank: int, generation: int, *, can_wait: bool) -> NewProcess | None:
-        """A new process in the place of `rank`; before it is, the pages are those of all ranks for the last time."""
-        assert self._shrinking is not None and self._replacements is not None
-        self._shrinking.learn(workers.last_statuses())
-        return self._replacements.start(rank, generation, can_wait=can_wait)
 
     def _surroundings(self, address: str, port: int, scope: str, writer: int, num_nodes: int) -> Surroundings:
         """Of a recovery whose board is in the workers' store at this address."""
@@ -580,7 +536,7 @@ class Supervisor(LocalElasticAgent):
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:
-            beginning = None if self._parked is None else Beginning(WATCHED, self._watched_command, is_needed=False)
+            beginning = None
             if place is not None:
                 os.environ["MINDX_REJOIN"] = str(place.generation)
                 beginning = Beginning(JOINER, self._joining_command)
@@ -597,11 +553,6 @@ class Supervisor(LocalElasticAgent):
         joining = joining_command(whole[_SHIM + 1 :], sys.executable)
         assert joining is not None, "see NodeWatch"
         return (*whole[: _SHIM + 1], *joining)
-
-    def _watched_command(self, whole: tuple[str, ...]) -> tuple[str, ...]:
-        """Another program is left alone: nobody knows what it asks for, and a lost place restarts it."""
-        watched = joining_command(whole[_SHIM + 1 :], sys.executable, "mindx_elastic.rejoin.asked")
-        return whole if watched is None else (*whole[: _SHIM + 1], *watched)
 
     def _move_store(self) -> None:
         """The store of the rendezvous is another one now, with another host: what the nodes tell each other at the end

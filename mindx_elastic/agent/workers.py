@@ -22,7 +22,6 @@ __all__ = ["Process", "WorkerExit", "Workers", "process_state", "write_stacks"]
 
 
 _NO_PIDFD_POLL_S = 0.05
-_WAITS_POLL_S = 0.02
 _REMAINS_GRACE_S = 2.0  # how long what a worker leaves may take to end by itself
 _REMAINS_S = 2.0  # and the kernel to end what was killed
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -82,9 +81,6 @@ class Workers:
         self.exits: list[WorkerExit] = []
         """In the order in which they were noticed; of several at once those ended by a signal come first."""
         self._pages, self._error_of = pages, error_of
-        self.waits: Callable[[int, Process], int | None] | None = None
-        """Says of a rank's process that it waits to be a rank of the next attempt, with the exit code that it would
-        have had; None: no process does."""
         self._sent: dict[int, set[int]] = {rank: set() for rank in processes}
         self._fds: dict[int, int] = {}
         self._threads: dict[int, int] = {}
@@ -107,8 +103,6 @@ class Workers:
         """Sleep until a worker ends, one of `other_fds` is readable or the time is over; the workers that ended."""
         for remains in self._remains.values():
             timeout_s = min(timeout_s, max(0.01, remains.due - time.monotonic()))
-        if self.waits is not None:
-            timeout_s = min(timeout_s, _WAITS_POLL_S)
         if len(self._fds) < len(self.live):
             timeout_s = min(timeout_s, _NO_PIDFD_POLL_S)
         poll = select.poll()
@@ -120,23 +114,10 @@ class Workers:
         ended = [rank for rank in self.live if rank in dying or self._has_ended(rank)]
         self._note_remains(ended, dying)
         found = [end for rank in ended if (end := self._reap(rank, dying.get(rank, 0))) is not None]
-        found += self._look_for_waiting()
         self._end_remains()
         # A killed worker has not died of the others' failure, but they may have died of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
         self.exits = [*self.exits, *found]
-        return found
-
-    def _look_for_waiting(self) -> list[WorkerExit]:
-        """Those that have ended as far as this attempt is concerned, and live on."""
-        found = []
-        for rank, process in list(self.live.items()) if self.waits is not None else ():
-            assert self.waits is not None
-            code = self.waits(rank, process)
-            if code is not None:
-                self._take_out(rank)
-                sent = frozenset(self._sent[rank])
-                found.append(WorkerExit(rank=rank, pid=process.pid, code=code, status=self.status(rank), sent=sent))
         return found
 
     def _early_deaths(self, fds: list[int]) -> dict[int, int]:

@@ -30,7 +30,7 @@ from mindx_elastic.core import first_process
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["REQUESTS", "HeldSignals", "SignalHandlers", "end_lingering", "hold_signals", "release_signals"]
+__all__ = ["REQUESTS", "HeldSignals", "SignalHandlers", "hold_signals", "release_signals"]
 
 REQUESTS = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU)
 """With these, launchers, terminals and schedulers ask a process to end. Others (SIGALRM, SIGCHLD) have other uses."""
@@ -85,15 +85,6 @@ def release_signals() -> None:
             signal.signal(number, before)
             if number in held.noted and _is_function(before):
                 signal.raise_signal(number)
-
-
-def end_lingering() -> None:
-    """This process goes on after all: signals that do nothing (see `SignalHandlers.linger`) have the action again that
-    they had before. Main thread."""
-    for number in signal.valid_signals():
-        owner = getattr(signal.getsignal(number), "__self__", None)
-        if isinstance(owner, SignalHandlers):
-            owner.end_linger(number)
 
 
 class SignalHandlers:

@@ -31,7 +31,6 @@ from mindx_elastic.data.position import whole_number
 from mindx_elastic.data.sampler import shares_of, window_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.rejoin import asked
 
 __all__ = ["FewerRanks", "SizedGuard", "why_fixed"]
 
@@ -190,19 +189,16 @@ class SizedGuard:
     @property
     def ranks(self) -> RankInfo:
         """This process among all; known once the guard is entered."""
-        asked.note(asked.RANK, asked.SIZE)
         return self._ranks
 
     @property
     def rank(self) -> int:
         """This process's rank; known once the guard is entered."""
-        asked.note(asked.RANK)
         return self._ranks.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks; known once the guard is entered."""
-        asked.note(asked.SIZE)
         return self._ranks.world_size
 
     def accumulation(self, batches: int = 1) -> int:
@@ -221,7 +217,6 @@ class SizedGuard:
         It is `batches`, except in a job that goes on with fewer ranks (``mindx-elastic run --min-nproc``): with half
         of them, twice as many. Such a job must ask.
         """
-        asked.note(asked.SIZE)
         return self._fewer.accumulation(whole_number("batches", batches, low=1))
 
 

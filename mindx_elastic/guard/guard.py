@@ -28,7 +28,6 @@ from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.ending import Ending
-from mindx_elastic.guard.fewer_in_place import watch_answers
 from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
@@ -264,7 +263,6 @@ class Guard(LayeredGuard):
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)
         self._start_stages(stack, settings, opening)
-        self._pass_answers = watch_answers(stack, self.stopper.end_unsaved) if trains else None
         if trains:
             self._checks.watch(self._update_gate)
             self._fewer.begin_updates(stack)
@@ -451,8 +449,6 @@ class Guard(LayeredGuard):
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         if self._place is not None:
             self._place.member.at_boundary()
-        if self._pass_answers is not None:
-            self._pass_answers()
         loops = self._loops
         if self._fewer.is_shrunk:
             self._fewer.end_step()

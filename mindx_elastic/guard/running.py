@@ -38,7 +38,6 @@ from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import look, program_files
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.fewer_in_place import BeforeGuard, new_member, stay
 from mindx_elastic.guard.loops.epoch_tail import front_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
@@ -50,7 +49,7 @@ from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import ahead, asked, groups, joiner, nccl, sharded, spare, trial
+from mindx_elastic.rejoin import ahead, groups, joiner, nccl, sharded, spare, trial
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.in_memory import find_in_memory
@@ -252,14 +251,11 @@ def run_in_place(
             entry, join = join(), None
     member.has_entered = True
     unanswered: Alarm | None = None
-    before = BeforeGuard(targets()) if member.may_shrink else None
     begun = AsBegun(targets()) if ahead_of_rank is None else ahead_of_rank.begun
     begun.look_at_groups()
     collector = ahead_of_rank.collector if ahead_of_rank is not None and enters_at_once else None
     try:
         while True:
-            if (answers := asked.current()) is not None:
-                answers.enter()
             try:
                 return block(Place(member, entry, begun, unanswered, join=join, collector=collector))
             except EnterAgain as again:
@@ -268,26 +264,9 @@ def run_in_place(
                 begun.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
-            except GracefulExit as stop:
-                if before is None or member.keeps is None:
-                    raise
-                _end_frames(stop)
-                if not stay(member, before, begun, targets(), stop):
-                    raise
-                _close(member)
-                stop.__context__ = stop.__cause__ = stop.__traceback__ = None
-                _members.clear()
-                entry, unanswered, smaller = None, None, new_member()
-                if smaller is None:
-                    break
-                _members.append(smaller)
-                member = smaller
     finally:
         release_signals()
         _close(member)
-    if (answers := asked.current()) is not None:
-        answers.enter()
-    return block(None)
 
 
 def _close(member: Member) -> None:

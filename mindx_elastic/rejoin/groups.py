@@ -32,7 +32,6 @@ __all__ = [
     "devices",
     "digest",
     "keep_timeout",
-    "make_default_anew",
     "missing_calls",
     "move_default_store",
     "my_groups",
@@ -42,7 +41,6 @@ __all__ = [
     "rename_default_store",
     "reset_ddp",
     "set_default_store",
-    "why_default_stays",
     "why_held",
 ]
 
@@ -211,24 +209,6 @@ def rename_default_store(prefix: str) -> None:
     set_default_store(dist.PrefixStore(prefix, store))
 
 
-def why_default_stays(modules: Sequence[DistributedDataParallel]) -> str:
-    """Why `make_default_anew` cannot be called; empty: it can."""
-    from torch.distributed import distributed_c10d as c10d
-
-    # `my_groups` must not be kept here: what it gives holds the group, too.
-    number, kinds = 0, set[str]()
-    for each in [group.backends for group in my_groups()]:
-        number, kinds = number + 1, kinds | {kind for _, kind in each}
-    if number != 1:
-        return f"there are {number} process groups, and only the default one can get another size"
-    if kinds != {"gloo"}:
-        return f"the process group uses {', '.join(sorted(kinds))}, and only gloo's can get another size"
-    handle = c10d._get_default_group()
-    if {id(module.process_group) for module in modules} - {id(handle)}:  # no closure, whose cell would hold it, too
-        return "DDP has a process group of its own"
-    return why_held(handle, modules)
-
-
 def why_held(group: Any, modules: Sequence[Any]) -> str:
     """Who else than torch and `modules` (DDP) holds the default group, so that another one cannot take its place;
     empty: nobody."""
@@ -247,19 +227,6 @@ def why_held(group: Any, modules: Sequence[Any]) -> str:
 
 def _is_frame(value: object) -> bool:
     return type(value).__name__ == "frame"
-
-
-def make_default_anew(modules: Sequence[DistributedDataParallel]) -> None:
-    """Leave the default group, and meet the ranks that the environment tells of in a new one, with which `modules` go
-    on. The size of a group object never changes. All ranks of the new group together; raises what torch raises."""
-    from torch.distributed import distributed_c10d as c10d
-
-    timeout = next(_timeout_of(group) for group in my_groups())
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", timeout=timeout)
-    handle = c10d._get_default_group()
-    for module in modules:
-        module._update_process_group(handle)
 
 
 def keep_timeout(name: str, timeout: timedelta | None) -> None:

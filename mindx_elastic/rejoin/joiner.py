@@ -21,7 +21,6 @@ from mindx_elastic.alarm.signals import hold_signals
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.script import run
-from mindx_elastic.rejoin import asked
 from mindx_elastic.rejoin.groups import reduce_in_replay
 from mindx_elastic.rejoin.member import Member
 
@@ -73,7 +72,6 @@ def prepare(refuse: Callable[[str], None] | None = None) -> None:
             keep_timeout(str(c10d._world.pg_names[handle]), named.get("timeout"))
         return made
 
-    asked.prepare()
     if RejoinSettings.from_env().generation:  # a spare does not know its own yet
         hold()
     _patch(c10d, "_new_process_group_helper", new_group_without_peers)

@@ -19,7 +19,7 @@ import torch
 
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
-from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings, ShrinkSettings
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import RANKS_REPLACED
@@ -29,7 +29,6 @@ from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
-from mindx_elastic.rejoin.parking import Keeps
 from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
@@ -140,9 +139,7 @@ class Member:
         self.sockets: SocketsPart | None = None
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
-        self.may_shrink = ShrinkSettings.keeps_processes()
-        """The job may go on with fewer ranks in these processes."""
-        self._meets_first = self.may_shrink
+        self._meets_first = False
         """Ranks wait on the board for a new process, before they wait for it in torch, which no death ends."""
         self._attempt = settings.scope or str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
@@ -159,8 +156,6 @@ class Member:
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
         self._orders: Mapping[str, Sequence[int]] = {}
-        self.keeps: Keeps | None = None
-        """After a recovery that came to nothing: who is to go on with fewer ranks; None: all end, and start again."""
         self.is_replicated = False
         """Every rank has the whole state."""
         self._home: Path | None = None
@@ -295,7 +290,6 @@ class Member:
         try:
             entry = self._agree(self._board(generation), host, generation)
         except (RejoinFailed, NotOursError) as error:
-            self._hear_who_stays(generation)
             self.refuse(generation, str(error))
             raise RejoinFailed(str(error)) from None
         except Exception as error:  # the store is gone, a connection cannot be made
@@ -305,15 +299,6 @@ class Member:
             raise RejoinFailed(text) from error
         self.closed()
         return entry
-
-    def _hear_who_stays(self, generation: int) -> None:
-        """The agent's order to stop may have been faster than its note."""
-        if self.may_shrink and self.keeps is None:
-            key = f"{generation}/state"
-            try:
-                self.keeps = Keeps.from_json(self._board(generation).read([key]).get(key, {}).get("keeps"))
-            except Exception as error:
-                logger.debug("the store does not tell who stays: %s", error)
 
     def refuse(self, generation: int, reason: str) -> None:
         """Tell the coordinator why this rank does not go on; it ends the recovery, and need not wait for its time."""
@@ -475,7 +460,6 @@ class Member:
         return Path(str(note["path"])), paths
 
     def _refused(self, note: Mapping[str, Any], otherwise: str) -> RejoinFailed:
-        self.keeps = Keeps.from_json(note.get("keeps"))
         return RejoinFailed(str(note.get("refusal", otherwise))[:_LONGEST])
 
     def _wait(

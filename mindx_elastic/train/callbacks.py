@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -11,7 +11,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loops.tail_reads import attribute_read
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.rejoin import asked
 
 __all__ = [
     "Callback",
@@ -23,10 +22,6 @@ __all__ = [
     "keeps_state",
     "read_at_epoch_end",
 ]
-
-
-_DEPENDS = {"device_number": asked.SIZE, "batch_num": asked.SIZE, "rank": asked.RANK}
-"""What is another value with another number of ranks."""
 
 
 class CallbackParams(dict[str, Any]):
@@ -42,38 +37,10 @@ class CallbackParams(dict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name in _DEPENDS:
-            asked.note(_DEPENDS[name])
         try:
             return super().__getitem__(name)
         except KeyError:
             raise AttributeError(f"there is no {name!r} here; there are {', '.join(self.keys())}") from None
-
-    def __getitem__(self, name: str) -> Any:
-        if name in _DEPENDS:
-            asked.note(_DEPENDS[name])
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if name in _DEPENDS:
-            asked.note(_DEPENDS[name])
-        return super().get(name, default)
-
-    def __iter__(self) -> Iterator[str]:  # ``dict(params)`` and ``{**params}`` come here, too
-        asked.note(asked.SIZE, asked.RANK)
-        return super().__iter__()
-
-    def items(self) -> Any:
-        asked.note(asked.SIZE, asked.RANK)
-        return super().items()
-
-    def values(self) -> Any:
-        asked.note(asked.SIZE, asked.RANK)
-        return super().values()
-
-    def copy(self) -> dict[str, Any]:
-        asked.note(asked.SIZE, asked.RANK)
-        return super().copy()
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

@@ -22,7 +22,6 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.data.sampler import window_of
 from mindx_elastic.errors import UsageError
-from mindx_elastic.rejoin import asked
 from mindx_elastic.train.metrics import Metrics, MetricSet
 from mindx_elastic.train.parallel import choose_device, without_ddp
 
@@ -107,7 +106,6 @@ class ModelParts:
 
     def accumulation(self, batches: int = 1) -> int:
         """For custom steps that accumulate: over how many batches, see `Guard.accumulation`."""
-        asked.note(asked.SIZE)
         if self._guard is not None:
             return int(self._guard.accumulation(batches))
         return window_of(whole_number("batches", batches, low=1), self.ranks.world_size)

@@ -156,7 +156,7 @@ class Replacing:
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.replaced = workers, list[int]()
-        self.is_active, self.overdue = False, dict[int, str]()
+        self.is_active = False
 
     def prepare(self) -> None:
         pass
@@ -248,22 +248,6 @@ def test_the_failures_of_replaced_processes_are_known_but_not_those_of_whom_they
     assert [end.code for end in workers.exits] == [0, 0, 0]
 
 
-def test_a_new_process_that_is_overdue_is_ended_and_has_failed_by_itself(run: Callable[..., Ending]) -> None:
-    workers, made = Workers(dict.fromkeys(range(2), IN_TRAINING), ignore), list[Attempt]()
-
-    class Late(Replacing):
-        def look(self) -> Phase:
-            if len(self.replaced) == 1 and not workers.sent[1]:
-                self.overdue[1] = "its new process has not come"
-            return super().look()
-
-    workers.end(1, -KILL)
-    ending = run(workers, recovery=Late, made=made)
-    assert ending.outcome == "finished"
-    assert workers.sent == {0: [], 1: [KILL]}
-    assert [(end.rank, end.code) for end in made[0].own_failures] == [(1, -KILL), (1, -KILL)]
-
-
 @pytest.mark.parametrize("finds_out", ["before", "as it begins a recovery"])
 def test_a_node_that_was_given_up_makes_nothing_of_its_dead(run: Callable[..., Ending], finds_out: str) -> None:
     """Its ranks fail when they wake up, because the others have gone on without them."""
@@ -316,19 +300,6 @@ def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(run
     ending = run(workers)
     assert (ending.outcome, ending.code, ending.rank) == ("failed", 137, 2)
     assert workers.sent == {0: [ORDER], 1: [TERM], 2: []}
-
-
-@pytest.mark.parametrize(("waits", "sent"), [(None, [TERM]), (lambda rank, process: None, [])])
-def test_a_rank_that_has_saved_and_is_about_to_wait_for_a_smaller_job_gets_no_signal(
-    run: Callable[..., Ending], waits: object, sent: list[int]
-) -> None:
-    """It heard of the failure by the board, before its agent gave the order."""
-    workers = Workers({0: IN_TRAINING, 1: replace(IN_TRAINING, phase=WorkerPhase.LEFT, exit_code=75), 2: None}, guard)
-    workers.waits = waits
-    workers.end(2, -KILL)
-    workers.coming.append((time.monotonic() + 0.2, 1, 75))
-    assert run(workers).outcome == "failed"
-    assert workers.sent == {0: [ORDER], 1: sent, 2: []}
 
 
 def test_a_rank_that_is_still_entering_its_guard_has_nothing_to_save(run: Callable[..., Ending]) -> None:

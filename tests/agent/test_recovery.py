@@ -14,7 +14,6 @@ from mindx_elastic.agent.recovery import NewProcess, Recovery
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
-from mindx_elastic.rejoin.parking import Keeps
 from mindx_elastic.rejoin.protocol import InMemory, Phase, Report
 from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE, STAGES, RecoveryRecord, StandIn
 from mindx_elastic.rejoin.spare import UNFIT
@@ -370,67 +369,3 @@ def test_a_process_that_cannot_be_started_is_told_once(node: Node) -> None:
     node.recovery.look()
     node.recovery.close()
     assert [(record.outcome, record.reason) for record in node.told] == [("restart", "OSError: no memory")]
-
-
-class TooSmall:
-    """A job of 3 ranks that can go on with 2; the new process of rank 1 does not come in time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kept: list[int] = []
-        self.node = Node(keep=self.keep, may_keep=lambda rank: True)
-        assert self.node.recovery.begin(self.node.end(1), KILLED)
-        self.node.live[1] = SimpleNamespace(pid=201)
-        self.node.report(0)
-        self.node.report(2)
-        assert self.node.recovery.look() is Phase.AGREED
-        now = time.monotonic() + 61
-        monkeypatch.setattr(time, "monotonic", lambda: now)
-
-    def keep(self, rank: int) -> Keeps:
-        self.kept.append(rank)
-        return Keeps(2, {0: 0, 2: 1})
-
-    def end_late(self) -> None:
-        rank, cause = self.node.recovery.overdue.popitem()
-        assert (rank, cause) == (1, "its new process has not come within 60 s (--rejoin-timeout)")
-        del self.node.live[1]
-        self.node.recovery.hear_end(WorkerExit(rank=1, pid=201, code=-9, sent=frozenset({9})))
-        assert self.node.recovery.look() is Phase.FALLBACK
-
-
-def test_a_new_process_that_does_not_come_in_time_is_ended_and_the_others_go_on_with_fewer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job = TooSmall(monkeypatch)
-    assert job.node.recovery.look() is Phase.AGREED, "it is to be ended first"
-    job.end_late()
-    assert job.kept == [1]
-    assert job.node.read("1/state")["keeps"] == {"size": 2, "ranks": {"0": 0, "2": 1}}
-    assert job.node.recovery.reason.startswith("rank 1: its new process has not come within 60 s")
-
-
-def test_one_that_comes_at_the_last_moment_restarts_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it in torch by then, where nothing reaches them."""
-    job = TooSmall(monkeypatch)
-    assert job.node.recovery.look() is Phase.AGREED
-    job.node.write("1/there/1")
-    job.end_late()
-    assert not job.kept
-    assert "keeps" not in job.node.read("1/state")
-
-
-def test_one_that_has_come_and_is_slow_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = TooSmall(monkeypatch)
-    job.node.write("1/there/1")
-    assert job.node.recovery.look() is Phase.FALLBACK
-    assert not job.node.recovery.overdue and not job.kept
-    assert "did not come back within 60 s" in job.node.recovery.reason
-
-
-def test_one_that_cannot_be_ended_restarts_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = TooSmall(monkeypatch)
-    assert job.node.recovery.look() is Phase.AGREED
-    later = time.monotonic() + 60
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert job.node.recovery.look() is Phase.FALLBACK
-    assert not job.kept

@@ -100,30 +100,6 @@ def test_a_new_process_is_awaited_until_it_has_passed_a_boundary(make: Make, mon
     assert shrinking.late({0: page()}) == {}
 
 
-def test_processes_that_go_on_with_fewer_ranks_come_to_their_guards_in_time(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that stands still meanwhile would keep all others waiting in torch."""
-    shrinking = make(3)
-    shrinking.begin_attempt(None)
-    assert not shrinking.look({0: page(accumulates=2), 1: page(accumulates=2), 2: page(accumulates=2)})
-    first, others = (
-        end_of(2, status=page(accumulates=2)),
-        [end_of(0, 75, page(accumulates=2)), end_of(1, 75, page(accumulates=2))],
-    )
-    end_attempt(shrinking, attempt_of(end_of(2, pid=2), *others, own_failures=[first]))
-    assert shrinking.places.active == (0, 1) and not shrinking.places.suspects & {0, 1}
-    shrinking.note_in_place(3)
-    shrinking.begin_attempt(None)
-    began = time.monotonic()
-    assert shrinking.late({}) == {}
-    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
-    assert list(shrinking.late({0: page(0)})) == [1]
-    shrinking.begin_attempt(None)  # this one is a restart
-    monkeypatch.setattr(time, "monotonic", lambda: began + 80)
-    assert shrinking.late({0: page(0)}) == {}
-
-
 def test_a_recovery_in_place_is_no_long_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks enter their guards again in it, long after the attempt has begun."""
     shrinking = make(2)

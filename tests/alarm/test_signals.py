@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.alarm.signals import SignalHandlers, end_lingering, hold_signals, release_signals
+from mindx_elastic.alarm.signals import SignalHandlers, hold_signals, release_signals
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
 from tests.watchdog import finish
@@ -305,16 +305,6 @@ def test_after_the_deadline_the_old_action_is_back(ears: Ears) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_process_that_goes_on_after_all(ears: Ears) -> None:
-    with ears.handle(ONE, signal.SIGINT) as handlers:
-        handlers.linger(time.monotonic() + 1000)
-    send(ONE)
-    end_lingering()
-    assert signal.getsignal(ONE) is signal.SIG_DFL
-    with pytest.raises(KeyboardInterrupt):
-        send(signal.SIGINT)
-
-
 def test_a_python_predecessor_is_put_back_at_once(ears: Ears) -> None:
     called: list[int] = []
     original = signal.signal(ONE, lambda signum, frame: called.append(signum))
@@ -329,7 +319,7 @@ def test_a_python_predecessor_is_put_back_at_once(ears: Ears) -> None:
 
 FORK = """
 import os, signal, threading
-from mindx_elastic.alarm.signals import SignalHandlers, end_lingering, hold_signals, release_signals
+from mindx_elastic.alarm.signals import SignalHandlers, hold_signals, release_signals
 from mindx_elastic.alarm.watcher import Watcher
 
 heard, alarmed = [], threading.Event()

@@ -10,7 +10,6 @@ import hashlib
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,8 +42,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mend-at", type=int, default=0, help="with fewer ranks: from here on all places work")
     parser.add_argument("--late", action="store_true", help="a trial does not see that a place is broken")
     parser.add_argument("--step-s", type=float, default=0.0)
-    parser.add_argument("--inside", action="store_true", help="ask for rank and world size in the function only")
-    parser.add_argument("--die-waiting", type=int, default=-1, help="this rank dies when it waits for its new rank")
     return parser.parse_args()
 
 
@@ -74,8 +71,7 @@ class Points(Dataset[Any]):
 class Job:
     def __init__(self, args: argparse.Namespace, place: int) -> None:
         self.args, self.place = args, place
-        if not args.inside:
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
         self.model: Any = self.network
@@ -203,15 +199,6 @@ class Job:
         say(f"DONE {self.rank} {digest.hexdigest()[:16]} {step} {total:.9f} {rate!r}")
 
 
-def die_waiting() -> None:
-    """SIGKILL for this process as soon as it waits for its new rank."""
-    note = Path(os.environ["MINDX_AGENT_DIR"]) / f"waits_{os.getpid()}.json"
-    while not note.exists():
-        time.sleep(0.001)
-    say(f"DIES {os.getpid()}")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     args = parse()
@@ -222,8 +209,6 @@ def main() -> None:
         say(f"BROKEN {place}")
         sys.exit(3)
     dist.init_process_group("gloo")
-    if args.die_waiting == int(os.environ["RANK"]):
-        threading.Thread(target=die_waiting, daemon=True).start()
     Job(args, place).run()
     dist.destroy_process_group()
 
