@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.looks import is_computed
 from mindx_elastic.core.tensor_memory import memory_of
 
 __all__ = ["UnknownArgumentError", "describe_arguments", "make_arguments", "sizes_in"]
@@ -103,7 +104,7 @@ def _describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
         "device": str(tensor.device),
     }
     if tensor.requires_grad:
-        described["gradient"] = "leaf" if tensor.is_leaf else "inner"
+        described["gradient"] = "inner" if is_computed(tensor) else "leaf"
     if any(marks.get(name) for name in _MARKS):
         described["marks"] = _describe_marks(marks)
     limit = _FEW_VALUES if tensor.is_floating_point() else _MOST_VALUES

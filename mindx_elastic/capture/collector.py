@@ -109,12 +109,14 @@ class Collector:
         self.structure_is_new = False
         """Such a boundary has been copied; reset by the reader."""
         self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
+        self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
+        for _, plain in self._plain:
+            plain.set_parameters(named_parameters(self.components))
         places = self.places() if self._optimizers else {}
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
         self._copies = [component.copy for component in self.components.values()]
         self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
-        self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)

@@ -2,26 +2,24 @@
 
 `snapshot` copies such a value into what a checkpoint can hold; `put_back` makes the live value equal to it again, in
 place as far as that goes, because the program has other references to it. What a checkpoint has no word for (a named
-tuple, a dataclass, an enumeration, a tensor's device) is a dict with the key `_MARK`. Classes are looked up among the
+tuple, a dataclass, an enumeration, a tensor's device) is a dict with the key `MARK`. Classes are looked up among the
 modules that are imported, and nothing is imported or run for them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 import torch
 
-from mindx_elastic.errors import MismatchError, UnsupportedStateError
+from mindx_elastic.capture.stand_ins import MARK, class_of, fields_of, originals, stand_in
+from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.errors import UnsupportedStateError
 
 __all__ = ["put_back", "snapshot"]
 
-_MARK = "__mindx_class__"
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _DEEPEST = 60
 
@@ -42,30 +40,33 @@ def snapshot(value: Any, place: str, depth: int = 0) -> Any:
         items = [snapshot(item, f"{place}.{number}", depth + 1) for number, item in enumerate(value)]
         return deque(items, value.maxlen) if kind is deque else items if kind is list else kind(items)
     if kind in (dict, OrderedDict, defaultdict, Counter):
-        if _MARK in value:
-            raise UnsupportedStateError(place, f"the key {_MARK!r} is taken")
+        if MARK in value:
+            raise UnsupportedStateError(place, f"the key {MARK!r} is taken")
         pairs = ((key, snapshot(item, f"{place}.{key}", depth + 1)) for key, item in value.items())
-        return Counter(dict(pairs)) if kind is Counter else OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
-    if isinstance(value, torch.Tensor):
+        if kind is not OrderedDict:
+            return Counter(dict(pairs)) if kind is Counter else dict(pairs)
+        copied = OrderedDict(pairs)
+        if (metadata := vars(value).get("_metadata")) is not None:
+            copied._metadata = snapshot(metadata, f"{place}._metadata", depth + 1)  # type: ignore[attr-defined]
+        return copied
+    if kind.__module__ == "numpy":
+        return value.copy() if hasattr(value, "dtype") else value  # arrays and scalars
+    known = stand_in(value, lambda part: snapshot(part, place, depth + 1))
+    if known is not value:
+        return known
+    if issubclass(kind, torch.Tensor):
         return _tensor(value)
-    if hasattr(value, "dtype") and kind.__module__ == "numpy":
-        return value.copy()  # arrays and scalars
-    if isinstance(value, Enum):
-        return {_MARK: _path(kind), "name": value.name}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {_MARK: _path(kind), "values": snapshot(tuple(value), place, depth + 1)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_MARK: _path(kind), "fields": snapshot(_fields(value), place, depth + 1)}
     raise UnsupportedStateError(
         place,
         f"a {kind.__module__}.{kind.__qualname__} cannot be kept here; use numbers, strings, tensors, arrays, lists, "
-        "tuples, dicts, sets, deques, named tuples and dataclasses, or name the object itself in stateful=",
+        "tuples, dicts, sets, deques, named tuples, dataclasses and objects that have only these, or name the object "
+        "itself in stateful=",
     )
 
 
 def put_back(live: Any, saved: Any, place: str) -> Any:
     """`saved` as the live value: `live` itself, changed in place, where it is of the same type; else a new value."""
-    if isinstance(saved, dict) and _MARK in saved:
+    if isinstance(saved, dict) and MARK in saved:
         return _unmarked(live, saved, place)
     kind = type(saved)
     if kind is list and type(live) is list:
@@ -83,8 +84,12 @@ def put_back(live: Any, saved: Any, place: str) -> Any:
         if isinstance(live, dict):
             live.clear()
             live.update(pairs)  # in the saved order
-            return live
-        return kind(pairs)
+            made = live
+        else:
+            made = kind(pairs)
+        if kind is OrderedDict and isinstance(made, OrderedDict) and "_metadata" in vars(saved):
+            made._metadata = put_back(None, vars(saved)["_metadata"], place)  # type: ignore[attr-defined]
+        return made
     if kind is set and type(live) is set:
         live.clear()
         live.update(_items(None, saved, place))
@@ -117,7 +122,7 @@ def _tensor(value: torch.Tensor) -> Any:
     copy = value.detach().clone()
     if value.device.type == "cpu" and not value.requires_grad:
         return copy
-    mark = {_MARK: "torch.Tensor", "value": copy, "device": str(value.device), "grad": value.requires_grad}
+    mark = {MARK: "torch.Tensor", "value": copy, "device": str(value.device), "grad": value.requires_grad}
     return {**mark, "parameter": isinstance(value, torch.nn.Parameter)}
 
 
@@ -130,49 +135,20 @@ def _filled(live: Any, saved: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def _unmarked(live: Any, saved: Mapping[str, Any], place: str) -> Any:
-    if saved[_MARK] == "torch.Tensor":
+    if saved[MARK] == "torch.Tensor":
         filled = _filled(live, saved["value"], torch.device(saved["device"]))
         if filled is live:
             return live
         if saved["parameter"]:
             return torch.nn.Parameter(filled, requires_grad=saved["grad"])
         return filled.requires_grad_(saved["grad"])
-    kind = _class(saved[_MARK], place)
-    if issubclass(kind, Enum) and "name" in saved:
-        return kind[saved["name"]]
+    kind = class_of(saved[MARK], place)
     if issubclass(kind, tuple) and "values" in saved:
         return tuple.__new__(kind, put_back(live if type(live) is kind else None, saved["values"], place))
-    if dataclasses.is_dataclass(kind) and "fields" in saved:
-        made = live if type(live) is kind else object.__new__(kind)
-        now = _fields(made)
-        for name, value in saved["fields"].items():
-            object.__setattr__(made, name, put_back(now.get(name), value, f"{place}.{name}"))
-        return made
-    raise MismatchError(f"{place}: {saved[_MARK]} is another kind of class than in the run that wrote the checkpoint")
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """All attributes of a dataclass, declared or not."""
-    declared = [field.name for field in dataclasses.fields(value)]
-    return {
-        name: getattr(value, name)
-        for name in dict.fromkeys([*declared, *getattr(value, "__dict__", ())])
-        if hasattr(value, name)
-    }
-
-
-def _path(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _class(path: str, place: str) -> type:
-    module, _, name = path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type):
-        raise MismatchError(
-            f"{place}: the checkpoint holds a {path.replace(':', '.')}, and this program has no such class yet; import "
-            "or define it, at the top level of a module, before the guard is entered"
-        )
-    return found
+    if not {"fields", "attributes"} & saved.keys():
+        return originals(saved)
+    made = live if type(live) is kind else object.__new__(kind)
+    now = attributes_of(made)
+    for name, value in fields_of(saved, kind, place).items():
+        object.__setattr__(made, name, put_back(now.get(name), value, f"{place}.{name}"))
+    return made

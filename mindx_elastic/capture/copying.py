@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+
+from mindx_elastic.capture.stand_ins import stand_in
+from mindx_elastic.core.looks import are_equal
 
 __all__ = [
     "copy_items",
+    "copy_state",
     "copy_tree",
     "device_tensors",
     "equal_tensors",
@@ -22,46 +27,69 @@ __all__ = [
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
 """Immutable. A set: to look for a type in a tuple compares it with each one, and takes ten times as long."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_WITH_COPY = frozenset((set, Counter, bytearray, np.ndarray))
 
 
 def copy_tree(value: Any) -> Any:
     """A copy that shares nothing mutable with `value`: containers are rebuilt, tensors and arrays cloned.
 
     Unlike `copy.deepcopy` it keeps no memo (ten times faster on scheduler state) and takes no objects apart: what it
-    does not know is returned as it is, and the checkpoint format refuses it by name before training starts.
+    does not know is returned as it is, and the checkpoint format refuses it by name at the first boundary.
     """
+    return _copied(value, _as_it_is)
+
+
+def copy_state(value: Any) -> Any:
+    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
+    return _copied(value, _stand_in)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value.detach().clone() if issubclass(type(value), torch.Tensor) else value
+
+
+def _stand_in(value: Any) -> Any:
+    known = stand_in(value, copy_state)
+    return _as_it_is(value) if known is value else known
+
+
+def _copied(value: Any, of_others: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
     # Most of what a scheduler or a loader has are plain values: no call for each of them.
     if kind is dict:
-        return {key: item if type(item) in _ATOMS else copy_tree(item) for key, item in value.items()}
+        return {key: item if type(item) in _ATOMS else _copied(item, of_others) for key, item in value.items()}
     if kind is list:
         for item in value:
             if type(item) not in _ATOMS:
-                return [copy_tree(item) for item in value]
+                return [_copied(item, of_others) for item in value]
         return value.copy()
     if kind is tuple:
         for item in value:
             if type(item) not in _ATOMS:
-                return tuple([copy_tree(item) for item in value])
+                return tuple([_copied(item, of_others) for item in value])
         return value
     if kind is OrderedDict:
-        return kind((key, copy_tree(item)) for key, item in value.items())
-    if isinstance(value, torch.Tensor):
+        copied = kind((key, _copied(item, of_others)) for key, item in value.items())
+        if (metadata := vars(value).get("_metadata")) is not None:  # a TensorDict keeps its batch size there
+            copied._metadata = _copied(metadata, of_others)  # type: ignore[attr-defined]
+        return copied
+    if kind in _TENSORS:
         return value.detach().clone()
     if kind is defaultdict:
-        return defaultdict(value.default_factory, ((key, copy_tree(item)) for key, item in value.items()))
+        return defaultdict(value.default_factory, ((key, _copied(item, of_others)) for key, item in value.items()))
     if kind is deque:
-        return deque((copy_tree(item) for item in value), value.maxlen)
-    if hasattr(value, "copy") and hasattr(value, "__len__"):
-        return value.copy()  # set, Counter, bytearray, numpy array
-    return value
+        return deque((_copied(item, of_others) for item in value), value.maxlen)
+    if kind in _WITH_COPY:
+        return value.copy()
+    return of_others(value)
 
 
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
-    """A copy of `value` as `copy_tree` makes it, without the item named `but`."""
-    return {key: item if type(item) in _ATOMS else copy_tree(item) for key, item in value.items() if key != but}
+    """A copy of `value` as `copy_state` makes it, without the item named `but`."""
+    return {key: item if type(item) in _ATOMS else copy_state(item) for key, item in value.items() if key != but}
 
 
 def same_tree(one: Any, other: Any) -> bool:
@@ -76,8 +104,7 @@ def same_tree(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(map(same_tree, one.values(), other.values()))
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(same_tree, one, other))
-    same = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)  # a numpy array
+    return are_equal(one, other)
 
 
 def equal_tensors(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
@@ -158,9 +185,10 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def map_containers(value: Any) -> Any:
-    """`value` in containers of its own, as `map_tensors` makes them; everything else is the same object."""
+    """`value` in containers of its own, as `map_tensors` makes them, with stand-ins for what a checkpoint has no word
+    for; everything else is the same object."""
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, torch.Tensor):
+    if kind in _ATOMS or kind in _TENSORS:
         return value
     if isinstance(value, dict):
         copied = value.copy()
@@ -172,7 +200,7 @@ def map_containers(value: Any) -> Any:
         return kind([map_containers(one) for one in value])
     if kind is deque:
         return deque([map_containers(one) for one in value], value.maxlen)
-    return value
+    return stand_in(value, map_containers)
 
 
 def _memory(tensor: torch.Tensor) -> object:

@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, DeviceRun, is_on_device, view_of
-from mindx_elastic.capture.copying import copy_tree, equal_tensors
+from mindx_elastic.capture.copying import copy_state, equal_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
 from mindx_elastic.capture.pruning import Masks, original_names
+from mindx_elastic.capture.stand_ins import originals
 from mindx_elastic.capture.structure import Structure
 from mindx_elastic.capture.tables import buffers_of, named_parameters, parameters, parameters_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import MismatchError, UnsupportedStateError
+from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
 __all__ = ["ModuleComponent", "unwrap_module"]
 
@@ -65,6 +66,7 @@ class ModuleComponent:
         self.name = name
         self.module = unwrap_module(module)
         _refuse_lazy(name, self.module)
+        _refuse_old_fsdp(name, self.module)
         _reshard(self.module)
         named = dict(named_parameters(self.module, remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
@@ -277,7 +279,7 @@ class ModuleComponent:
     @torch.no_grad()
     def look(self) -> dict[str, Any]:
         """Extra state as it is now, in the form of `extras`."""
-        return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+        return {name: copy_state(child.get_extra_state()) for name, child in self._extras}
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The saved buffers themselves, by name."""
@@ -493,7 +495,9 @@ class ModuleComponent:
                 f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
                 'resume="never" in another directory'
             )
-        laid_out = {name: with_layout_of(live[name], saved) for name, saved in state.items()}
+        tensors = {name: saved for name, saved in state.items() if isinstance(saved, torch.Tensor)}
+        laid_out = {name: with_layout_of(live[name], saved) for name, saved in tensors.items()}
+        laid_out |= {name: originals(saved) for name, saved in state.items() if name not in tensors}
         self.module.load_state_dict(laid_out, strict=strict)
         self._find_slots()
         self.copy()
@@ -510,6 +514,16 @@ def _refuse_lazy(name: str, module: nn.Module) -> None:
     if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
         problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
         raise UnsupportedStateError(name, f"{problem}. Run one batch through the model before the guard is made")
+
+
+def _refuse_old_fsdp(name: str, module: nn.Module) -> None:
+    for child in module.modules():
+        if any(c.__name__ == "FullyShardedDataParallel" for c in type(child).__mro__):  # importing it takes long
+            raise UsageError(
+                f"{name} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parts of the weights no checkpoint "
+                "of this package can hold: use FSDP2, `from torch.distributed.fsdp import fully_shard`, "
+                "`fully_shard(model)`"
+            )
 
 
 def _reshard(module: nn.Module) -> None:

@@ -17,6 +17,7 @@ from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.parameter_names import arrange_groups
+from mindx_elastic.capture.stand_ins import check_objects, originals
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -252,7 +253,7 @@ class OptimizerComponent:
         for shown, own, saved in zip(
             self.optimizer.param_groups, self.local.param_groups, state["param_groups"], strict=True
         ):
-            options = {key: copy_tree(value) for key, value in saved.items() if key != "params"}
+            options = {key: originals(copy_tree(value)) for key, value in saved.items() if key != "params"}
             _load_into(own, options, used)
             own.update(options)
             if shown is not own:
@@ -274,6 +275,9 @@ class OptimizerComponent:
                 f"this optimizer has {ours}"
             )
         state = self._with_layouts(state)
+        state["param_groups"] = originals(state["param_groups"])
+        if not _are_of_tensors(state["state"]):
+            state["state"] = self._originals(state["state"])
         groups, values = self.local.param_groups, self.local.state
         before = _tensors_by_place(self.local)
         self.local.load_state_dict(state)
@@ -283,7 +287,7 @@ class OptimizerComponent:
             if (parameter := self._parameters.get(place)) is not None:
                 self.local.state[parameter] = {
                     key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key != "step" else value
-                    for key, value in copy_tree(values).items()
+                    for key, value in originals(copy_tree(values)).items()
                 }
         _keep_tensors(self.local, before)
         if self.is_spread:
@@ -293,6 +297,18 @@ class OptimizerComponent:
         # the first update here (at an epoch's end).
         vars(self.optimizer)["_opt_called"] = True
         self.copy()
+
+    def _originals(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """What stood-in values were; an object's tensors on the device of its parameter, if they were on a device."""
+        parameters = dict(enumerate(self.parameters))
+        devices = {key: parameters[key].device if key in parameters else None for key in state}
+        return {key: originals(value, self._parameters, devices[key]) for key, value in state.items()}
+
+    def check(self) -> None:
+        """Raises UnsupportedStateError for an object in its state that would not come back as it is."""
+        state = {index: self.local.state.get(p) for index, p in enumerate(self.parameters)}
+        if not _are_of_tensors({key: value for key, value in state.items() if value}):
+            check_objects(state, f"{self.name}.state", {self._places.get(id(p), "?"): p for p in self.parameters})
 
     def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:
         """Make DTensors again of what were DTensors."""
@@ -326,9 +342,7 @@ def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
         copies = dict(zip(tables, map(dict.copy, tables.values()), strict=True))
         rest = _with_local_parts({**state, "state": None})
         return {**rest, "state": copies}
-    if _has_dtensor(state):
-        return dict(map_tensors(state, local_part))
-    return dict(map_containers(state))
+    return dict(map_containers(map_tensors(state, local_part) if _has_dtensor(state) else state))
 
 
 def _are_of_tensors(tables: dict[Any, Any]) -> bool:

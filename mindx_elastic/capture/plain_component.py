@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
 from mindx_elastic.capture.adapters import Adapter, TensorAdapter
-from mindx_elastic.capture.copying import copy_items, copy_tree
+from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree
+from mindx_elastic.capture.stand_ins import check_objects, named_keys, originals
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
 
@@ -92,7 +94,22 @@ class PlainComponent:
         self._stateful: Stateful = stateful or target
         self._is_scheduler = stateful is None and _is_stock_scheduler(target)
         self._giver = target if isinstance(target, GivesCopies) else None
+        self._names: Mapping[int, str] = {}
+        self._parameters: Mapping[str, torch.Tensor] = {}
+        self._has_parameter_keys = False
         self.copy()
+
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """`parameters`: of the job's modules, by place. They may be keys in the state (of an optimizer around another
+        one), and stand there by name."""
+        self._parameters, self._names = parameters, {id(p): name for name, p in parameters.items()}
+
+    def check(self) -> None:
+        """Look once at what the state has. Raises UnsupportedStateError for an object that would not come back."""
+        if not self.is_heavy and self._giver is None:
+            state = self._stateful.state_dict()
+            check_objects(state, self.name, self._parameters)
+            self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
         if self._is_scheduler:
@@ -102,7 +119,7 @@ class PlainComponent:
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
         state = self._stateful.state_dict()
-        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_tree(state)
+        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     def live_state(self) -> Any:
         """What its `state_dict` gives."""
@@ -110,7 +127,7 @@ class PlainComponent:
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
-        return copy_tree(self._stateful.state_dict())
+        return copy_state(self._stateful.state_dict())
 
     @property
     def seen(self) -> Any:
@@ -118,7 +135,7 @@ class PlainComponent:
         return self._copy
 
     def state(self) -> Any:
-        return self._copy
+        return named_keys(self._copy, self._names) if self._has_parameter_keys else self._copy
 
     def kept(self) -> Any:
         return self._copy
@@ -132,7 +149,7 @@ class PlainComponent:
 
     def put_back(self, state: Any) -> None:
         """Make the target as `state` says, which `look` or `state` has given."""
-        self._stateful.load_state_dict(copy_tree(state))
+        self._stateful.load_state_dict(originals(copy_tree(state), self._parameters))
 
 
 class _OldSwaScheduler:
@@ -206,6 +223,12 @@ class AdaptedComponent(PlainComponent):
         """Look more closely than `copy` did. The program has not gone on since."""
         if isinstance(self._adapter, TensorAdapter):
             self._copy = self._adapter.boundary_state(closely=True)
+
+    def check(self) -> None:
+        """Its adapter has said at the start what it cannot keep."""
+
+    def put_back(self, state: Any) -> None:
+        self._stateful.load_state_dict(copy_tree(state))
 
     def look(self) -> Any:
         return None if self.is_heavy else self._read()

@@ -25,8 +25,9 @@ from torch import nn
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, kind_of, program_files, variables_of
+from mindx_elastic.guard.checks.surroundings import is_library, kind_of, program_files, variables_of
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.variables import own_variables
 

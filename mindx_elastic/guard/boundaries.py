@@ -26,6 +26,7 @@ from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
+from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Boundaries"]
@@ -73,6 +74,7 @@ class Boundaries:
             replays.watch()
             stack.callback(replays.unwatch)
         self._changes = Changes(targets, collector, unmanaged, ddp=ddp, world_size=world_size)
+        self._trial = TrialPacking(collector, unmanaged)
         self._window = UpdateWindow(collector, gate)
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
@@ -102,6 +104,7 @@ class Boundaries:
         if self._unreduced is not None:
             self._unreduced.at_boundary()
         self.copy(position)
+        self._trial.at_boundary()
         if self._collector.compiled.problems:
             tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(position.step)

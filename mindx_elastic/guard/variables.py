@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, kind_of, variables_of
+from mindx_elastic.guard.checks.surroundings import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
 
 __all__ = ["own_variables"]

@@ -35,6 +35,7 @@ from mindx_elastic.capture.compiled_calls import bits_of, calls_in, modes_of, na
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.capture.rng import kept_rng
+from mindx_elastic.core.looks import is_computed
 
 __all__ = ["CompiledReplay", "runs_of"]
 
@@ -166,7 +167,7 @@ def _forward_and_backward(called: Any, arguments: tuple[Any, ...], named: dict[s
     outputs = [
         leaf
         for leaf in tree_leaves(called(*arguments, **named))
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_computed(leaf)
     ]
     if not outputs or not torch.is_grad_enabled():
         return

@@ -12,10 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mindx_elastic.capture.living import living_objects
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import paths_of
 from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import Found, attributes_of, program_files, variables_of
+from mindx_elastic.guard.checks.surroundings import Found, program_files, variables_of
 from mindx_elastic.guard.checks.syntax import walk
 from mindx_elastic.guard.unmanaged import Unmanaged
 

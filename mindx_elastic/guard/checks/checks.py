@@ -45,6 +45,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.averagers import Averagers
 from mindx_elastic.guard.checks.carried_variables import CarriedVariables
@@ -71,7 +72,6 @@ from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
     Seen,
-    attributes_of,
     find_bound,
     inner_schedulers,
     kind_of,

@@ -19,8 +19,9 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.copying import map_tensors, same_tree
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import MindxError
-from mindx_elastic.guard.checks.surroundings import attributes_of, kind_of
+from mindx_elastic.guard.checks.surroundings import kind_of
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindx_elastic.core.looks import is_computed
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.own_tensors import carries
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, sets_from_itself, steering_reads
@@ -86,7 +87,7 @@ class ModuleAttributes:
                 if key in self._done or type(old) is not type(look) or (id(module), name) in self._sums:
                     continue
                 if isinstance(look, tuple):
-                    if value.grad_fn is not None:  # what a forward has left, unless the next one reads it
+                    if is_computed(value):  # what a forward has left, unless the next one reads it
                         left.add(key)
                     if old[0]() is value and old[1] != look[1]:
                         found[key] = module
@@ -136,7 +137,7 @@ def _held_by(optimizer: object, is_kept: Callable[[torch.Tensor], bool]) -> Iter
     for name, value in vars(optimizer).items() if not _is_torchs(optimizer) else ():
         is_own = not name.startswith("_") and not any(value is one for one in saved)
         if is_own and type(value) in (dict, defaultdict, list):
-            held = [t for t in _tensors_in(value) if not t.is_inference() and t.grad_fn is None and not is_kept(t)]
+            held = [t for t in _tensors_in(value) if not t.is_inference() and not is_computed(t) and not is_kept(t)]
             if held:
                 yield name, held[0]
 

@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, only_logs, sets_from_itself, steering_reads
-from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.surroundings import Found
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.checks.training_words import (
     STEPS,

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.looks import attributes_of, is_computed
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import Found, attributes_of, kind_of
+from mindx_elastic.guard.checks.surroundings import Found, kind_of
 from mindx_elastic.guard.checks.syntax import walk
 
 __all__ = ["OwnOptimizers"]
@@ -75,7 +76,7 @@ class OwnOptimizers:
             if len(self._before) >= _MOST:
                 break
             tensors = [t for t in _tensors_of(one.value) if t.shape in shapes or t.shape == whole]
-            tensors = [t for t in tensors if not t.requires_grad and t.grad_fn is None and not is_kept(t)]
+            tensors = [t for t in tensors if not t.requires_grad and not is_computed(t) and not is_kept(t)]
             if not tensors:
                 continue
             key = id(one.value), one.name

@@ -35,13 +35,14 @@ import torch
 import xxhash
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from mindx_elastic.core.looks import attributes_of, is_computed
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.loss_reads import line_of_gradients, takes_a_result
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.remedies import can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
-from mindx_elastic.guard.checks.surroundings import Found, attributes_of, is_library
+from mindx_elastic.guard.checks.surroundings import Found, is_library
 from mindx_elastic.guard.checks.syntax import children, walk
 
 __all__ = ["OwnTensors", "carries"]
@@ -182,7 +183,7 @@ def _calls(node: ast.AST, name: str) -> bool:
 
 def _is_state(value: Any, kept: Kept) -> bool:
     if type(value) is torch.Tensor:
-        is_plain = value.grad_fn is None and not value.requires_grad and not value.is_inference()
+        is_plain = not is_computed(value) and not value.requires_grad and not value.is_inference()
         return is_plain and value.numel() > 1 and not kept.has(value)
     if type(value) is list:
         return 1 < len(value) <= _MOST_ITEMS and type(value[0]) is int

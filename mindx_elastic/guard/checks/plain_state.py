@@ -16,11 +16,12 @@ import numpy as np
 import torch
 import xxhash
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.movements import Movement, TensorsLook
-from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.surroundings import Found
 
 __all__ = ["PlainState"]
 

@@ -26,19 +26,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.tables import parameters
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import (
-    attributes_of,
-    kind_of,
-    place_of,
-    program_files,
-    program_frames,
-    variables_of,
-)
+from mindx_elastic.guard.checks.surroundings import kind_of, place_of, program_files, program_frames, variables_of
 from mindx_elastic.guard.checks.syntax import children, walk
 from mindx_elastic.guard.unmanaged import Unmanaged
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.guard.checks.surroundings import Found, Names, Seen, attributes_of
+from mindx_elastic.guard.checks.surroundings import Found, Names, Seen
 
 __all__ = ["Remedies", "can_be_named"]
 

@@ -16,7 +16,6 @@ import types
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -30,11 +29,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from mindx_elastic.core.looks import attributes_of
+
 __all__ = [
     "Found",
     "Names",
     "Seen",
-    "attributes_of",
     "find_bound",
     "inner_schedulers",
     "is_library",
@@ -237,40 +237,7 @@ def program_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def attributes_of(value: object) -> dict[str, Any]:
-    """The instance dictionary of `value` and its slots, read without running its code."""
-    found: dict[str, Any] = {}
-    with suppress(AttributeError, TypeError):
-        found.update(object.__getattribute__(value, "__dict__"))
-    for name, slot in _slots_of(type(value)):
-        try:
-            found[name] = slot.__get__(value)
-        except AttributeError:
-            continue
-    return found
-
-
-def _slots_of(kind: type) -> tuple[tuple[str, types.MemberDescriptorType], ...]:
-    slots = _slots.get(kind)
-    if slots is None:
-        named = ((name, each.__dict__.get(name)) for each in kind.__mro__ for name in _slot_names(each))
-        slots = tuple((name, slot) for name, slot in named if isinstance(slot, types.MemberDescriptorType))
-        _slots[kind] = slots
-    return slots
-
-
-def _slot_names(kind: type) -> tuple[str, ...]:
-    return _names_of(kind.__dict__.get("__slots__", ()))
-
-
-def _names_of(slots: object) -> tuple[str, ...]:
-    if isinstance(slots, str):
-        return (slots,)
-    return tuple(slots) if isinstance(slots, (tuple, list)) else ()
-
-
 _kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-_slots: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 
 
 class _Walk:

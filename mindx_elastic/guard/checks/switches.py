@@ -29,12 +29,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
 from mindx_elastic.guard.checks.carried_variables import steers
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, tree_of_file
 from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import attributes_of, is_library, place_of, program_files
+from mindx_elastic.guard.checks.surroundings import is_library, place_of, program_files
 from mindx_elastic.guard.checks.syntax import MOST_FILES, children, walk
 from mindx_elastic.guard.checks.training_words import logs, name_of, names_a_log
 

@@ -29,10 +29,11 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import attributes_of, is_of_library, program_files, program_frames
+from mindx_elastic.guard.checks.surroundings import is_of_library, program_files, program_frames
 from mindx_elastic.guard.checks.switches import holds_once
 from mindx_elastic.guard.checks.syntax import children, walk, without_index
 from mindx_elastic.guard.checks.training_words import name_of

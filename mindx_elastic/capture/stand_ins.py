@@ -1,0 +1,280 @@
+"""What stands in a checkpoint for values that it has no word for: plain data with the name of their class.
+
+* an enumeration, a named tuple, a dataclass
+* an object of any other class of Python code that has nothing but tensors and plain data (GaLore's projector): its
+  attributes
+* a tensor of one of the `_TENSORS` (the 8-bit state of an optimizer): the plain tensors that it is made of
+* a parameter as a key: the parameter's name
+
+`original` makes the value again. A file names a class and never says what to run: the class is looked up among those
+that are imported, its instance is made without a call of ``__init__``, and only the classes of the list above, which
+have their own way to be put together, are called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from abc import ABC, ABCMeta
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any, Generic
+
+import numpy as np
+import torch
+
+from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
+from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.errors import MismatchError, UnsupportedStateError
+
+__all__ = ["MARK", "check_objects", "class_of", "fields_of", "is_plain_class", "named_keys", "originals", "stand_in"]
+
+MARK = "__mindx_class__"
+"""The key that says that a dict stands for another value."""
+_PARAMETER = "__mindx_parameter__"
+"""Begins the tuple that stands for a parameter where it is a key; its name follows."""
+_TENSORS = frozenset(
+    (
+        "torchao.optim.subclass_8bit:OptimState8bit",
+        "torchao.optim.subclass_4bit:OptimState4bit",
+        "torchao.optim.subclass_fp8:OptimStateFp8",
+    )
+)
+"""Classes of tensors made of others, with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
+_TENSOR_DICT = "tensordict._td:TensorDict"
+_DEEPEST = 8
+_HEAP_TYPE = 1 << 9  # of `type.__flags__`: made by Python code
+_OWN_WAYS = frozenset(
+    """__reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs__ __getnewargs_ex__ __setattr__ __getattribute__
+    __del__ __next__ __enter__""".split()  # noqa: SIM905
+)
+"""Whoever has one of these is more than its attributes."""
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
+_CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict))
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+_plain_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def stand_in(value: Any, part: Callable[[Any], Any]) -> Any:
+    """What stands for `value`, each of its parts as `part` gives it; `value` itself where nothing can."""
+    kind = type(value)
+    path = _path(kind)
+    if issubclass(kind, torch.Tensor):
+        if path not in _TENSORS:
+            return value
+        names, context = value.__tensor_flatten__()
+        tensors = part({name: getattr(value, name) for name in names})
+        return {MARK: path, "tensors": tensors, "context": part(context), "shape": value.shape}
+    if issubclass(kind, Enum):
+        return {MARK: path, "name": attributes_of(value)["_name_"]}
+    if issubclass(kind, tuple):
+        return {MARK: path, "values": part(tuple(value))} if hasattr(kind, "_fields") else value
+    if path == _TENSOR_DICT:
+        return {MARK: path, "state": part(value.state_dict())}
+    key = "fields" if dataclasses.is_dataclass(kind) else "attributes"
+    if key == "attributes" and not (is_plain_class(kind) and _has_plain_data_only(value, 0)):
+        return value
+    attributes = attributes_of(value)
+    made = {MARK: path, key: part(attributes)}
+    if are_in_use() and (devices := devices_of(attributes, None)):
+        made["devices"] = devices
+    return made
+
+
+def named_keys(value: Any, names: Mapping[int, str]) -> Any:
+    """`value` with the name in place of each parameter that is the key of a dict in it. `names`: by id. Containers
+    without any are the same objects."""
+    kind = type(value)
+    if kind in (list, tuple):
+        items = [named_keys(item, names) for item in value]
+        return value if all(map(_is, items, value)) else kind(items)
+    if not issubclass(kind, dict):
+        return value
+    pairs = [(_named(key, names), named_keys(item, names)) for key, item in value.items()]
+    if all(key is own and item is value[own] for (key, item), own in zip(pairs, value, strict=True)):
+        return value
+    return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _named(key: Any, names: Mapping[int, str]) -> Any:
+    return (_PARAMETER, names[id(key)]) if isinstance(key, torch.Tensor) and id(key) in names else key
+
+
+def originals(
+    value: Any, parameters: Mapping[str, torch.Tensor] | None = None, device: torch.device | None = None
+) -> Any:
+    """`value` with the original in place of each stand-in, in containers of its own; tensors beside them are the same.
+
+    `parameters`: for those that were keys, by name. `device`: where the tensors of objects go that were on a device.
+    Raises MismatchError for a class or a parameter that the program does not have.
+    """
+    kind = type(value)
+    if kind is dict and MARK in value:
+        return _original(value, parameters, device)
+    if issubclass(kind, dict):
+        made = value.copy()
+        made.clear()
+        for key, item in value.items():
+            made[_parameter(key, parameters)] = originals(item, parameters, device)
+        if (metadata := attributes_of(value).get("_metadata")) is not None:
+            made._metadata = originals(metadata, parameters, device)
+        return made
+    if kind in (list, tuple):
+        return kind([originals(item, parameters, device) for item in value])
+    if kind is deque:
+        return deque([originals(item, parameters, device) for item in value], value.maxlen)
+    return value
+
+
+def _parameter(key: Any, parameters: Mapping[str, torch.Tensor] | None) -> Any:
+    if type(key) is not tuple or len(key) != 2 or key[0] != _PARAMETER:
+        return key
+    if parameters is None or key[1] not in parameters:
+        raise MismatchError(f"the checkpoint holds something for the parameter {key[1]}, which this program lacks")
+    return parameters[key[1]]
+
+
+def _original(
+    saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor] | None, device: torch.device | None
+) -> Any:
+    kind = class_of(saved[MARK], "the state")
+    if "tensors" in saved and saved[MARK] in _TENSORS:
+        made: Any = kind
+        stride = torch.empty(saved["shape"], device="meta").stride()
+        return made.__tensor_unflatten__(saved["tensors"], saved["context"], saved["shape"], stride)
+    if saved[MARK] == _TENSOR_DICT and "state" in saved:
+        made = kind
+        return made({}, []).load_state_dict(originals(saved["state"], parameters, device), assign=True)
+    if issubclass(kind, Enum) and "name" in saved:
+        return kind[saved["name"]]
+    if issubclass(kind, tuple) and "values" in saved:
+        return tuple.__new__(kind, originals(saved["values"], parameters, device))
+    made = object.__new__(kind)
+    fields = put_on(fields_of(saved, kind, "the state"), _types(saved.get("devices", "")), device)
+    for name, item in fields.items():
+        object.__setattr__(made, name, originals(item, parameters, device))
+    return made
+
+
+def _types(devices: str | list[str]) -> str | list[str]:
+    """Without their numbers, which may be others in this process."""
+    return devices.partition(":")[0] if isinstance(devices, str) else [name.partition(":")[0] for name in devices]
+
+
+def fields_of(saved: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
+    """The attributes of a stand-in for a `kind`. Raises MismatchError where a stand-in for such a class has none."""
+    known = {"fields"} if dataclasses.is_dataclass(kind) else {"attributes"} if is_plain_class(kind) else set()
+    for name in known & saved.keys():
+        return dict(saved[name])
+    raise MismatchError(f"{place}: {saved[MARK]} is another kind of class than in the run that wrote the checkpoint")
+
+
+def class_of(path: str, place: str) -> type:
+    """The class that a stand-in names. Raises MismatchError where the program has not imported it."""
+    module, _, name = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for step in name.split("."):
+        found = getattr(found, step, None)
+    if not isinstance(found, type):
+        raise MismatchError(
+            f"{place}: the checkpoint holds a {path.replace(':', '.')}, and this program has no such class yet; import "
+            "or define it, at the top level of a module, before the guard is entered"
+        )
+    return found
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether its instances are nothing but their attributes, as far as the class says."""
+    known = _plain_classes.get(kind)
+    if known is None:
+        known = _plain_classes[kind] = _is_plain_class(kind)
+    return known
+
+
+def _is_plain_class(kind: type) -> bool:
+    if type(kind) not in (type, ABCMeta) or "<locals>" in kind.__qualname__ or kind is object:
+        return False
+    for each in kind.__mro__:
+        if each in (object, ABC, Generic):
+            continue
+        root = each.__module__.partition(".")[0]
+        is_of_python = root in sys.stdlib_module_names and root != "__main__"
+        if not each.__flags__ & _HEAP_TYPE or is_of_python or root in ("torch", "numpy"):
+            return False
+        if not _OWN_WAYS.isdisjoint(each.__dict__):
+            return False
+    return True
+
+
+def _has_plain_data_only(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if depth > _DEEPEST:
+        return False
+    if kind in (torch.Tensor, np.ndarray):
+        return True
+    if kind in (dict, OrderedDict):
+        return all(_has_plain_data_only(item, depth + 1) for pair in value.items() for item in pair)
+    if kind in _CONTAINERS:
+        return all(_has_plain_data_only(item, depth + 1) for item in value)
+    if issubclass(kind, np.generic):
+        return True
+    if not is_plain_class(kind):
+        return False
+    return all(_has_plain_data_only(item, depth + 1) for item in attributes_of(value).values())
+
+
+def check_objects(state: Any, place: str, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedStateError for an object in `state`, as the program gives it, that has more than tensors and
+    plain data, that would come back as several, or whose tensor would come back apart from the parameter that it is.
+
+    `parameters`: of the job, by name.
+    """
+    at = {p.data_ptr(): name for name, p in parameters.items() if type(p) in _DENSE and p.numel()}
+    owners: dict[int, str] = {}
+    for where, value, owner in _parts(state, place, "", 0):
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            is_dense = owner and kind in _DENSE and value.layout is torch.strided and value.numel()
+            if is_dense and (name := at.get(value.data_ptr())) is not None:
+                problem = f"it is the parameter {name} itself, and a copy would come back; keep its name in the {owner}"
+                raise UnsupportedStateError(where, problem)
+        elif owner and not _is_storable(kind):
+            problem = f"a {kind.__qualname__}, where a {owner} may have only tensors and plain data; leave it out of it"
+            raise UnsupportedStateError(where, problem)
+        elif is_plain_class(kind) and owners.setdefault(id(value), where) != where:
+            problem = f"the same {kind.__qualname__} as {owners[id(value)]}, and two would come back; make one for each"
+            raise UnsupportedStateError(where, problem)
+
+
+def _parts(value: Any, place: str, owner: str, depth: int) -> Iterator[tuple[str, Any, str]]:
+    """Place and value of all that is no plain value, and the class of the object that has it, if it is one that is
+    stored by its attributes."""
+    kind = type(value)
+    if kind in _PLAIN or depth > 4 * _DEEPEST:
+        return
+    yield place, value, owner
+    items: Any = ()
+    if issubclass(kind, dict):
+        items = value.items()
+    elif kind in (list, tuple, deque):
+        items = enumerate(value)
+    elif is_plain_class(kind) and not issubclass(kind, Enum):
+        items, owner = attributes_of(value).items(), kind.__qualname__
+    for key, item in items:
+        yield from _parts(item, f"{place}.{key}" if type(key) in (str, int) else place, owner, depth + 1)
+
+
+def _is_storable(kind: type) -> bool:
+    return kind in _CONTAINERS or issubclass(kind, (np.ndarray, np.generic)) or is_plain_class(kind)
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -1,0 +1,48 @@
+"""Packs the state for trial at the first boundary: what no checkpoint can hold is found there, and not at the stop."""
+
+from __future__ import annotations
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
+from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.persist.flatten import flatten
+
+__all__ = ["TrialPacking"]
+
+
+class TrialPacking:
+    """One per entered guard. Training thread.
+
+    All of a file is made but its bytes: nothing is copied or written. Again where an optimizer has got its state, which
+    most have from their first step on; each boundary after that costs one comparison.
+    """
+
+    def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
+        self._collector, self._unmanaged = collector, unmanaged
+        components = collector.components.values()
+        self._optimizers = [c for c in components if isinstance(c, OptimizerComponent)]
+        self._plain = [c for c in components if isinstance(c, PlainComponent)]
+        self._num_empty = len(self._optimizers) + 1
+        """The optimizers without state at the last trial, and one more before the first."""
+
+    def at_boundary(self) -> None:
+        """Raises UnmanagedStateError with the place of what cannot be stored, or warns, as the guard is told to."""
+        if not self._num_empty:
+            return
+        num_empty = sum(not optimizer.local.state for optimizer in self._optimizers)
+        if num_empty == self._num_empty:
+            return
+        self._num_empty = num_empty
+        collector = self._collector
+        try:
+            for plain in self._plain:
+                plain.check()
+            for optimizer in self._optimizers:
+                optimizer.check()
+            with collector.devices.reading():
+                flatten(collector.state())
+            collector.layout()
+        except UnsupportedStateError as error:
+            remedy = 'With unmanaged="warn" the training goes on, and no step of it can be saved'
+            self._unmanaged.certain(f"no checkpoint can hold {error}", remedy)
