@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["convert_command"]
 
 _FORMATS = "dcp|torch|mindspore|mindx"
+_SOURCES = f"{_FORMATS}|deepspeed"
 
 
 def convert_command(
@@ -43,7 +44,7 @@ def convert_command(
     ],
     source_kind: Annotated[
         str | None,
-        typer.Option("--from", metavar=_FORMATS, help="The format of SOURCE; default: found by its content."),
+        typer.Option("--from", metavar=_SOURCES, help="The format of SOURCE; default: found by its content."),
     ] = None,
     destination_kind: Annotated[
         str | None,
@@ -75,14 +76,16 @@ def convert_command(
     force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint: from and to DCP, torch.save files, MindSpore's safetensors, and this package's own.
+    """Convert a checkpoint: from and to DCP, torch.save files, safetensors, this package's own; from DeepSpeed's.
 
     \b
     [bold]Formats[/bold]
     dcp        a folder of torch.distributed.checkpoint
     torch      a torch.save file, read with weights_only=True: no code in it runs
-    mindspore  plain safetensors: name -> tensor; or a folder of rank_*/ files and --strategy; no .ckpt
+    mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's) or of
+               torch's distributed shards; a folder of rank_*/ files and --strategy; no .ckpt
     mindx      a checkpoint directory or file of this package; sharded ones are put together
+    deepspeed  read only: a folder of ZeRO stage 0 to 3, whose weights are put together in float32
 
     Converts the model alone and keeps its names, unless --all is given (torch, dcp and mindx). A file converted to
     mindx has initial weights. No job resumes from it, because it lacks random generators, the loader's position and

@@ -1,8 +1,14 @@
-"""One whole tensor from the parts that ranks hold."""
+"""One whole tensor from the parts that ranks hold.
+
+Two kinds of formats: those that say where each part lies in the whole (`Part`: DCP's chunks, Hugging Face's shards,
+DeepSpeed's partitions), and those with a `Layout` over ranks that may stand in for one another (`assemble`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +17,57 @@ from mindx_elastic.core.layout import Box, Layout, local_places
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UsageError
 
-__all__ = ["ReadPart", "assemble", "first_healthy"]
+__all__ = ["Part", "ReadPart", "Size", "assemble", "check_parts", "first_healthy", "put_together"]
+
+Size = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, and what reads it."""
+
+    offsets: Size
+    sizes: Size
+    read: Callable[[], torch.Tensor]
+
+
+def check_parts(name: str, shape: Size, parts: Sequence[Part]) -> None:
+    """Raise ValueError unless the parts fill the tensor, without overlap."""
+    filled = [part for part in parts if math.prod(part.sizes)]
+    for part in filled:
+        inside = len(part.offsets) == len(part.sizes) == len(shape)
+        if not inside or not all(o + s <= n for o, s, n in zip(part.offsets, part.sizes, shape, strict=True)):
+            raise ValueError(f"{name!s:.80}: a part outside of its tensor")
+    there = sum(math.prod(part.sizes) for part in filled)
+    if there != math.prod(shape) or not _disjoint(filled):
+        raise ValueError(
+            f"{name!s:.80}: its parts do not make up a tensor of {list(shape)} ({there} of {math.prod(shape)} elements)"
+        )
+
+
+def _disjoint(parts: Sequence[Part]) -> bool:
+    """Sorted along the first dimension, so that rows of an FSDP job are compared with their neighbours only."""
+    active: list[Part] = []
+    for part in sorted(parts, key=lambda p: p.offsets):
+        if not part.offsets:
+            return len(parts) == 1
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > part.offsets[0]]
+        for other in active:
+            pairs = zip(part.offsets, part.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in pairs):
+                return False
+        active.append(part)
+    return True
+
+
+def put_together(shape: Size, dtype: torch.dtype, parts: Sequence[Part], scratch: Scratch) -> torch.Tensor:
+    """The whole tensor of parts that `check_parts` has accepted, copied: what `Part.read` gives may go."""
+    whole = scratch.empty(shape, dtype)
+    for part in parts:
+        if math.prod(part.sizes):
+            whole[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] = part.read()
+    return whole
+
 
 ReadPart = Callable[[int], torch.Tensor | None]
 """The part of one tensor that a rank's file holds; None: no file, or the tensor is not in it. Raises CheckpointError

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindx_elastic.convert import dcp, mindspore_file, ours, torch_file
-from mindx_elastic.convert.kinds import KINDS, find_kind, kind_of_name
+from mindx_elastic.convert import dcp, deepspeed, indexed, mindspore_file, ours, plain_file, torch_file
+from mindx_elastic.convert.kinds import KINDS, SOURCES, find_kind, kind_of_name
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
 from mindx_elastic.errors import SaveError, UsageError
@@ -56,9 +56,9 @@ class Request:
     """Told where the writing begins: the temporary file or folder, and the bytes of the tensors that go there."""
 
     def __post_init__(self) -> None:
-        for kind in (self.source_kind, self.destination_kind):
-            if kind not in (None, *KINDS):
-                raise UsageError(f"{kind!r} is no format; give one of {', '.join(KINDS)}")
+        for kind, known in ((self.source_kind, SOURCES), (self.destination_kind, KINDS)):
+            if kind not in (None, *known):
+                raise UsageError(f"{kind!r} is no format; give one of {', '.join(known)}")
         for name, value in (("step", self.step), ("epoch", self.epoch)):
             if value is not None and value < 0:
                 raise UsageError(f"{name} {value}: numbers count from 0")
@@ -135,9 +135,16 @@ def _read_dcp(request: Request, scratch: Scratch) -> _Content:
 
 
 def _read_torch(request: Request, scratch: Scratch) -> _Content:
-    if request.source.is_dir():
-        raise UsageError(f"{request.source} is a folder; give the name of a torch.save file")
-    return _foreign(request, torch_file.read_torch_file(request.source))
+    path = request.source
+    if deepspeed.is_rank_file(path):
+        raise UsageError(f"{path} holds one rank's part of a DeepSpeed checkpoint: give its folder")
+    index = path if path.suffix == ".json" else indexed.find_index(path) if path.is_dir() else None
+    if index is not None:
+        tensors, notes = indexed.read_indexed(index, torch_file.read_torch_file)
+        return _Content({MODEL: tensors}, None, notes)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; give the name of a torch.save file, or of an index")
+    return _foreign(request, torch_file.read_torch_file(path))
 
 
 def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
@@ -151,7 +158,15 @@ def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
         return _Content({MODEL: tensors}, None, notes)
     if request.strategy is not None:
         raise UsageError(f"{path} has no rank_*/ folders for --strategy to describe")
-    return _Content({MODEL: mindspore_file.read_plain(path)}, None, [])
+    tensors, notes = mindspore_file.read_plain(path, scratch)
+    return _Content({MODEL: tensors}, None, notes)
+
+
+def _read_deepspeed(request: Request, scratch: Scratch) -> _Content:
+    if request.everything or request.component is not None:
+        raise UsageError("--all, --component: of a DeepSpeed folder only the model's weights are read")
+    tensors, notes = deepspeed.read_deepspeed(request.source, scratch)
+    return _Content({MODEL: tensors}, None, notes)
 
 
 def _load_strategy(path: Path) -> Strategy:
@@ -165,6 +180,7 @@ _READERS: dict[str, Callable[[Request, Scratch], _Content]] = {
     "dcp": _read_dcp,
     "torch": _read_torch,
     "mindspore": _read_mindspore,
+    "deepspeed": _read_deepspeed,
     "mindx": _read_ours,
 }
 
@@ -188,7 +204,7 @@ def _write(request: Request, target: str, content: _Content, result: Result) -> 
         result.num_tensors, result.nbytes = num_tensors(tensors)
         with _new_file(path, force=request.force) as temp:
             _tell(request, temp, result)
-            result.notes += mindspore_file.write_plain(temp, tensors)
+            result.notes += plain_file.write_plain(temp, tensors)
         return
     if target == "mindx":
         with _new_file(path, force=request.force) as temp:

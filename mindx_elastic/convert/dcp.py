@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
 from mindx_elastic.convert.inert_pickle import Made, Name, Table, read_inert
 from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import Later
@@ -34,7 +35,6 @@ _MAX_METADATA_BYTES = 1 << 30
 _MAX_DIMS = 64
 _MAX_LIST = 1_000_000
 _MODULE = "torch.distributed.checkpoint.metadata"
-_Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,6 @@ class _Place:
     file: str
     offset: int
     length: int
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    offsets: _Size
-    sizes: _Size
-    place: _Place
 
 
 def read_dcp(path: Path, scratch: Scratch) -> dict[str, Any]:
@@ -90,8 +83,8 @@ class _Reader:
             _put(state, _path_of(name, paths.get(name)), leaf)
         return _optimizer_numbers(state)
 
-    def _places(self, table: Table) -> dict[str, dict[_Size | None, _Place]]:
-        found: dict[str, dict[_Size | None, _Place]] = {}
+    def _places(self, table: Table) -> dict[str, dict[Size | None, _Place]]:
+        found: dict[str, dict[Size | None, _Place]] = {}
         for key, value in table.pairs:
             index = _made(key, "MetadataIndex").fields()
             if not isinstance(value, Made) or value.called.name != "_StorageInfo":
@@ -111,7 +104,7 @@ class _Reader:
             found.setdefault(name, {})[None if offset is None else _size(offset)] = place
         return found
 
-    def _tensor(self, name: str, entry: Made, places: Mapping[_Size | None, _Place]) -> Later:
+    def _tensor(self, name: str, entry: Made, places: Mapping[Size | None, _Place]) -> Later:
         fields = entry.fields()
         shape = _size(fields.get("size"))
         state = _made(fields.get("properties"), "TensorProperties").state
@@ -121,38 +114,31 @@ class _Reader:
         kind = parse_dtype(dtype.name)
         if type(fields.get("chunks")) is not list:
             raise ValueError(f"{name!s:.80} without chunks")
-        chunks = [self._chunk(name, chunk, shape, places) for chunk in fields["chunks"]]
-        _check_chunks(name, shape, chunks, kind)
-        return Later(lambda: self._whole(name, shape, kind, chunks))
+        parts = [self._part(name, chunk, kind, places) for chunk in fields["chunks"]]
+        check_parts(name, shape, parts)
+        return Later(lambda: put_together(shape, kind, parts, self.scratch))
 
-    def _chunk(self, name: str, value: Any, shape: _Size, places: Mapping[_Size | None, _Place]) -> _Chunk:
+    def _part(self, name: str, value: Any, dtype: torch.dtype, places: Mapping[Size | None, _Place]) -> Part:
         fields = _made(value, "ChunkStorageMetadata").fields()
         offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
-        inside = len(offsets) == len(sizes) == len(shape)
-        if not inside or not all(o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"{name!s:.80}: a chunk outside of its tensor")
         place = places.get(offsets)
         if place is None:
             raise ValueError(f"{name!s:.80}: its chunk at {list(offsets)} is in no file")
-        return _Chunk(offsets, sizes, place)
+        if math.prod(sizes) * dtype.itemsize > place.length:
+            raise ValueError(f"{name!s:.80}: {place.length} bytes for a chunk of {list(sizes)}")
+        return Part(offsets, sizes, lambda: self._chunk(name, place, sizes, dtype))
 
-    def _whole(self, name: str, shape: _Size, dtype: torch.dtype, chunks: list[_Chunk]) -> torch.Tensor:
-        whole: torch.Tensor | None = None
-        for chunk in chunks:
-            part = self._load(name, chunk.place)
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.sizes or part.dtype != dtype:
-                found = f"{part.dtype} {list(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
-                problem = f"{self.path}: {name}: {found} instead of {dtype} {list(chunk.sizes)}"
-                raise CorruptCheckpointError(problem, path=self.path, tensor=name)
-            if part.layout is not torch.strided or part.is_quantized:
-                raise ForeignCheckpointError(f"{self.path}: {name} is not a plain dense tensor", path=self.path)
-            part = part.detach()
-            if whole is None:
-                whole = self.scratch.empty(shape, dtype)
-            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-        return torch.empty(shape, dtype=dtype, device="cpu") if whole is None else whole
+    def _chunk(self, name: str, place: _Place, sizes: Size, dtype: torch.dtype) -> torch.Tensor:
+        part = self._load(name, place)
+        if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
+            found = f"{part.dtype} {list(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+            problem = f"{self.path}: {name}: {found} instead of {dtype} {list(sizes)}"
+            raise CorruptCheckpointError(problem, path=self.path, tensor=name)
+        if part.layout is not torch.strided or part.is_quantized:
+            raise ForeignCheckpointError(f"{self.path}: {name} is not a plain dense tensor", path=self.path)
+        return part.detach()
 
-    def _value(self, name: str, places: Mapping[_Size | None, _Place]) -> Later:
+    def _value(self, name: str, places: Mapping[Size | None, _Place]) -> Later:
         if len(places) != 1:
             raise ValueError(f"{name!s:.80} is in {len(places)} places")
         (place,) = places.values()
@@ -168,31 +154,6 @@ class _Reader:
             file.seek(place.offset)
             data = file.read(place.length)
         return load_weights(io.BytesIO(data), f"{path}: {name}", path)
-
-
-def _check_chunks(name: str, shape: _Size, chunks: list[_Chunk], dtype: torch.dtype) -> None:
-    """Raise ValueError unless the chunks fill the tensor, without overlap, and fit into their files."""
-    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    for chunk in filled:
-        if math.prod(chunk.sizes) * dtype.itemsize > chunk.place.length:
-            raise ValueError(f"{name!s:.80}: {chunk.place.length} bytes for a chunk of {list(chunk.sizes)}")
-    if sum(math.prod(chunk.sizes) for chunk in filled) != math.prod(shape) or not _disjoint(filled):
-        raise ValueError(f"{name!s:.80}: its chunks do not make up a tensor of {list(shape)}")
-
-
-def _disjoint(chunks: list[_Chunk]) -> bool:
-    """Sorted along the first dimension, so that rows of an FSDP job are compared with their neighbours only."""
-    active: list[_Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: c.offsets):
-        if not chunk.offsets:
-            return len(chunks) == 1
-        active = [other for other in active if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
-        for other in active:
-            pairs = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < c + d and c < a + b for a, b, c, d in pairs):
-                return False
-        active.append(chunk)
-    return True
 
 
 def _path_of(name: str, found: Any) -> tuple[str | int, ...]:
@@ -255,7 +216,7 @@ def _number(value: Any) -> int:
     return value
 
 
-def _size(value: Any) -> _Size:
+def _size(value: Any) -> Size:
     """``torch.Size((2, 3))``."""
     if isinstance(value, Made) and value.called == Name("torch", "Size"):
         arguments = value.arguments[0] if len(value.arguments) == 1 else None

@@ -6,24 +6,29 @@ import os
 from pathlib import Path
 
 from mindx_elastic.convert.dcp import METADATA
+from mindx_elastic.convert.deepspeed import deepspeed_folder
+from mindx_elastic.convert.indexed import find_index, read_index
 from mindx_elastic.convert.mapped import open_source
-from mindx_elastic.convert.mindspore_file import is_mindspore_ckpt
+from mindx_elastic.convert.plain_file import is_mindspore_ckpt
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
 from mindx_elastic.inventory.findings import reader_trust
 from mindx_elastic.persist.catalog import rank_of_folder, read_entries
 
-__all__ = ["KINDS", "find_kind", "kind_of_name"]
+__all__ = ["KINDS", "SOURCES", "find_kind", "kind_of_name"]
 
 KINDS = ("dcp", "torch", "mindspore", "mindx")
+SOURCES = (*KINDS, "deepspeed")
 _TORCH_NAMES = {".pt", ".pth", ".bin"}
 _SNIFF_BYTES = 1 << 16  # our metadata begins at byte 20 or so
 
 
 def find_kind(path: Path) -> str:
-    """One of `KINDS`. Raises NoUsableCheckpointError where there is nothing of any kind."""
+    """One of `SOURCES`. Raises NoUsableCheckpointError where there is nothing of any kind."""
     if path.is_dir():
         return _kind_of_folder(path)
+    if path.suffix == ".json":
+        return _kind_of_index(path)
     with open(open_source(path), "rb") as file:
         start = file.read(_SNIFF_BYTES)
     if is_torch_file(start):
@@ -47,10 +52,17 @@ def _kind_of_folder(path: Path) -> str:
         raise CheckpointError(f"{path}: cannot be listed: {error.strerror}", path=path) from error
     if METADATA in names:
         return "dcp"
+    if deepspeed_folder(path) is not None:
+        return "deepspeed"
     entries = read_entries(path, owners=reader_trust(path).of(path))
     if any(entry.header is not None for entry in entries):
         return "mindx"
-    if any(entry.foreign and entry.path.suffix == ".safetensors" for entry in entries):
+    index = find_index(path)
+    if index is not None:
+        return _kind_of_index(index)
+    # Links are what Hugging Face's cache has; ours are never followed.
+    plain = [entry.path for entry in entries if entry.foreign or entry.path.is_symlink()]
+    if any(each.suffix == ".safetensors" for each in plain):
         return "mindspore"
     bad = "; ".join(f"{entry.path}: {entry.problem}" for entry in entries[:4])
     if bad:
@@ -61,6 +73,11 @@ def _kind_of_folder(path: Path) -> str:
         "given by its own name",
         path=path,
     )
+
+
+def _kind_of_index(index: Path) -> str:
+    files = read_index(index).values()
+    return "mindspore" if all(each.endswith(".safetensors") for each in files) else "torch"
 
 
 def kind_of_name(destination: Path) -> str:

@@ -1,132 +1,86 @@
 """Plain safetensors files, name -> tensor, as MindSpore and most other programs write them.
 
-Reads one file; a folder of files that hold different tensors; or ``rank_{r}/*.safetensors``, which it assembles by a
-strategy. A rank folder usually holds the files of several steps, ``{prefix}-{epoch}_{step}.safetensors``: one
-step is chosen for all ranks. Writes one file with whole tensors, one tensor at a time. Names are kept.
+Reads one file; the files of a folder that make up one model (`indexed`); or ``rank_{r}/*.safetensors``, which it
+assembles by a strategy. A rank folder usually holds the files of several steps,
+``{prefix}-{epoch}_{step}.safetensors``: one step is chosen for all ranks. Names are kept.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from mindx_elastic.convert.assemble import assemble
-from mindx_elastic.convert.mapped import MappedFile, Scratch, open_source
-from mindx_elastic.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    MismatchError,
-    UnsupportedStateError,
-    UsageError,
+from mindx_elastic.convert.indexed import (
+    SHARDING_INFO,
+    find_index,
+    is_shard,
+    numbered_files,
+    read_indexed,
+    read_shards_of_dcp,
 )
+from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.plain_file import CKPT_REMEDY, PlainFile, is_mindspore_ckpt
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
-from mindx_elastic.persist.dtypes import BY_NAME, NAMES
-from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.packed import flat_bytes
 
 if TYPE_CHECKING:
     from mindx_elastic.core.strategy import Strategy, TensorSpec
 
-__all__ = ["PlainFile", "is_mindspore_ckpt", "read_plain", "read_shards", "write_plain"]
+__all__ = ["read_plain", "read_shards"]
 
-_COMPLEX = "C64"
-_FURTHER_DTYPES = {
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    _COMPLEX: "complex64",
-}
 _POSITION = re.compile(r"-(\d{1,9})_(\d{1,12})(?:_breakpoint)?\.safetensors\Z")
-_CKPT_REMEDY = (
-    "is a MindSpore .ckpt file (protobuf), which is not read here: save it as safetensors, with "
-    'mindspore.save_checkpoint(..., format="safetensors") or mindspore.ckpt_to_safetensors(path), and convert that'
-)
-_PIECE_BYTES = 8 << 20
 _MAX_NAME = 80
 
 
-class PlainFile:
-    """One file, its header checked; `tensor` maps what it is asked for. Raises CorruptCheckpointError."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if is_mindspore_ckpt(path):
-            raise UsageError(f"{path} {_CKPT_REMEDY}")
-        self._file = MappedFile(path)
-        try:
-            with safe_open(path, framework="pt"):  # the stock reader checks sizes and offsets
-                pass
-            (length,) = struct.unpack("<Q", self._raw(0, 8))
-            content = json.loads(self._raw(8, 8 + length))
-            content.pop("__metadata__", None)
-            self.entries = {str(name): _Entry(path, name, value, 8 + length) for name, value in content.items()}
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            if isinstance(error, CorruptCheckpointError):
-                raise
-            raise CorruptCheckpointError(f"{path}: no sound safetensors file: {error!s:.200}", path=path) from error
-
-    def _raw(self, start: int, end: int) -> bytes:
-        return bytes(self._file.tensor(torch.uint8, (end - start,), start, end).numpy().data)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        entry = self.entries[name]
-        return self._file.tensor(entry.dtype, entry.shape, entry.start, entry.end)
+def read_plain(path: Path, scratch: Scratch) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of one file; or of the files of one folder that belong together, or that an index names; and notes
+    for people. Raises CorruptCheckpointError, UsageError."""
+    index = path if path.suffix == ".json" else find_index(path) if path.is_dir() else None
+    if index is not None:
+        return read_indexed(index, lambda each: PlainFile(each).tensors())
+    if not path.is_dir():
+        file = PlainFile(path)
+        if is_shard(file):
+            raise UsageError(f"{path} holds one rank's parts of the tensors (its {SHARDING_INFO}): give its folder")
+        return file.tensors(), []
+    return _read_folder(path, scratch)
 
 
-class _Entry:
-    def __init__(self, path: Path, name: str, value: Mapping[str, Any], data_start: int) -> None:
-        dtype = BY_NAME.get(value["dtype"])
-        if dtype is None:
-            dtype = getattr(torch, _FURTHER_DTYPES.get(value["dtype"], ""), None)
-        if not isinstance(dtype, torch.dtype):
-            problem = (
-                f"{path}: tensor {name!s:.{_MAX_NAME}} is of type {value['dtype']!s:.40}, which torch does not have"
-            )
-            raise CorruptCheckpointError(problem, path=path, tensor=name)
-        self.dtype, self.shape = dtype, tuple(value["shape"])
-        self.start, self.end = (data_start + offset for offset in value["data_offsets"])
-        if self.end - self.start != math.prod(self.shape) * dtype.itemsize:
-            raise ValueError(f"tensor {name!s:.{_MAX_NAME}}: its bytes do not fit its shape and type")
-
-
-def is_mindspore_ckpt(path: Path) -> bool:
-    """Whether a file is what ``mindspore.save_checkpoint`` writes by default: a protobuf list of named values."""
-    try:
-        with open(open_source(path), "rb") as file:
-            start = file.read(16)
-    except CheckpointError:
-        return False
-    # Field 1, a message, of which field 1 is a text: the tensor's name.
-    return path.suffix == ".ckpt" and start[:1] == b"\n" and b"\n" in start[2:7]
-
-
-def read_plain(path: Path) -> dict[str, torch.Tensor]:
-    """One file, or every ``*.safetensors`` file of one folder. Raises CorruptCheckpointError, UsageError."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
+def _read_folder(path: Path, scratch: Scratch) -> tuple[dict[str, torch.Tensor], list[str]]:
+    every = sorted(path.glob("*.safetensors"))
+    if not every:
         raise _no_safetensors(path, path)
-    found: dict[str, torch.Tensor] = {}
+    shards = [file for file in map(PlainFile, every) if is_shard(file)]
+    if shards:
+        found, notes = read_shards_of_dcp(shards, scratch)
+        return found, notes + _left_out(every, [file.path for file in shards])
+    chosen = numbered_files(every) or [each for each in every if each.name == "model.safetensors"] or every
+    found = {}
     where: dict[str, Path] = {}
-    for each in files:
-        file = PlainFile(each)
-        for name in file.entries:
+    for each in chosen:
+        for name, tensor in PlainFile(each).tensors().items():
             if name in found:
                 raise UsageError(
                     f"{name!s:.{_MAX_NAME}} is in {where[name]} and in {each}: these are several "
                     "checkpoints; give one file"
                 )
-            found[name], where[name] = file.tensor(name), each
-    return found
+            found[name], where[name] = tensor, each
+    if len(chosen) == len(every) > 1 and numbered_files(every) is None:
+        return found, [f"no index says that these belong together: {listed([each.name for each in every], 8)}"]
+    return found, _left_out(every, chosen)
+
+
+def _left_out(every: list[Path], chosen: list[Path]) -> list[str]:
+    others = [each.name for each in every if each not in chosen]
+    return [f"other files, left out: {listed(others, 8)}"] if others else []
 
 
 def read_shards(
@@ -190,7 +144,7 @@ def _rank_folders(path: Path, world_size: int) -> dict[int, list[Path]]:
 def _no_safetensors(path: Path, *folders: Path) -> UsageError:
     ckpt = next((each for folder in folders for each in sorted(folder.glob("*.ckpt")) if is_mindspore_ckpt(each)), None)
     if ckpt is not None:
-        return UsageError(f"{ckpt} {_CKPT_REMEDY}")
+        return UsageError(f"{ckpt} {CKPT_REMEDY}")
     return UsageError(f"{path}: no {'' if folders == (path,) else 'rank_*/ '}folder holds a safetensors file")
 
 
@@ -283,48 +237,3 @@ def _same_everywhere(name: str, ranks: list[int], files: Mapping[int, PlainFile]
 
 def _digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128(flat_bytes(tensor).numpy().data if tensor.numel() else b"").hexdigest()
-
-
-def write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Write `tensors` to the existing file `temp`, one after the other, and return notes for people.
-
-    Tied ones are written for each of their names. Raises UnsupportedStateError for a type that such a file cannot name;
-    the caller flushes and renames.
-    """
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or re.search(r"[\ud800-\udfff]", name):
-            raise UnsupportedStateError(name[:_MAX_NAME], "a safetensors file cannot hold a tensor of this name")
-        known = tensor.dtype in NAMES or tensor.dtype is torch.complex64
-        if not known or tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
-            kind = f"{tensor.layout} of {tensor.dtype}" if known else f"{tensor.dtype}"
-            raise UnsupportedStateError(name, f"a plain safetensors file cannot hold a tensor of type {kind}")
-    # A complex number is stored as its two parts, one after the other: the same bytes as a tensor with one more axis.
-    complex_names = [name for name, tensor in tensors.items() if tensor.is_complex()]
-    plain = {
-        name: torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-        for name, tensor in tensors.items()
-    }
-    entries = place_tensors(plain)
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for entry in entries:
-        dtype, shape = (
-            (_COMPLEX, tensors[entry.name].shape) if entry.name in complex_names else (entry.dtype, entry.shape)
-        )
-        content[entry.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.start, entry.end]}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(temp, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for entry in entries:
-            data = flat_bytes(plain[entry.name].resolve_neg()).numpy().data if entry.nbytes else b""
-            for start in range(0, entry.nbytes, _PIECE_BYTES):
-                file.write(data[start : start + _PIECE_BYTES])
-        file.flush()
-        os.fsync(file.fileno())
-    if not complex_names:
-        return []
-    more = " and others" if len(complex_names) > 1 else ""
-    return [f"{complex_names[0]!s:.{_MAX_NAME}}{more}: complex, stored as {_COMPLEX}, which older readers refuse"]
-
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)

@@ -15,7 +15,7 @@ from mindx_elastic.errors import ForeignCheckpointError, UnsupportedStateError, 
 __all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved"]
 
 MODEL = "model"
-_MODEL_NAMES = (MODEL, "state_dict", "model_state_dict")
+_MODEL_NAMES = (MODEL, "state_dict", "model_state_dict", "module")
 """Names that training programs commonly give the weights."""
 _MAX_DEPTH = 100
 _MAX_ITEMS = 10_000_000

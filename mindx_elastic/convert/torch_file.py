@@ -5,17 +5,18 @@ torch's own restricted reader builds tensors and plain containers and refuses ev
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import zipfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import torch
 
 from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, StrPath
 
-__all__ = ["is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
+__all__ = ["StandIn", "is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80\x02"  # how files before torch 1.6 begin
@@ -26,18 +27,43 @@ def is_torch_file(start: bytes) -> bool:
     return start.startswith((_ZIP, _PICKLE))
 
 
-def read_torch_file(path: StrPath) -> Any:
+def read_torch_file(path: StrPath, *, stand_ins: bool = False) -> Any:
     """The content. Tensors are mapped, not read, except in files of torch 1.5 and older.
 
-    Raises ForeignCheckpointError where the file holds anything but tensors and plain values, CorruptCheckpointError
-    where it is damaged.
+    stand_ins: objects of classes that torch does not know become `StandIn` and are not refused. Raises
+    ForeignCheckpointError where the file holds anything but tensors and plain values, CorruptCheckpointError where it
+    is damaged.
     """
     path = Path(path)
     with open(open_source(path), "rb") as file:
         zipped = file.read(len(_ZIP)) == _ZIP
         if zipped:
             _check_zip(file, path)
-    return load_weights(str(path), f"{path}", path, mmap=zipped)
+    unknown: list[str] = []
+    if stand_ins and zipped:
+        with contextlib.suppress(Exception):  # damaged: the load names it
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    with torch.serialization.safe_globals([_stand_in(name) for name in unknown]):
+        return load_weights(str(path), f"{path}", path, mmap=zipped)
+
+
+class StandIn:
+    """What a file calls an object of a class that torch does not know: its plain attributes and nothing else."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            self.__dict__.update((key, value) for key, value in state.items() if type(key) is str)
+
+
+def _stand_in(full_name: str) -> type[StandIn]:
+    module, _, name = full_name.rpartition(".")
+    return type(name, (StandIn,), {"__module__": module})
 
 
 def _check_zip(file: IO[bytes], path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mindx_elastic.convert.conversion import Request, convert
-from mindx_elastic.convert.kinds import find_kind
 from mindx_elastic.convert.mapped import Scratch
-from mindx_elastic.convert.mindspore_file import PlainFile, read_plain, read_shards, write_plain
+from mindx_elastic.convert.mindspore_file import read_plain, read_shards
+from mindx_elastic.convert.plain_file import PlainFile, write_plain
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import (
@@ -173,7 +173,7 @@ def test_ckpt_files_of_mindspore_are_told_from_damage(tmp_path: Path) -> None:
 def test_complex_tensors_go_both_ways(tmp_path: Path) -> None:
     value = torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64)
     save_file({"c": value}, tmp_path / "theirs.safetensors")
-    assert torch.equal(read_plain(tmp_path / "theirs.safetensors")["c"], value)
+    assert torch.equal(read_plain(tmp_path / "theirs.safetensors", Scratch(tmp_path))[0]["c"], value)
     notes = write_plain(tmp_path / "ours.safetensors", {"c": value, "turned": value.t().conj(), "x": torch.ones(2)})
     assert notes == ["c and others: complex, stored as C64, which older readers refuse"]
     found = load_file(tmp_path / "ours.safetensors")
@@ -190,16 +190,6 @@ def test_one_name_in_two_stages(tmp_path: Path) -> None:
     save_file({"step": torch.tensor([6, 0])}, tmp_path / "rank_1" / "x.safetensors")
     with pytest.raises(MismatchError, match="2 different tensors of this name"):
         read_shards(tmp_path, Strategy(2, specs), Scratch(tmp_path))
-
-
-def test_several_files_of_one_model(tmp_path: Path) -> None:
-    save_file({"a": WEIGHT}, tmp_path / "1.safetensors")
-    save_file({"b": WEIGHT + 1}, tmp_path / "2.safetensors")
-    assert find_kind(tmp_path) == "mindspore"
-    assert sorted(read_plain(tmp_path)) == ["a", "b"]
-    save_file({"b": WEIGHT}, tmp_path / "3.safetensors")
-    with pytest.raises(UsageError, match=r"b is in .*2.safetensors and in .*3.safetensors"):
-        read_plain(tmp_path)
 
 
 def test_nested_and_other_values(tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""The weights in a checkpoint folder of DeepSpeed (ZeRO stage 0 to 3), in float32 as its optimizer has them.
+
+``latest`` names the folder of a step, ``global_step{n}``. In it are ``*_model_states.pt`` (the module, and the names
+and shapes of the trained parameters) and, of each data-parallel rank, ``*_optim_states.pt`` with its partition of the
+parameters in float32:
+
+- stages 1 and 2: each parameter group is one flat vector, cut into equal parts; ``param_slice_mappings`` says where in
+  a rank's part each parameter is;
+- stage 3: each parameter is flat and cut into equal parts, the last one padded; a rank has its parts one after the
+  other, in the order of ``param_shapes``.
+
+These files hold objects of DeepSpeed's classes. They are read with ``weights_only=True``, stand-ins in place of all
+classes that torch does not know: no code of DeepSpeed or of the file runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
+from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.torch_file import read_torch_file
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import CorruptCheckpointError, ForeignCheckpointError, UsageError
+
+__all__ = ["deepspeed_folder", "is_rank_file", "read_deepspeed"]
+
+_MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{2,7})_model_states\.pt\Z")
+_OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{2,7})_optim_states\.pt\Z")
+_STATES = ("model_states.pt", "optim_states.pt")
+
+
+def deepspeed_folder(path: Path) -> Path | None:
+    """The folder of the step that `path` is, or that its ``latest`` names; None: it is no folder of DeepSpeed."""
+    latest = path / "latest"
+    if latest.is_file():
+        tag = latest.read_text("utf-8", "replace").strip()
+        if tag and "/" not in tag and tag not in (".", "..") and (path / tag).is_dir():
+            path = path / tag
+    there = path.is_dir() and any(each.name.endswith(_STATES[0]) for each in path.iterdir())
+    return path if there else None
+
+
+def is_rank_file(path: Path) -> bool:
+    """Whether a file is one rank's part: of ZeRO's partitions, or of its stage 3 or a model-parallel job."""
+    match = _MODEL_STATES.match(path.name)
+    return bool(_OPTIM_STATES.match(path.name)) or (match is not None and (match[1] is not None or int(match[2]) > 0))
+
+
+def read_deepspeed(path: Path, scratch: Scratch) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The model's tensors by name, and notes for people.
+
+    Floating buffers come in float32 too, frozen parameters as they are stored. Raises UsageError for pipeline, tensor
+    and expert parallel jobs, CorruptCheckpointError where a rank's file is missing or damaged.
+    """
+    folder = deepspeed_folder(path)
+    if folder is None:
+        raise UsageError(f"{path}: no checkpoint of DeepSpeed: no *_model_states.pt in it, nor in what `latest` names")
+    return _Folder(folder, scratch).read()
+
+
+class _Folder:
+    def __init__(self, path: Path, scratch: Scratch) -> None:
+        self.path, self.scratch = path, scratch
+        names = sorted(each.name for each in path.iterdir())
+        models = {match: name for name in names if (match := _MODEL_STATES.match(name))}
+        optims = {match: name for name in names if (match := _OPTIM_STATES.match(name))}
+        plain = [name for match, name in (models | optims).items() if int(match[2]) == 0]
+        odd = [name for name in names if name.endswith(_STATES) and name not in plain]
+        if odd or not models:
+            raise UsageError(
+                f"{path}: {odd[0] if odd else 'no model states'}: pipeline, tensor and expert parallel checkpoints are "
+                "not read. Convert with DeepSpeed's own ds_to_universal.py, or save the whole model with it"
+            )
+        first = min(models, key=lambda match: int(match[1] or 0))
+        self.models = {int(match[1] or 0): path / name for match, name in models.items()}
+        self.optims = {int(match[1]): path / name for match, name in optims.items()}
+        self.states = _contents(path / models[first])
+        self.module = _mapping(self.states.get("module"), "module", path)
+
+    def read(self) -> tuple[dict[str, torch.Tensor], list[str]]:
+        try:
+            shapes = self._shapes(self.states.get("param_shapes"))
+            if not shapes:  # stage 0
+                return {str(name): value for name, value in self.module.items() if _is_tensor(value)}, []
+            return self._with_rest(self._trained(shapes))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            if isinstance(error, UsageError | CorruptCheckpointError | ForeignCheckpointError):
+                raise
+            raise CorruptCheckpointError(f"{self.path}: no sound DeepSpeed checkpoint: {error!s:.200}") from error
+
+    def _shapes(self, groups: Any) -> dict[str, Size]:
+        """Of the parameters of all groups, in their order."""
+        return {name: tuple(shape) for group in groups or () for name, shape in group.items()}
+
+    def _trained(self, shapes: Mapping[str, Size]) -> dict[str, torch.Tensor]:
+        ranks = self._all_of(self.optims, "optim_states.pt", None)
+        states = [_mapping(_contents(file)["optimizer_state_dict"], "optimizer_state_dict", file) for file in ranks]
+        counts = states[0]["partition_count"]
+        self._all_of(self.optims, "optim_states.pt", max(counts) if isinstance(counts, list) else counts)
+        stage3 = "fp32_flat_groups" in states[0]
+        found = self._stage_3(shapes, states) if stage3 else self._stages_1_and_2(shapes, states)
+        whole: dict[str, torch.Tensor] = {}
+        for name, parts in found:
+            size = (math.prod(shapes[name]),)
+            check_parts(name, size, parts)
+            whole[name] = put_together(size, torch.float32, parts, self.scratch).view(shapes[name])
+        return whole
+
+    def _all_of(self, files: Mapping[int, Path], what: str, count: int | None) -> list[Path]:
+        """The files of ranks 0 to `count`, exclusive. Raises CorruptCheckpointError where one is missing."""
+        count = max(files, default=0) + 1 if count is None else count
+        missing = [rank for rank in range(count) if rank not in files]
+        if missing:
+            raise CorruptCheckpointError(
+                f"{self.path}: the {what} of rank {listed([str(rank) for rank in missing], 8)} of {count} is missing: "
+                "its part of the weights is in no other file. Copy it here; or, of stages 0 to 2, convert "
+                "mp_rank_00_model_states.pt --component module, which has the weights that the model computes with",
+                path=self.path,
+            )
+        return [files[rank] for rank in range(count)]
+
+    def _stages_1_and_2(
+        self, shapes: Mapping[str, Size], states: list[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, list[Part]]]:
+        if not all("param_slice_mappings" in state for state in states):
+            raise UsageError(
+                f"{self.path}: does not say where each parameter is (DeepSpeed before 0.8). Run the zero_to_fp32.py "
+                "that DeepSpeed has put into the folder above, and convert what it writes"
+            )
+        parts: dict[str, list[Part]] = {name: [] for name in shapes}
+        done = dict.fromkeys(shapes, 0)
+        for state in states:
+            flat_groups, groups = state["single_partition_of_fp32_groups"], state["param_slice_mappings"]
+            for flat, places in zip(flat_groups, groups, strict=True):
+                for name, place in places.items():
+                    piece = flat[place.start : place.start + place.numel]
+                    parts[name].append(Part((done[name],), (place.numel,), _reader(piece)))
+                    if piece.shape != (place.numel,):
+                        raise ValueError(f"{name!s:.80} ends outside of its partition")
+                    done[name] += place.numel
+        yield from parts.items()
+
+    def _stage_3(self, shapes: Mapping[str, Size], states: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[Part]]]:
+        world, start = len(states), 0
+        lengths = {sum(flat.numel() for flat in state["fp32_flat_groups"]) for state in states}
+        for name, shape in shapes.items():
+            total = math.prod(shape)
+            share = -(-total // world)
+            parts = []
+            for rank, state in enumerate(states):
+                held = max(0, min(share, total - rank * share))
+                piece = _slice(state["fp32_flat_groups"], start, held)
+                parts.append(Part((min(rank * share, total),), (held,), _reader(piece)))
+            yield name, parts
+            start += share
+        if lengths != {start}:
+            raise ValueError(f"the ranks hold {sorted(lengths)} elements, the names make it {start}")
+
+    def _with_rest(self, trained: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """In the module's order: the trained ones, buffers, frozen parameters, and names that share a tensor."""
+        buffers, shared = set(self.states.get("buffer_names") or ()), self.states.get("shared_params") or {}
+        frozen = self._frozen()
+        found: dict[str, torch.Tensor] = {}
+        absent = []
+        for name, value in self.module.items():
+            whole = trained.get(shared.get(name, name), frozen.get(name))
+            if whole is None and _is_tensor(value) and (name in buffers or value.numel()):
+                whole = value.float() if name in buffers and value.is_floating_point() else value
+            if whole is None:
+                absent.append(str(name))
+            else:
+                found[name] = whole
+        found |= {name: value for name, value in trained.items() if name not in found}
+        return found, [f"in the module and in no file, left out: {listed(absent, 8)}"] if absent else []
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        shapes = self._shapes([self.states.get("frozen_param_shapes") or {}])
+        if not shapes:
+            return {}
+        files = self._all_of(self.models, "model_states.pt", len(self.optims) if len(self.models) > 1 else 1)
+        fragments = [_contents(file)["frozen_param_fragments"] for file in files]
+        found = {}
+        for name, shape in shapes.items():
+            flat = torch.cat([each[name].reshape(-1) for each in fragments])
+            found[name] = flat[: math.prod(shape)].view(shape)
+        return found
+
+
+def _reader(tensor: torch.Tensor) -> Any:
+    return lambda: tensor
+
+
+def _slice(flat_groups: list[torch.Tensor], start: int, length: int) -> torch.Tensor:
+    """Of vectors that follow one another."""
+    pieces = []
+    for flat in flat_groups:
+        pieces.append(flat[max(0, start) : max(0, start + length)])
+        start -= flat.numel()
+    found = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+    if found.numel() != length:
+        raise ValueError("a rank holds fewer elements than the names make it")
+    return found
+
+
+def _contents(file: Path) -> Mapping[str, Any]:
+    return _mapping(read_torch_file(file, stand_ins=True), "content", file)
+
+
+def _mapping(value: Any, what: str, path: Path) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CorruptCheckpointError(f"{path}: its {what} is no dictionary", path=path)
+    return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,180 @@
+"""Which files of a folder make up one model: Hugging Face's, MindSpore's, and shards of torch's Hugging Face writer.
+
+An index (``*.index.json``, MindSpore's ``param_name_map.json``) names the file of every tensor; without one, numbered
+names (``model-00001-of-00003``) say how many files there are. What is named and missing is an error, what is not named
+is left out and told. ``HuggingFaceStorageWriter(save_distributed=True)`` of torch has each rank write its parts of the
+tensors into ``shard-{rank}-model-*``, with the offset of each part in the file's metadata, and no index.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.convert.assemble import Part, check_parts, put_together
+from mindx_elastic.convert.mapped import Scratch, open_source
+from mindx_elastic.convert.plain_file import PlainFile
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import CorruptCheckpointError, UsageError
+
+__all__ = [
+    "SHARDING_INFO",
+    "find_index",
+    "is_shard",
+    "numbered_files",
+    "read_index",
+    "read_indexed",
+    "read_shards_of_dcp",
+]
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+_MINDSPORE_INDEX = "param_name_map.json"
+_NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.[a-z]+\Z")
+_SHARD = re.compile(r"shard-(\d{1,9})-.+\.safetensors\Z")
+_MAX_INDEX_BYTES = 1 << 28
+_Tensors = tuple[dict[str, torch.Tensor], list[str]]
+
+
+def find_index(folder: Path) -> Path | None:
+    """The one index in a folder. Raises UsageError where there are several."""
+    found = sorted([*folder.glob("*.index.json"), *folder.glob(_MINDSPORE_INDEX)])
+    if len(found) > 1:
+        raise UsageError(f"{folder} has {len(found)} indexes: {listed([each.name for each in found], 8)}; give one")
+    return found[0] if found else None
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor -> name of its file. Raises CorruptCheckpointError."""
+    try:
+        with open(open_source(index), "rb") as file:
+            content = json.loads(file.read(_MAX_INDEX_BYTES))
+        named = content.get("weight_map", content)
+        if not named or not all(type(each) is str for each in named.values()):
+            raise ValueError("it names no files")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{index}: no index of tensors: {error!s:.200}", path=index) from error
+    for each in named.values():
+        if each in ("", ".", "..") or "/" in each or "\0" in each:
+            raise CorruptCheckpointError(f"{index}: names {each!r:.80}, which is outside of its folder", path=index)
+    return dict(named)
+
+
+def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The tensors that `index` names, from the files that it names; and notes for people.
+
+    read: the tensors of one file by name. Raises CorruptCheckpointError where a file or a tensor is missing.
+    """
+    named = read_index(index)
+    files: dict[str, list[str]] = {}
+    for name, file in named.items():
+        files.setdefault(file, []).append(name)
+    _check_there(index.parent, list(files), f"{index.name} names")
+    found: dict[str, Any] = {}
+    more: list[str] = []
+    for file, names in files.items():
+        there = read(index.parent / file)
+        absent = [name for name in names if name not in there]
+        if absent:
+            problem = f"{index.parent / file}: has no tensor {absent[0]!s:.80}, which {index.name} says is in it"
+            raise CorruptCheckpointError(problem, path=index.parent / file, tensor=absent[0])
+        found |= {name: there[name] for name in names}
+        more += [name for name in there if name not in named]
+    suffixes = {Path(file).suffix for file in files}
+    others = sorted(each.name for each in index.parent.iterdir() if each.suffix in suffixes and each.name not in files)
+    notes = [f"not in {index.name}, left out: {listed(others, 8)}"] if others else []
+    return found, notes + ([f"tensors that {index.name} does not name, left out: {listed(more, 8)}"] if more else [])
+
+
+def numbered_files(files: list[Path]) -> list[Path] | None:
+    """The files named ``{x}-{i}-of-{n}``, all n; None: no file is named so. Raises CorruptCheckpointError where one is
+    missing, UsageError where there are two such sets."""
+    sets = {(match[1], match[3], file.suffix) for file in files if (match := _NUMBERED.match(file.name))}
+    if not sets:
+        return None
+    if len(sets) > 1:
+        shown = listed([f"{stem}-*-of-{count}{suffix}" for stem, count, suffix in sorted(sets)], 4)
+        raise UsageError(f"{files[0].parent} holds several sets of files: {shown}; leave the one that you want")
+    ((stem, count, suffix),) = sets
+    wanted = [f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
+    there = sorted(file.name for file in files if _NUMBERED.match(file.name))
+    if len(there) != len(wanted):
+        _check_there(files[0].parent, wanted, "the other names say that there is")
+    return [files[0].parent / name for name in there]
+
+
+def _check_there(folder: Path, files: list[str], who: str) -> None:
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise CorruptCheckpointError(
+            f"{folder}: {who} {listed(missing, 4)}, which is not there: the weights are not complete. Copy it here, "
+            "or give one file by its name for what is in that one",
+            path=folder,
+        )
+
+
+# --- torch's Hugging Face writer ---
+
+
+def is_shard(file: PlainFile) -> bool:
+    """Whether a file is one rank's parts of tensors. The first rank's has offsets of 0, as a file of whole tensors from
+    the same writer: its name tells."""
+    if SHARDING_INFO not in file.metadata:
+        return False
+    return bool(_SHARD.match(file.path.name)) or any(any(each) for each in _offsets(file).values())
+
+
+def read_shards_of_dcp(files: list[PlainFile], scratch: Scratch) -> _Tensors:
+    """Whole tensors from the files of all ranks.
+
+    Raises CorruptCheckpointError where parts are missing. The files do not say how large the whole is: what the last
+    rank alone held, it cannot be missed by. That is in the notes.
+    """
+    numbers = sorted({int(match[1]) for file in files if (match := _SHARD.match(file.path.name))})
+    folder = files[0].path.parent
+    absent = [f"shard-{number:05}-*" for number in range(1, max(numbers, default=0)) if number not in numbers]
+    _check_there(folder, absent, "torch's writer numbers its files, and there must be")
+    parts: dict[str, dict[tuple[int, ...], Part]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for file in files:
+        offsets = _offsets(file)
+        for name, entry in file.entries.items():
+            there, sizes = offsets[name], tuple(entry.shape)
+            if dtypes.setdefault(name, entry.dtype) != entry.dtype or len(there) != len(sizes):
+                raise CorruptCheckpointError(f"{file.path}: {name!s:.80} is not of the other files' type", tensor=name)
+            part = Part(there, sizes, lambda file=file, name=name: file.tensor(name))  # type: ignore[misc]
+            parts.setdefault(name, {}).setdefault(there, part)
+    found = {}
+    for name, boxes in parts.items():
+        each = list(boxes.values())
+        shape = tuple(max(o + s for o, s in zip(*ends, strict=True)) for ends in _by_dim(each))
+        try:
+            check_parts(name, shape, each)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{folder}: {error}: a shard is missing", path=folder, tensor=name) from None
+        found[name] = each[0].read() if len(each) == 1 else put_together(shape, dtypes[name], each, scratch)
+    note = f"put together from {len(files)} shard files; they do not say how many ranks wrote them: see that none lacks"
+    return found, [note]
+
+
+def _by_dim(parts: list[Part]) -> list[tuple[list[int], list[int]]]:
+    dims = range(len(parts[0].sizes))
+    return [([part.offsets[dim] for part in parts], [part.sizes[dim] for part in parts]) for dim in dims]
+
+
+def _offsets(file: PlainFile) -> dict[str, tuple[int, ...]]:
+    """Of each tensor's part in the whole."""
+    try:
+        record = json.loads(file.metadata[SHARDING_INFO])
+        found = {name: tuple(record[name][_OFFSETS]) for name in file.entries}
+        if all(type(number) is int and number >= 0 for offsets in found.values() for number in offsets):
+            return found
+        raise ValueError("offsets that are no numbers")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = f"{file.path}: its {SHARDING_INFO} cannot be read: {error!r:.100}"
+        raise CorruptCheckpointError(problem, path=file.path) from error

@@ -1,0 +1,233 @@
+"""Folders whose files make up one model: by an index, by their numbers, by the shards' own metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.errors import CorruptCheckpointError, UsageError
+
+LAYERS = {f"layer.{number}": torch.arange(6.0).reshape(3, 2) + number for number in range(3)}
+FILES = {name: f"model-0000{number}-of-00003.safetensors" for number, name in enumerate(LAYERS, 1)}
+
+
+def write_index(path: Path, named: dict[str, str]) -> Path:
+    path.write_text(json.dumps({"metadata": {"total_size": 72}, "weight_map": named}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As Hugging Face's `save_pretrained` writes a large model."""
+    made = tmp_path / "hf"
+    made.mkdir()
+    for name, file in FILES.items():
+        save_file({name: LAYERS[name]}, made / file, metadata={"format": "pt"})
+    write_index(made / "model.safetensors.index.json", FILES)
+    return made
+
+
+def converted(source: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Result]:
+    made = source.parent / "w.pt"
+    result = convert(Request(source=source, destination=made, force=True, **options))
+    return torch.load(made, weights_only=True), result
+
+
+def assert_layers(found: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(LAYERS) and all(torch.equal(found[name], LAYERS[name]) for name in LAYERS)
+
+
+def test_an_index_names_the_files(folder: Path) -> None:
+    save_file({"lora.a": torch.ones(1)}, folder / "adapter_model.safetensors")
+    save_file({"layer.0": LAYERS["layer.0"], "extra": torch.ones(1)}, folder / FILES["layer.0"])
+    for source in (folder, folder / "model.safetensors.index.json"):
+        found, result = converted(source)
+        assert_layers(found)
+        assert result.source_kind == "mindspore" and result.notes == [
+            "not in model.safetensors.index.json, left out: adapter_model.safetensors",
+            "tensors that model.safetensors.index.json does not name, left out: extra",
+        ]
+
+
+def test_links_into_a_cache(folder: Path) -> None:
+    snapshot, one = folder.parent / "snapshot", folder.parent / "one"
+    for made in (snapshot, one):
+        made.mkdir()
+    for path in folder.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    (one / "model.safetensors").symlink_to(folder / FILES["layer.1"])
+    assert_layers(converted(snapshot)[0])
+    assert list(converted(one)[0]) == ["layer.1"]
+
+
+def lose_a_file(folder: Path) -> str:
+    (folder / FILES["layer.1"]).unlink()
+    return "index.json names model-00002-of-00003.safetensors, which is not there: the weights are not complete"
+
+
+def lose_a_numbered_file(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / FILES["layer.2"]).unlink()
+    return "the other names say that there is model-00003-of-00003.safetensors, which is not there"
+
+
+def lose_a_tensor(folder: Path) -> str:
+    save_file({"other": torch.ones(1)}, folder / FILES["layer.1"])
+    return r"00002-of-00003.safetensors: has no tensor layer.1, which model.safetensors.index.json says"
+
+
+def leave_the_folder(folder: Path) -> str:
+    write_index(folder / "model.safetensors.index.json", FILES | {"x": "../x.safetensors"})
+    return "outside of its folder"
+
+
+def damage_the_index(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text("{")
+    return "no index of tensors"
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_a_file, lose_a_numbered_file, lose_a_tensor, leave_the_folder, damage_the_index]
+)
+def test_what_is_not_complete_is_refused(folder: Path, damage: Callable[[Path], str]) -> None:
+    expected = damage(folder)
+    with pytest.raises(CorruptCheckpointError, match=expected):
+        converted(folder)
+    assert not (folder.parent / "w.pt").exists()
+
+
+def test_folders_without_an_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"lora.a": torch.ones(1)}, folder / "adapter_model.safetensors")
+    found, result = converted(folder)
+    assert_layers(found)
+    assert result.notes == ["other files, left out: adapter_model.safetensors"]
+    save_file({"a": torch.ones(1)}, folder / "vision-00001-of-00001.safetensors")
+    with pytest.raises(UsageError, match=r"several sets of files: model-\*-of-00003.safetensors, vision-"):
+        converted(folder)
+    for file in folder.glob("*-of-*"):
+        file.unlink()
+    save_file(LAYERS, folder / "model.safetensors")
+    assert converted(folder)[1].notes == ["other files, left out: adapter_model.safetensors"]
+    (folder / "model.safetensors").rename(folder / "more.safetensors")
+    found, result = converted(folder)  # parts with names by somebody else: all of them, and told
+    assert len(found) == 4
+    assert result.notes == ["no index says that these belong together: adapter_model.safetensors, more.safetensors"]
+    save_file({"lora.a": torch.zeros(1)}, folder / "other.safetensors")
+    with pytest.raises(UsageError, match=r"lora.a is in .*adapter_model.safetensors and in .*other.safetensors"):
+        converted(folder)
+
+
+def test_two_indexes(folder: Path) -> None:
+    index = write_index(folder / "model.fp16.safetensors.index.json", {"layer.0": FILES["layer.0"]})
+    with pytest.raises(UsageError, match=r"has 2 indexes: model.fp16.* give one"):
+        converted(folder)
+    assert list(converted(index)[0]) == ["layer.0"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_index_of_mindspore(folder: Path, nested: bool) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"step_num": torch.ones(1)}, folder / "hyper_param.safetensors")
+    content: Any = {"weight_map": FILES} if nested else FILES
+    (folder / "param_name_map.json").write_text(json.dumps(content))
+    found, result = converted(folder)
+    assert_layers(found)
+    assert result.notes == ["not in param_name_map.json, left out: hyper_param.safetensors"]
+
+
+def test_an_index_of_torch_files(tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    files = {name: file.replace("safetensors", "bin").replace("model", "pytorch_model") for name, file in FILES.items()}
+    for name, file in files.items():
+        torch.save({name: LAYERS[name]}, folder / file)
+    torch.save({"lr": 0.1}, folder / "training_args.bin")
+    write_index(folder / "pytorch_model.bin.index.json", files)
+    found, result = converted(folder)
+    assert_layers(found)
+    assert result.source_kind == "torch"
+    assert result.notes == ["not in pytorch_model.bin.index.json, left out: training_args.bin"]
+
+
+# --- shards of torch's Hugging Face writer ---
+
+WHOLE = {"w": torch.arange(35.0).reshape(7, 5), "b": torch.arange(7.0)}
+
+
+def write_shards(folder: Path, ranks: int) -> list[Path]:
+    """As ``HuggingFaceStorageWriter(save_distributed=True)`` writes rows of 3 on each rank, and "b" on the first."""
+    folder.mkdir()
+    paths = []
+    for rank in range(ranks):
+        path = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        tensors = {"w": WHOLE["w"][rank * 3 : rank * 3 + 3].clone()} | ({"b": WHOLE["b"]} if rank == 0 else {})
+        offsets = {name: {"saved_offsets": [rank * 3] + [0] * (value.ndim - 1)} for name, value in tensors.items()}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(tensors, path, metadata=metadata)
+        paths.append(path)
+    return paths
+
+
+def test_shards_are_put_together(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "sharded", 3)
+    found, result = converted(tmp_path / "sharded")
+    assert sorted(found) == ["b", "w"] and all(torch.equal(found[name], WHOLE[name]) for name in WHOLE)
+    told = "put together from 3 shard files; they do not say how many ranks wrote them: see that none lacks"
+    assert result.notes == [told]
+    renamed = paths[1].rename(tmp_path / "alone.safetensors")
+    for source in (paths[0], renamed):
+        with pytest.raises(UsageError, match=r"one rank's parts of the tensors .*: give its folder"):
+            converted(source)
+    with pytest.raises(CorruptCheckpointError, match=r"there must be shard-00002-\*, which is not there"):
+        converted(tmp_path / "sharded")
+    paths[2].rename(paths[1])  # numbers without a gap, rows with one
+    with pytest.raises(CorruptCheckpointError, match=r"w: its parts do not make up .*a shard is missing"):
+        converted(tmp_path / "sharded")
+
+
+def test_a_file_of_whole_tensors_from_the_same_writer(tmp_path: Path) -> None:
+    path = write_shards(tmp_path / "sharded", 1)[0].rename(tmp_path / "model-00001-of-00001.safetensors")
+    assert sorted(converted(path)[0]) == ["b", "w"]
+
+
+@pytest.mark.parametrize("record", ["{", "{}", '{"w": {"saved_offsets": [-3, 0]}}'])
+def test_damaged_sharding_info(tmp_path: Path, record: str) -> None:
+    (tmp_path / "sharded").mkdir()
+    path = tmp_path / "sharded" / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": WHOLE["w"]}, path, metadata={"DCP_SHARDING_INFO": record})
+    with pytest.raises(CorruptCheckpointError, match="its DCP_SHARDING_INFO cannot be read"):
+        converted(tmp_path / "sharded")
+
+
+@pytest.mark.drill
+def test_shards_as_torch_writes_them(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from torch.distributed.checkpoint import HuggingFaceStorageWriter, save\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
+        "dist.init_process_group('gloo')\n"
+        "mesh = init_device_mesh('cpu', (2,))\n"
+        "rows = distribute_tensor(torch.arange(35.0).reshape(7, 5), mesh, [Shard(0)])\n"
+        "columns = distribute_tensor(torch.arange(35.0).reshape(7, 5), mesh, [Shard(1)])\n"
+        "state = {'rows': rows, 'columns': columns, 'whole': torch.arange(7.0)}\n"
+        "save(state, storage_writer=HuggingFaceStorageWriter(sys.argv[1], save_distributed=True))\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(job)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(tmp_path / "hf")], env=environment, check=True, timeout=300)
+    found, _ = converted(tmp_path / "hf")
+    assert torch.equal(found["rows"], WHOLE["w"]) and torch.equal(found["columns"], WHOLE["w"])
+    assert torch.equal(found["whole"], WHOLE["b"])
