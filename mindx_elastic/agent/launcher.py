@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -136,6 +137,7 @@ def _run(
         host=socket.gethostname(),
         agent_dir=str(folder.path),
         command=list(plan.command),
+        command_line=shlex.join(["mindx-elastic", *sys.argv[1:]]),
         max_restarts=config.max_restarts,
         grace_s=options.grace_s,
     )

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CrashLoop", "Failure", "Restarts", "Verdict", "same_cause"]
+__all__ = ["CrashLoop", "Failure", "Restarts", "Verdict", "advice", "same_cause"]
 
 
 class Restarts:
@@ -207,7 +207,7 @@ def _explain_loop(row: Sequence[Failure]) -> str:
         f"  what:       {last.cause}",
         f"  where:      {_place(last)}; {_ranks(row)}",
         f"  how often:  {len(row)} attempts in a row; {_origins(row)}",
-        f"  look at:    {_advice(last)}",
+        f"  look at:    {advice(last.cause, last.rank, last.step)}",
     ]
     return "\n".join([*lines, f"  to go on:   {_way_on(last)}"])
 
@@ -243,7 +243,7 @@ def _explain_cleared(suspect: Failure, failure: Failure) -> str:
             f"  what:       {failure.cause}",
             f"  where:      {_place(failure)}; {_ranks([failure])}",
             f"  set aside:  {suspect.resumed_path} (this does not speak against it: move it back to keep its steps)",
-            f"  look at:    {_advice(failure)}",
+            f"  look at:    {advice(failure.cause, failure.rank, failure.step)}",
             f"  to go on:   {_way_on(failure)}",
         ]
     )
@@ -296,13 +296,14 @@ _HINTS = (
 )
 
 
-def _advice(failure: Failure) -> str:
+def advice(cause: str, rank: int, step: int) -> str:
+    """Where to look after a failure of `rank` (-1: none in particular) behind `step` (-1: before the first one)."""
     for pattern, hint in _HINTS:
-        if re.search(pattern, failure.cause):
+        if re.search(pattern, cause):
             return hint
-    whose = "the failed rank" if failure.rank < 0 else f"rank {failure.rank}"
-    data = "" if failure.step < 0 else f", and at the batch of step {failure.step + 1}"
-    return f"the traceback of {whose} above or in the log directory{data}"
+    whose = "the failed rank" if rank < 0 else f"rank {rank}"
+    data = "" if step < 0 else f", and at the batch of step {step + 1}"
+    return f"the traceback of {whose} (mindx-elastic logs){data}"
 
 
 def _way_on(failure: Failure) -> str:

@@ -44,6 +44,8 @@ class AgentRun:
     """None: it runs, or it was killed."""
     outcome: str = ""
     """How it ended, in its own words."""
+    command: str = ""
+    """That started it, as a line for a shell; empty: not known."""
     summary: dict[str, Any] | None = None
     records: list[AttemptRecord] = field(default_factory=list)
     """The oldest first."""
@@ -97,6 +99,7 @@ def _begin(line: dict[str, Any]) -> AgentRun:
         host=text(line.get("host")),
         agent_dir=text(line.get("agent_dir")),
         started=real(line.get("time")),
+        command=text(line.get("command_line")),
     )
 
 

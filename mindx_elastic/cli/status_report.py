@@ -39,6 +39,7 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
         "started": run.started,
         "ended": run.ended,
         "outcome": run.outcome or None,
+        "command": run.command or None,
         "agent_dir": run.agent_dir or None,
         "age_s": None if run.started is None else round(now - run.started, 3),
     }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from mindx_elastic.agent.ledger import add_up, totals_line
+from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, add_up, totals_line
+from mindx_elastic.agent.restarts import advice
 from mindx_elastic.report.drawing import escape, goodput, loss_line, span, step_line, timeline
 from mindx_elastic.report.story import Story
 
 __all__ = ["make_page"]
 
 _MOST_ROWS = 600
+_MOST_LINES = 25  # of what a failed rank wrote last
 _COLOURS = {
     "productive": "#2a9d6f",
     "stall": "#b9a44c",
@@ -36,9 +38,14 @@ _STYLE = """
 font:15px/1.45 system-ui,sans-serif}h1{font-size:22px;margin:0}h2{font-size:16px;margin:28px 0 8px}
 p{margin:4px 0;color:var(--dim)}.tiles{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0}.tile{background:var(--card);
 border:1px solid var(--line);border-radius:8px;padding:8px 14px;min-width:110px}.tile b{display:block;font-size:20px}
-.tile span{color:var(--dim);font-size:13px}svg{display:block;width:100%;height:auto}svg text{fill:var(--dim);
-font:11px system-ui,sans-serif}.tick{stroke:var(--line);stroke-width:1}.even{fill:var(--even)}.odd{fill:var(--odd)}
-.bad{fill:var(--bad);opacity:.75}.m-fault{stroke:var(--bad);stroke-width:2;fill:none}.m-save{stroke:var(--save);
+.tile span{color:var(--dim);font-size:13px}svg{overflow:visible}.plot{display:block;width:calc(100% - 62px);
+margin-left:54px}.plot[aria-label^=where]{width:100%;margin:0}svg text{fill:var(--dim);font:11px system-ui,sans-serif}
+polyline{vector-effect:non-scaling-stroke}.what{border-left:4px solid var(--save);padding:2px 14px;margin:16px 0}
+.what.bad{border-color:var(--bad)}.what p{color:var(--text);overflow-wrap:anywhere}.what b{font-weight:600}
+code,pre{font:13px/1.4 ui-monospace,monospace}pre{background:var(--card);border:1px solid var(--line);margin:8px 0;
+border-radius:6px;padding:8px 10px;white-space:pre-wrap;overflow-wrap:anywhere}
+.tick{stroke:var(--line);stroke-width:1}.even{fill:var(--even)}.odd{fill:var(--odd)}
+rect.bad{fill:var(--bad);opacity:.75}.m-fault{stroke:var(--bad);stroke-width:2;fill:none}.m-save{stroke:var(--save);
 stroke-width:1.5}.m-recovery{fill:var(--mark);stroke:var(--back);stroke-width:1}.steps{fill:none;stroke:var(--even);
 stroke-width:2}.dot{fill:var(--even)}
 .again{fill:none;stroke:var(--bad);stroke-width:7;opacity:.45}
@@ -46,8 +53,8 @@ stroke-width:2}.dot{fill:var(--even)}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:right;padding:3px 8px;
 border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;vertical-align:top}th{color:var(--dim);
 font-weight:600}td.text,th.text{text-align:left}
-td.text{overflow-wrap:anywhere;white-space:normal;min-width:9em}.wide{overflow-x:auto}.wide svg{min-width:640px}
-td,th{white-space:nowrap}@media print{.wide{overflow:visible}.wide svg{min-width:0}}
+td,th{white-space:nowrap}td.text{overflow-wrap:anywhere;white-space:normal;min-width:9em}.wide{overflow-x:auto}
+@media print{.wide{overflow:visible}}@media(max-width:600px){body{padding:12px}td.text{min-width:7em}}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px}
 """
 
@@ -62,20 +69,20 @@ def make_page(story: Story) -> str:
         _section("Where the time went", goodput(story.shares, total_s) + _shares(story, total_s)),
         _section(
             "Ranks over time",
-            f'<div class="wide">{time_line}</div>',
+            time_line,
             "A bar is a process: blue in turn by attempt, red where it failed. Cross: fault; green line: save; "
             "violet diamond: recovered in place.",
             *line_notes,
         ),
         _section(
             "Step over time",
-            f'<div class="wide">{steps}</div>',
+            steps,
             "Dashed: the job went on in a new attempt.",
             *step_notes,
         ),
         _section(
             "Loss over steps",
-            f'<div class="wide">{losses}</div>',
+            losses,
             "Rank 0's, as the program gave it to step_end(loss=...). Dashed: the job went on behind that step; "
             "broad red: what was known of steps that were then done again, under the line of the second time.",
             *loss_notes,
@@ -104,11 +111,46 @@ def _section(title: str, body: str, *notes: str) -> str:
     return f"<section><h2>{title}</h2>{body}{''.join(f'<p>{escape(note)}</p>' for note in notes)}</section>"
 
 
-def _head(story: Story) -> str:
-    run, totals = story.run, add_up(story.run.records)
-    total_s = max(story.end - story.start, 1e-6)
-    how = run.outcome or "no end recorded"
+def _what_happened(story: Story) -> str:
+    """How it ended, the last failure with its exception, the command, and what to do next."""
+    run, records = story.run, story.run.records
+    failure = next((record for record in reversed(records) if record.outcome == FAILED), None)
     host = f" on {escape(run.host)}" if run.host else ""
+    agent = f"agent {run.pid}" if run.pid is not None else "the agent"
+    found = [f"<p><b>{escape(run.outcome or 'no end recorded')}</b> ({agent}{host})</p>"]
+    if failure is not None:
+        rank = "" if failure.cause_rank is None else f"rank {failure.cause_rank}: "
+        step = "" if failure.step_reached in (None, -1) else f", behind step {failure.step_reached:,}"
+        found.append(
+            f"<p>Attempt {failure.attempt} failed{step}. {rank}<code>{escape(failure.cause or '?')}</code></p>"
+        )
+    found.append(f"<p><b>Next:</b> {escape(_next(story, failure))}</p>")
+    if run.command:
+        found.append(f"<p>The command:</p><pre>{escape(run.command, 2000)}</pre>")
+    if failure is not None and (kept := story.last_lines.get(failure.cause_rank or 0)):
+        lines = "<br>".join(escape(line) for line in kept[1:][-_MOST_LINES:])
+        found.append(f"<p>The last lines of {escape(kept[0].lstrip('# '))}:</p><pre>{lines}</pre>")
+    ended_well = run.outcome.startswith(FINISHED)
+    return f'<div class="what{"" if ended_well else " bad"}">{"".join(found)}</div>'
+
+
+def _next(story: Story, failure: AttemptRecord | None) -> str:
+    run, last = story.run, story.run.records[-1] if story.run.records else None
+    if run.outcome.startswith(FINISHED):
+        return "nothing, the training has finished"
+    if run.ended is None:
+        return "mindx-elastic status says whether it runs; if it was killed, start the same command again to go on"
+    if failure is None or failure is not last:
+        return "start the same command again to go on"
+    reached = -1 if failure.step_reached is None else failure.step_reached
+    where = advice(failure.cause or "", -1 if failure.cause_rank is None else failure.cause_rank, reached)
+    onward = "" if reached < 0 else "; it goes on from the newest good checkpoint (mindx-elastic plan names it)"
+    return f"look at {where}. Remove the cause and start the same command again{onward}"
+
+
+def _head(story: Story) -> str:
+    totals = add_up(story.run.records)
+    total_s = max(story.end - story.start, 1e-6)
     best = max((step for points in story.steps for _, step in points), default=None)
     tiles = [
         (span(total_s), "in all"),
@@ -119,8 +161,7 @@ def _head(story: Story) -> str:
         (f"{totals.steps_lost}", "steps lost" if not totals.unknown_losses else "steps lost, as far as known"),
     ]
     cards = "".join(f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for value, name in tiles)
-    line = f"agent {run.pid if run.pid is not None else ''}{host}: {escape(how)}. {escape(totals_line(totals))}"
-    return f'<p>{line}</p><div class="tiles">{cards}</div>'
+    return f'{_what_happened(story)}<div class="tiles">{cards}</div><p>{escape(totals_line(totals))}</p>'
 
 
 def _shares(story: Story, total_s: float) -> str:
@@ -144,10 +185,10 @@ def _attempts(story: Story) -> str:
         rows.append(
             (
                 str(record.attempt),
+                escape(f"{record.outcome or 'no end recorded'}{rank}{cause}"),
                 _known(record.world_size),
                 "fresh" if record.resumed_step == -1 else _known(record.resumed_step),
                 _known(record.step_reached),
-                escape(f"{record.outcome or 'no end recorded'}{rank}{cause}"),
                 _known(record.saved_step),
                 _known(record.steps_lost),
                 *(
@@ -156,8 +197,8 @@ def _attempts(story: Story) -> str:
                 ),
             )
         )
-    names = ("#", "ranks", "from", "to", "how it ended", "saved", "lost", "detect", "save", "restart", "1st step")
-    return _table(names, rows, {4})
+    names = ("#", "how it ended", "ranks", "from", "to", "saved", "lost", "detect", "save", "restart", "1st step")
+    return _table(names, rows, {1})
 
 
 def _recoveries(story: Story) -> str:

@@ -10,13 +10,14 @@ import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
 from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
-from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs
+from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
@@ -94,6 +95,8 @@ class Story:
     torn: int = 0
     """Lines that are no events."""
     older_runs: int = 0
+    last_lines: dict[int, list[str]] = field(default_factory=dict)
+    """What failed ranks of the log's node wrote last, by rank; the first line says how one failed."""
 
 
 def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
@@ -129,6 +132,8 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     passed = sorted((at, step) for piece in pieces for at, step, _ in piece.points if began <= at <= end)
     story.steps = _steps(run.records, ours, passed)
     story.losses = find_losses(pieces)
+    with suppress(OSError):
+        story.last_lines = read_last_lines(log.parent)
     _add_stalls(run.records, [piece for piece in pieces if piece.points[0][0] >= began])
     story.saves = _saves(ours)
     story.shares = shares_of(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, AttemptRecord
+from mindx_elastic.agent.run_log import last_lines_path
 from mindx_elastic.report.drawing import span, thin
 from mindx_elastic.report.page import make_page
 from mindx_elastic.report.story import shares_of, tell
@@ -106,6 +107,27 @@ def test_where_the_time_went() -> None:
     assert {share.name for share in shares_of([other, done], {}, 300.0, 4.0)} >= {"restart", "resume"}
     squeezed = shares_of([failed], {0: 100.0}, 2.0, 0.0)
     assert sum(share.seconds for share in squeezed) == pytest.approx(2.0), "logs that contradict themselves"
+
+
+def test_the_top_says_what_happened_and_what_to_do(tmp_path: Path) -> None:
+    log = record_run(tmp_path, cause="exit code 1: ValueError: bad <sample>")
+    lines = log.read_text().splitlines()
+    first = json.dumps({**json.loads(lines[0]), "command_line": "mindx-elastic run --nproc-per-node 2 train.py"})
+    gone_on = [line for line in lines[1:] if '"attempt": 1' not in line and '"agent_end"' not in line]
+    end = json.dumps({**json.loads(lines[-1]), "outcome": "failed, exit code 1"})
+    log.write_text("\n".join([first, *gone_on, end]) + "\n")
+    last_lines_path(log.parent, 0).parent.mkdir()
+    last_lines_path(log.parent, 0).write_text("# rank 0: attempt 0, exit code 1\nTraceback\nValueError: bad <sample>\n")
+    story = tell(log)
+    assert story is not None
+    top = make_page(story).partition("<h1>")[2].partition("<h2>")[0]
+    assert "<b>failed, exit code 1</b>" in top and "Attempt 0 failed, behind step 10" in top
+    assert "<code>exit code 1: ValueError: bad &lt;sample&gt;</code>" in top
+    assert "mindx-elastic run --nproc-per-node 2 train.py" in top
+    assert "start the same command again; it goes on from the newest good checkpoint" in top
+    assert "rank 0: attempt 0, exit code 1:</p><pre>Traceback<br>ValueError: bad &lt;sample&gt;" in top
+    finished = tell(record_run(tmp_path / "finished"))
+    assert finished is not None and "nothing, the training has finished" in make_page(finished)
 
 
 class Tags(HTMLParser):
