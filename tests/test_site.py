@@ -42,6 +42,8 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     loaded = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
     outside = {found for page in pages for found in loaded.findall(page.read_text(encoding="utf-8"))}
     assert not outside
+    assert (site / "search" / "search_index.js").is_file(), "pages that are opened from files can be searched"
+    assert all("js/iframe-worker.js" in page.read_text(encoding="utf-8") for page in pages)
     styles = [path.read_text(encoding="utf-8") for path in site.rglob("*.css")]
     assert not [found for text in styles for found in re.findall(r"(?:url\(|@import )['\"]?https?://[^)'\"]+", text)]
     assert not [page.name for page in pages if 'class="mermaid"' in page.read_text(encoding="utf-8")], "it is fetched"
