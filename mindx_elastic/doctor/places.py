@@ -15,7 +15,7 @@ from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, u
 from mindx_elastic.doctor.saving import Disk, State, judge_room, judge_time
 from mindx_elastic.errors import UnsafeDirectoryError
 from mindx_elastic.memory.folders import squatted_folder
-from mindx_elastic.persist.storage import free_space
+from mindx_elastic.persist.storage import free_space, try_rename
 
 __all__ = ["Mount", "find_mount", "judge_memory", "look_at_directory", "look_at_memory", "read_mounts"]
 
@@ -111,6 +111,9 @@ def look_at_directory(
             f"{where} is shared over a network: other machines' saves take part of the speed below",
             "run doctor on all machines at the same moment, and take the slowest",
         )
+    if why := try_rename(folder):
+        text = f"{where}: no file can be renamed ({why}), so each checkpoint is written twice"
+        yield warning("directory", text, "give a directory on a disk, and copy it to the bucket from there")
     yield judge_room(free_space(folder), state, where)
     yield from _clocks(folder)
     if measure_s <= 0:

@@ -14,7 +14,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mindx_elastic.errors import SaveError, StrPath, UsageError
 
 __all__ = [
     "LOCK_FILE",
+    "NO_RENAME",
     "QUARANTINE",
     "TEMP_SUFFIX",
     "check_free_space",
@@ -41,6 +43,7 @@ __all__ = [
     "quarantined",
     "remove_stale_temps",
     "temp_name",
+    "try_rename",
 ]
 
 TEMP_SUFFIX = ".mindx-tmp"
@@ -49,6 +52,26 @@ LOCK_FILE = ".mindx-lock"
 QUARANTINE = "quarantine"
 _NOTE_SUFFIX = ".reason.txt"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
+_MOMENTARY = (
+    errno.EBUSY,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ETXTBSY,
+    errno.EACCES,
+    errno.EPERM,
+)
+"""Of a rename: may be gone at the next try. EACCES and EPERM: a file that another machine has open over CIFS."""
+_NO_OTHER_WAY = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
+_PAUSES_S = (0.05, 0.2, 0.5)
+_FIRST_BYTES = 4096  # of a checkpoint's header, which ends at a multiple of it
+NO_RENAME = (
+    "%s: no file can be renamed there (%s): each checkpoint is written twice, and a kill in between costs that one. "
+    "Give a directory on a disk, and copy it to the bucket from there"
+)
+"""Of a file system that keeps objects (a mounted bucket)."""
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
 
@@ -131,6 +154,8 @@ def _probe(directory: Path, *, may_be_full: bool) -> os.stat_result:
         fd, temp = create_temp(directory / "probe")
         try:
             _write_one(fd, directory, may_be_full=may_be_full)
+            if problem := _why_no_rename(temp):
+                logger.warning(NO_RENAME, directory, problem)
             return os.fstat(fd)
         finally:
             temp.unlink(missing_ok=True)
@@ -139,6 +164,27 @@ def _probe(directory: Path, *, may_be_full: bool) -> os.stat_result:
         problem = f"{directory}: cannot write there: {error.strerror}"
         remedy = "check its permissions and free space, or give another directory"
         raise SaveError(f"{problem}; {remedy}", path=directory) from error
+
+
+def try_rename(directory: Path) -> str:
+    """Why no file of `directory` can get another name; empty: it can. Raises OSError where no file can be made."""
+    fd, temp = create_temp(directory / "probe")
+    try:
+        return _why_no_rename(temp)
+    finally:
+        temp.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _why_no_rename(temp: Path) -> str:
+    other = temp_name(temp)
+    try:
+        os.rename(temp, other)
+        os.rename(other, temp)
+    except OSError as error:
+        other.unlink(missing_ok=True)
+        return "" if error.errno in _MOMENTARY else str(error.strerror)
+    return ""
 
 
 def _write_one(fd: int, directory: Path, *, may_be_full: bool) -> None:
@@ -238,14 +284,61 @@ def keep_as(path: Path, second: Path) -> None:
     try:
         _link_over(path, second)
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
+        if error.errno in _NO_OTHER_WAY:
             raise
-        os.rename(path, second)  # until the new file is there, the old one has its second name only
+        publish(path, second)  # until the new file is there, the old one has its second name only
 
 
-def publish(temp: Path, final: Path) -> None:
-    """Give the finished file `temp` its final name in one step. The caller flushes the directory afterwards."""
-    os.rename(temp, final)
+def publish(temp: Path, final: Path, *, other: Path | None = None) -> Path:
+    """Give the finished file `temp` its final name in one step, and return the name. The caller flushes the directory.
+
+    A network or user-space file system may refuse that for a moment, or this name (another process has it open), or any
+    rename. So it is tried again, for 0.75 s; then under the name `other`; then `temp` is copied, to `other` where
+    `final` exists. A copy gets its first block last, so no reader accepts it before it is whole. Raises the OSError of
+    the first try.
+    """
+    problem: OSError | None = None
+    for name in (final, other):
+        if name is not None and (error := _rename(temp, name)) is None:
+            return name
+        problem = problem or error
+    assert problem is not None
+    if problem.errno in _NO_OTHER_WAY:
+        raise problem
+    target = other if other is not None and os.path.lexists(final) else final
+    try:
+        _copy_over(temp, target)
+    except OSError as error:
+        raise problem from error
+    temp.unlink(missing_ok=True)
+    return target
+
+
+def _rename(temp: Path, name: Path) -> OSError | None:
+    """Returns why it could not be done."""
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            os.rename(temp, name)
+        except OSError as error:
+            if pause_s is None or error.errno not in _MOMENTARY:
+                return error
+            time.sleep(pause_s)
+        else:
+            return None
+    raise AssertionError("the last try has returned")
+
+
+def _copy_over(source: Path, target: Path) -> None:
+    fd = open_regular(target, os.O_RDWR | os.O_CREAT, _FILE_MODE)
+    with open(source, "rb") as reader, open(fd, "r+b") as writer:
+        first = reader.read(_FIRST_BYTES)
+        writer.truncate(0)
+        writer.write(bytes(len(first)))
+        shutil.copyfileobj(reader, writer, 8 << 20)
+        writer.flush()
+        os.fsync(fd)
+        os.pwrite(fd, first, 0)
+        os.fsync(fd)
 
 
 def publish_copy(source: Path, final: Path) -> None:
@@ -260,7 +353,7 @@ def publish_copy(source: Path, final: Path) -> None:
             with open(source, "rb") as reader, open(fd, "wb", closefd=False) as writer:
                 shutil.copyfileobj(reader, writer, 8 << 20)
             os.fsync(fd)
-            os.rename(temp, final)
+            publish(temp, final)
         finally:
             temp.unlink(missing_ok=True)
             os.close(fd)
@@ -285,11 +378,11 @@ def quarantine(path: StrPath, reason: str, root: StrPath) -> Path:
     """
     path = Path(path)
     try:
-        return _move_aside(path, reason, Path(root))
+        return _move_aside(path, reason, Path(root), os.rename)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        return _move_aside(path, reason, path.parent)  # a rank folder on another disk keeps its own quarantine
+        return _move_aside(path, reason, path.parent, publish)  # a rank folder on another disk keeps its own quarantine
 
 
 def quarantined(root: StrPath) -> list[Path]:
@@ -303,7 +396,7 @@ def _is_quarantined(path: Path) -> bool:
     return not path.name.endswith(_NOTE_SUFFIX) and (path.is_symlink() or not path.is_dir())
 
 
-def _move_aside(path: Path, reason: str, root: Path) -> Path:
+def _move_aside(path: Path, reason: str, root: Path, move: Callable[[Path, Path], object]) -> Path:
     relative = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
     base = root / QUARANTINE / relative
     os.lstat(path)
@@ -323,7 +416,7 @@ def _move_aside(path: Path, reason: str, root: Path) -> Path:
             note.unlink()
             continue
         try:
-            os.rename(path, target)  # the note, created exclusively, reserves the name
+            move(path, target)  # the note, created exclusively, reserves the name
         except OSError:
             note.unlink(missing_ok=True)
             raise

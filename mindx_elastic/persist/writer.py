@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat
 import sys
 import time
@@ -83,6 +84,8 @@ def write_checkpoint(
     replicas divide; None: all of it. flat: what `flatten` gives for `state`, where the caller knows it already.
     cached: write through the page cache, which is faster on some disks (`disk_choice`).
 
+    Where the file system refuses the name `path`, the file gets another one beside it: see `SaveResult.path`.
+
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
     Directories must exist (see `storage.prepare_owned_directory`).
@@ -105,7 +108,7 @@ def write_checkpoint(
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
         raise _save_error(error, save) from error
-    return SaveResult(path, save.nbytes, time.monotonic() - started, info)
+    return SaveResult(save.path, save.nbytes, time.monotonic() - started, info)
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor], held: Held) -> dict[str, torch.Tensor]:
@@ -130,6 +133,11 @@ def previous_path(path: StrPath) -> Path:
     """The second name of an older file: ``a/resnet.safetensors`` -> ``a/resnet.prev.safetensors``."""
     path = Path(path)
     return path.with_name(f"{path.stem}.prev{path.suffix}")
+
+
+def _other_name(path: Path, info: CheckpointInfo) -> Path:
+    """A name for the same file where the file system refuses `path`: readers go by the header."""
+    return path.with_name(f"{path.stem}.step_{info.step}.{secrets.token_hex(3)}{path.suffix}")
 
 
 class _Save:
@@ -192,7 +200,7 @@ class _Save:
     def commit(self, temp: Path) -> None:
         self.keep_older(self.path)
         self.before_publish(temp)
-        publish(temp, self.path)
+        self.path = publish(temp, self.path, other=_other_name(self.path, self.info))
         fsync_dir(self.path.parent)
         self.durable = True  # even if a further name fails
         for name in self.also:

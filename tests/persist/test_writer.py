@@ -9,7 +9,7 @@ import os
 import resource
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from mindx_elastic.errors import ForeignCheckpointError, SaveError, UnsupportedStateError
 from mindx_elastic.persist import direct_io
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.persist.writer import previous_path, write_checkpoint
@@ -337,7 +338,7 @@ def test_not_enough_free_space_where_it_cannot_be_reserved(old: Path, monkeypatc
     assert_untouched(old)
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "ftruncate", "pwrite", "link"])
+@pytest.mark.parametrize("call", ["fsync", "ftruncate", "pwrite"])
 def test_any_failing_call_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -347,6 +348,60 @@ def test_any_failing_call_leaves_the_old_file(old: Path, monkeypatch: pytest.Mon
         with pytest.raises(SaveError, match="Input/output error"):
             write_checkpoint(old, STATE, at_step(2))
     assert_untouched(old)
+
+
+def refuse_renames(
+    monkeypatch: pytest.MonkeyPatch, code: int, refuses: Callable[[Path], bool], times: int = 1000
+) -> list[Path]:
+    """Renames to a name that `refuses` fail with `code`, `times` times. Returns those that did."""
+    real = os.rename
+    refused: list[Path] = []
+
+    def rename(source: Path, target: Path) -> None:
+        if refuses(target) and len(refused) < times:
+            refused.append(target)
+            raise OSError(code, os.strerror(code), str(source), None, str(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    return refused
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_name_that_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """For a moment, or for good: another process has it open on a network share."""
+    refused = refuse_renames(monkeypatch, errno.EBUSY, lambda name: name == old, times)
+    result = write_checkpoint(old, STATE, at_step(2))
+    assert refused and (result.path == old) == (times == 1)
+    assert read_checkpoint(result.path).info.step == 2
+    assert sorted(read_checkpoint(path).info.step for path in old.parent.glob("*.safetensors")) == (
+        [1, 2] if times == 1 else [1, 1, 2]
+    )
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_file_system_without_renames(old: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """A mounted bucket. `stops`: the process ends before the last write of the copy, which makes the file valid."""
+    refused = refuse_renames(monkeypatch, errno.EXDEV, lambda name: True)
+    real, written = os.pwrite, []
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        written.append(offset)
+        if stops and refused:
+            raise KeyboardInterrupt
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        if stops:
+            with pytest.raises(KeyboardInterrupt):
+                write_checkpoint(old.with_name("new.safetensors"), STATE, at_step(2))
+        else:
+            assert write_checkpoint(old.with_name("new.safetensors"), STATE, at_step(2)).path.name == "new.safetensors"
+    assert refused and written
+    entries = read_entries(old.parent)
+    assert sorted(e.info.step for e in entries if e.info is not None) == ([1] if stops else [1, 2])
+    assert not list(old.parent.glob("*.mindx-tmp")) and not list(old.parent.glob(".*.mindx-tmp"))
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
