@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mindx_elastic import cluster as cluster
     from mindx_elastic import data as data
     from mindx_elastic import errors as errors
+    from mindx_elastic.capture.adapters import attributes as attributes
     from mindx_elastic.errors import GracefulExit as GracefulExit
     from mindx_elastic.guard.guard import Guard as Guard
     from mindx_elastic.guard.policy import ExitPolicy as ExitPolicy
@@ -55,6 +56,7 @@ _HOME = {
     "RunContext": "mindx_elastic.train",
     "TFTRegister": "mindx_elastic.train",
     "TimeMonitor": "mindx_elastic.train",
+    "attributes": "mindx_elastic.capture.adapters",
     "cluster": "",
     "data": "",
     "errors": "",
@@ -82,6 +84,7 @@ __all__ = [
     "RunContext",
     "TFTRegister",
     "TimeMonitor",
+    "attributes",
     "cluster",
     "data",
     "errors",

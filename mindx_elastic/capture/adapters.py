@@ -3,6 +3,7 @@ as they are: random generators of their own, tensors, containers, and objects th
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import sys
@@ -20,9 +21,10 @@ from torch.distributed import ProcessGroup
 from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.tensor_copy import TensorCopy
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
-__all__ = ["Adapter", "TensorAdapter", "adapted"]
+__all__ = ["Adapter", "Attributes", "TensorAdapter", "adapted", "attributes"]
 
 
 class Adapter(Protocol):
@@ -180,25 +182,69 @@ class _Container:
             )
 
 
-class _Object:
-    """An object without ``state_dict``, by its attributes.
+class Attributes:
+    """What `attributes` returns."""
 
-    What it refers to and others keep (the model) is left out, as is what is no state (functions, process groups).
+    def __init__(self, target: object, names: tuple[str, ...]) -> None:
+        self.target, self.names = target, names
+
+
+def attributes(target: object, /, *names: str) -> Attributes:
+    """Some attributes of an object, as its state: ``stateful={"trainer": mx.attributes(self, "best", "history")}``.
+
+    Each may be plain data (numbers, strings, tensors, arrays, containers of these), a random generator, or an object
+    with ``state_dict`` and ``load_state_dict``; a property needs a setter. They are read at each boundary, and a resume
+    sets them on the same `target`. Raises UsageError for names that are no strings; the guard does, when it is entered,
+    for an attribute that is not there or cannot be kept. Any thread.
+    """
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"attributes({type(target).__name__}, ...): give the names of its attributes that are state, as strings: "
+            'mx.attributes(self, "global_step", "best")'
+        )
+    return Attributes(target, names)
+
+
+class _Object:
+    """An object without ``state_dict``, by its attributes: all, or those that `Attributes` names.
+
+    What it refers to and others keep (the model) is left out, as is, of all, what is no state (functions, process
+    groups).
     """
 
     is_stream, gives_copies = False, True
 
     def __init__(self, name: str, target: object, others: Collection[int]) -> None:
-        self._name, self._target, self._others = name, target, others
-        self._class = f"{type(target).__module__}.{type(target).__qualname__}"
+        self._names = target.names if isinstance(target, Attributes) else None
+        self._target = target.target if isinstance(target, Attributes) else target
+        self._name, self._others = name, others
+        self._class = f"{type(self._target).__module__}.{type(self._target).__qualname__}"
         self._nested: dict[str, tuple[object, Adapter | Any]] = {}
+        for key in self._names or ():
+            kind = inspect.getattr_static(type(self._target), key, None)
+            if isinstance(kind, property) and kind.fset is None:
+                raise UsageError(f"{name}: {self._class}.{key} is a property without a setter: name what it reads")
         self.state_dict()
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        if self._names is None:
+            yield from ((k, v) for k, v in _attributes(self._target) if not isinstance(v, _NO_STATE))
+            return
+        for key in self._names:
+            try:
+                yield key, getattr(self._target, key)
+            except AttributeError:
+                own = [other for other, _ in _attributes(self._target)]
+                raise UsageError(
+                    f"{self._name}: {self._class} has no attribute {key!r}: set it before the guard is entered, or "
+                    f"correct the name in attributes(...); it has {', '.join(own[:8]) or 'none'}"
+                ) from None
 
     def state_dict(self) -> dict[str, Any]:
         plain, nested = {}, {}
         refused: dict[str, UnsupportedStateError] = {}
-        for key, value in _attributes(self._target):
-            if id(value) in self._others or isinstance(value, _NO_STATE):
+        for key, value in self._attributes():
+            if id(value) in self._others:
                 continue
             if (inner := self._inner(key, value)) is not None:
                 nested[key] = snapshot(inner.state_dict(), f"{self._name}.{key}")
@@ -208,19 +254,19 @@ class _Object:
             except UnsupportedStateError as error:
                 refused[key] = error
         if refused:
-            raise UsageError(self._unkept(refused))
+            raise UsageError(self._unkept(refused, plain))
         return {"kind": self._class, "plain": plain, "nested": nested}
 
-    def _unkept(self, refused: Mapping[str, UnsupportedStateError]) -> str:
-        names = [*refused, *(key for key, value in _attributes(self._target) if isinstance(value, _NO_STATE))]
-        listed = ", ".join(map(repr, names)) + ","
+    def _unkept(self, refused: Mapping[str, UnsupportedStateError], kept: Collection[str]) -> str:
+        first = next(iter(refused.values()))
+        if self._names is not None:
+            return f"{self._name} cannot keep {', '.join(refused)} ({first})"
+        listed = "".join(f', "{key}"' for key in list(kept)[:6]) or ', "its_attribute"'
         return (
             f"{self._name} is a {self._class} without state_dict() and load_state_dict(), and its "
             f"{'attributes' if len(refused) > 1 else 'attribute'} {', '.join(refused)} cannot be kept for it "
-            f"({next(iter(refused.values()))}). Where they are no state, give the class the methods "
-            f"`def state_dict(self): return {{k: v for k, v in vars(self).items() if k not in ({listed})}}` and "
-            "`def load_state_dict(self, state): vars(self).update(state)`; where they are, as in an environment of a "
-            "library, name an object of your own in its place, whose two methods keep what of it is state"
+            f'({first}). Name what is state: stateful={{"{self._name}": mx.attributes({self._name}{listed})}}, or '
+            "give the class the two methods"
         )
 
     def _inner(self, key: str, value: object) -> Adapter | Any:
@@ -229,9 +275,8 @@ class _Object:
             return known[1]
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             raise UsageError(
-                f"{self._name} is a {self._class} without state_dict() and load_state_dict(), and holds a "
-                f"{type(value).__name__} of its own in {key}: name that in stateful= too, for example "
-                f'{{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
+                f"{self._name} is a {self._class}, and holds a {type(value).__name__} in {key}: name that by itself, "
+                f'stateful={{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
             )
         inner = _generator(f"{self._name}.{key}", value)
         if inner is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -242,12 +287,22 @@ class _Object:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _check_kind(self._name, state, self._class)
-        live = dict(_attributes(self._target))
-        for key, value in state["plain"].items():
-            made = put_back(live.get(key), value, f"{self._name}.{key}")
-            if key not in live or made is not live[key]:
-                object.__setattr__(self._target, key, made)
-        for key, value in state["nested"].items():
+        there = {**state["plain"], **state["nested"]}
+        live = dict(_attributes(self._target) if self._names is None else self._attributes())
+        if self._names is not None and (differ := set(self._names).symmetric_difference(there)):
+            differ -= {key for key in differ if id(live.get(key)) in self._others}
+            for key in sorted(differ):
+                where = "in the checkpoint, and not named now" if key in there else "named, and not in the checkpoint"
+                logger.warning(
+                    "%s: the attribute %s is %s: it stays as the program has made it", self._name, key, where
+                )
+            there = {key: value for key, value in there.items() if key in self._names}
+        for key, value in there.items():
+            if key in state["plain"]:
+                made = put_back(live.get(key), value, f"{self._name}.{key}")
+                if key not in live or made is not live[key]:
+                    (object.__setattr__ if self._names is None else setattr)(self._target, key, made)
+                continue
             inner = self._inner(key, live.get(key))
             if inner is None:
                 raise MismatchError(
@@ -280,6 +335,8 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
     """
     if (generator := _generator(name, target)) is not None:
         return generator
+    if isinstance(target, Attributes):
+        return _Object(name, target, others)
     if isinstance(target, torch.Tensor):
         return TensorAdapter(name, target)
     if isinstance(target, _CONTAINERS):
@@ -289,7 +346,8 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
     if isinstance(target, _IMMUTABLE) or type(target).__module__ == "numpy":
         raise UsageError(
             f"{name} is a {type(target).__name__}, which cannot be changed in place at a resume: keep it in a dict "
-            f'that the loop reads and writes, as state = {{"{name}": ...}} and stateful={{"state": state}}'
+            f'that the loop reads and writes, as state = {{"{name}": ...}} and stateful={{"state": state}}, or name it '
+            f'as an attribute: stateful={{"trainer": mx.attributes(self, "{name}")}}'
         )
     if isinstance(target, (*_NO_STATE, Iterator)) or (callable(target) and not _is_own(target)):
         return None

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+import mindx_elastic as mx
+from mindx_elastic.capture.adapters import attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent, component_for
 from mindx_elastic.core.position import Position
@@ -244,12 +246,72 @@ def test_slots_and_dataclasses() -> None:
         (np.float64(1), r"thing is a float64, which cannot"),
         (iter([1]), r"thing is a list_iterator without state_dict"),
         (lambda: 0, r"thing is a function without state_dict"),
-        (Ema(nn.Linear(1, 1)), r"holds a Linear of its own in model: name that in stateful= too"),
+        (Ema(nn.Linear(1, 1)), r"holds a Linear in model: name that by itself, stateful="),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_the_line_to_write(target: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         component_for("thing", target)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.step, self.best, self.history = 0, torch.zeros(2), [1.0]
+        self.noise, self.plan = torch.Generator().manual_seed(0), nn.Linear(1, 1)
+        self.logger, self._rate = print, 0.1
+
+    @property
+    def rate(self) -> float:
+        return self._rate
+
+    @rate.setter
+    def rate(self, value: float) -> None:
+        self._rate = value
+
+    @property
+    def progress(self) -> float:
+        return self.step / 10
+
+
+NAMES = "step", "best", "history", "noise", "rate"
+
+
+def test_the_named_attributes_of_an_object_are_its_state() -> None:
+    trainer, fresh = Trainer(), Trainer()
+    component = component_for("trainer", attributes(trainer, *NAMES))
+    trainer.step, trainer.rate, best = 7, 0.5, fresh.best
+    trainer.best.add_(3)
+    trainer.history.append(2.0)
+    torch.rand(3, generator=trainer.noise)
+    component.copy()
+    trainer.step += 1  # after the boundary
+    component_for("trainer", attributes(fresh, *NAMES)).load(stored(component.state()))
+    assert (fresh.step, fresh.rate, fresh.history) == (7, 0.5, [1.0, 2.0])
+    assert fresh.best is best and best.tolist() == [3.0, 3.0]
+    assert torch.equal(torch.rand(2, generator=fresh.noise), torch.rand(2, generator=trainer.noise))
+    assert fresh.logger is print and isinstance(fresh.plan, nn.Linear)
+
+
+def test_attributes_named_before_or_now_only_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    saved = stored(component_for("trainer", attributes(Trainer(), "step", "rate")).state())
+    component_for("trainer", attributes(Trainer(), "step", "history")).load(saved)
+    assert "trainer: the attribute history is named, and not in the checkpoint" in caplog.text
+    assert "trainer: the attribute rate is in the checkpoint, and not named now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("steps",), r"trainer: .*Trainer has no attribute 'steps': set it before .* it has step, best, history"),
+        (("progress",), r"Trainer.progress is a property without a setter"),
+        (("plan",), r"holds a Linear in plan: name that by itself, stateful=\{.*\"trainer_plan\": trainer.plan"),
+        (("logger",), r"trainer cannot keep logger"),
+        ((), r"give the names of its attributes that are state"),
+    ],
+)
+def test_attributes_that_cannot_be_kept_are_refused(names: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        component_for("trainer", attributes(Trainer(), *names))
 
 
 class Holder:
@@ -276,16 +338,15 @@ class Memory:
         self.rewards, self.place, self.device = np.zeros(3), 0, torch.device("cpu")
 
 
-def test_the_methods_in_the_message_keep_the_rest() -> None:
+def test_the_line_in_the_message_keeps_the_rest() -> None:
+    first, second = Memory(), Memory()
     with pytest.raises(UsageError, match="its attributes space, other cannot be kept for it") as caught:
-        component_for("memory", Memory())
-    methods = re.findall("`(def .*?)`", str(caught.value))
-    space: dict[str, Any] = {}
-    exec("\n    ".join(["class Kept(Memory):", *methods]), {"Memory": Memory}, space)  # noqa: S102
-    first, second = space["Kept"](), space["Kept"]()
+        component_for("memory", first)
+    line = re.findall(r"stateful=\{\"memory\": (mx\.attributes\(.*?\))\}", str(caught.value))[0]
     first.rewards[1], first.place = 5, 2
     own = second.space
-    component_for("memory", second).load(component_for("memory", first).state())
+    saved = stored(component_for("memory", eval(line, {"mx": mx, "memory": first})).state())  # noqa: S307
+    component_for("memory", eval(line, {"mx": mx, "memory": second})).load(saved)  # noqa: S307
     assert second.place == 2 and second.rewards.tolist() == [0, 5, 0] and second.space is own
 
 

@@ -380,6 +380,15 @@ LOOPS: Sequence[Loop] = (
     Loop("non_persistent_buffer", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("draws_after_the_boundary", Refused("a random stream (torch) moves after guard.step_end()")),
     Loop(
+        "trainer_class",
+        EXACT,
+        [
+            Cut(', "noise")}', Refused('Guard(stateful={"noise": self.noise}, ...)'), new=")}"),
+            Cut('"factor", ', Warned('stateful={"trainer": mx.attributes(self, "factor")}'), new=""),
+            Cut('"history", ', Refused("Trainer has no attribute 'histroy'"), new='"histroy", '),
+        ],
+    ),
+    Loop(
         "counter_of_its_own",
         Warned("the variable passed", Found("weights differ after step", "passed")),
     ),

@@ -522,7 +522,7 @@ class Checks:
             seen.counted.values(),
             lambda value: _has(value, (*targets, *self._also_kept)),
             lambda value: _has(value, self._loaders),
-            self._keeps_setting,
+            lambda owner, name: (id(owner), name) in kept.attributes or self._keeps_setting(owner, name),
             files,
             line,
         ):

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.tables import buffers_of, parameters_of
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.strangers import storage_of
 from mindx_elastic.guard.checks.surroundings import inner_schedulers, kind_of, reachable
 
@@ -30,6 +32,8 @@ class Kept:
     ) -> None:
         """`others`: kept by somebody else, but for those of `but` that hang on them."""
         self.objects: set[int] = set()
+        self.attributes: set[tuple[int, str]] = set()
+        """By `id` of their owner: those that are named by themselves."""
         self._held: list[torch.Tensor | None] = []
         self._storages: set[int | None] | None = None
         for name, target in targets.items():
@@ -42,7 +46,12 @@ class Kept:
 
     def _add_target(self, target: Any, component: object, but: Collection[Any] = ()) -> None:
         self.objects.add(id(target))
-        if isinstance(target, nn.Module):
+        if isinstance(target, Attributes):
+            held = attributes_of(target.target)
+            for name in target.names:
+                self.attributes.add((id(target.target), name))
+                self._add_target(held.get(name), None, but)
+        elif isinstance(target, nn.Module):
             for module in target.modules():
                 self.objects.add(id(module))
                 self._held += [t for table in (parameters_of(module), buffers_of(module)) for t in table.values()]

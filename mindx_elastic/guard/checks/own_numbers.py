@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from mindx_elastic.core.looks import attributes_of
-from mindx_elastic.guard.checks.remedies import can_be_named
+from mindx_elastic.guard.checks.remedies import attributes_line, can_be_named
 from mindx_elastic.guard.checks.source_reads import Sources, only_logs, sets_from_itself, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found
 from mindx_elastic.guard.checks.syntax import children, walk
@@ -74,7 +74,7 @@ class OwnNumbers:
         line_of: Callable[[list[str]], str],
     ) -> Iterator[tuple[str, str]]:
         """What is known against those of `found` that no named object keeps, and what to write. `is_of_data`: whether a
-        named loader has it, and `keeps_setting`, whether it keeps that attribute of it."""
+        named loader has it. `keeps_setting`: whether that attribute of it is kept by itself."""
         before, self._before = self._before, {}
         sources: Sources | None = None
         for one in found:
@@ -85,7 +85,7 @@ class OwnNumbers:
                 continue
             self._done.update((type(one.value), name) for name in moved)
             sources, data = sources or Sources(files()), is_of_data(one.value)
-            moved = [name for name in moved if not (data and keeps_setting(one.value, name))]
+            moved = [name for name in moved if not keeps_setting(one.value, name)]
             lines = {name: _line_of(one.value, name, sources, data=data) for name in moved}
             for name in (name for name in moved if lines[name] is not None):
                 yield _words(one, name, lines[name] or 0, line_of, data=data)
@@ -289,9 +289,4 @@ def _words(found: Found, name: str, line: int, line_of: Callable[[list[str]], st
     what = f'"{found.name}.{name}" ({whose}) is carried from one step into another, {how}, and is not kept'
     if data:
         return what, "Work it out from the epoch, at the head of each epoch"
-    if can_be_named(found.value):
-        return what, f"Write {line_of([found.name])}"
-    return (
-        what,
-        f"Write state_dict() and load_state_dict() in {type(found.value).__name__}, and {line_of([found.name])}",
-    )
+    return what, f"Write {line_of([found.name])}" if can_be_named(found.value) else attributes_line(found, [name])

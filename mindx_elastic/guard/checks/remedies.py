@@ -13,7 +13,7 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.guard.checks.surroundings import Found, Names, Seen
 
-__all__ = ["Remedies", "can_be_named"]
+__all__ = ["Remedies", "attributes_line", "can_be_named"]
 
 
 class Remedies:
@@ -102,6 +102,13 @@ class Remedies:
 def _as_code(name: str) -> str:
     """``model[0].gen`` of ``model.0.gen``: the parts of an `nn.Sequential` have numbers for names."""
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
+
+
+def attributes_line(found: Found, names: Iterable[str]) -> str:
+    """What to write about attributes of an object that cannot be named as a whole."""
+    listed = "".join(f', "{name}"' for name in names)
+    key = type(found.value).__name__.lower()
+    return f'Write Guard(stateful={{"{key}": mx.attributes({_as_code(found.name)}{listed})}}, ...)'
 
 
 def can_be_named(value: object) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
@@ -99,6 +100,7 @@ class Loops:
     def open(self, frame: FrameType | None, guard: object, targets: Mapping[str, Any]) -> None:
         """The guard is being entered, from `frame`."""
         self._entry = entry_of(frame)
+        targets = {name: t.target if isinstance(t, Attributes) else t for name, t in targets.items()}
         kept = [guard, *targets.values(), *self.loaders]
         kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
         self._kept = frozenset(map(id, kept))

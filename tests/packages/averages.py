@@ -1,0 +1,163 @@
+"""Averages of weights, and metrics that steer."""
+
+from __future__ import annotations
+
+from tests.packages.part import Part
+
+__all__ = ["PARTS"]
+
+PARTS = (
+    *(
+        Part(
+            package="torch-ema",
+            name="ExponentialMovingAverage",
+            make="from torch_ema import ExponentialMovingAverage\n"
+            "ema = ExponentialMovingAverage(model.parameters(), decay=0.9)",
+            named=named,
+            step="ema.update()",
+            result="ema.shadow_params",
+            want=want,
+        )
+        for named, want in (
+            ("stateful={'ema': ema}", "equal"),
+            ("stateful={'shadow_params': ema.shadow_params}", "told: num_updates"),
+            ("", "told: 'ema': ema"),
+        )
+    ),
+    *(
+        Part(
+            package="ema-pytorch",
+            name=name,
+            make=make,
+            named="stateful={'ema': ema}",
+            step="ema.update()",
+            result=result,
+        )
+        for name, make, result in (
+            (
+                "EMA",
+                "from ema_pytorch import EMA\nema = EMA(model, beta=0.9, update_after_step=3, update_every=2)",
+                "ema.ema_model.parameters()",
+            ),
+            (
+                "PostHocEMA",
+                "from ema_pytorch import PostHocEMA\nema = PostHocEMA(model, sigma_rels=(0.05, 0.3), "
+                "update_every=2, checkpoint_every_num_steps=100, checkpoint_folder=sys.argv[1] + '-ema')",
+                "[p for e in ema.ema_models for p in e.parameters()]",
+            ),
+        )
+    ),
+    *(
+        Part(
+            package="timm",
+            name=name,
+            make=f"from timm.utils import ModelEmaV3\nema = ModelEmaV3(model, decay=0.9, use_warmup=True)\n{make}",
+            named=named,
+            step=step,
+            result="ema.state_dict().values()",
+            want=want,
+            note=note,
+        )
+        for name, make, named, step, want, note in (
+            (
+                "ModelEmaV3, the step from the guard",
+                "",
+                "stateful={'ema': ema}",
+                "ema.update(model, step=guard.step + 1)",
+                "equal",
+                "",
+            ),
+            (
+                "ModelEmaV3, a local count",
+                "num_updates = 0",
+                "stateful={'ema': ema}",
+                "num_updates += 1; ema.update(model, step=num_updates)",
+                "silent",
+                "the average's decay follows a local count that nobody keeps: take guard.step",
+            ),
+        )
+    ),
+    Part(
+        package="diffusers",
+        name="EMAModel",
+        make="from diffusers.training_utils import EMAModel\n"
+        "ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True)",
+        named="stateful={'ema': ema}",
+        step="ema.step(model.parameters())",
+        result="ema.shadow_params",
+    ),
+    Part(
+        package="diffusers",
+        name="EMAModel, not named",
+        make="from diffusers.training_utils import EMAModel\n"
+        "ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True)",
+        step="ema.step(model.parameters())",
+        result="ema.shadow_params",
+        want="told: 'ema': ema",
+    ),
+    Part(
+        package="pytorch-ignite",
+        name="EMAHandler",
+        make="from ignite.handlers import EMAHandler\nema = EMAHandler(model, momentum=0.1)",
+        named="stateful={'ema': ema.ema_model}",
+        step="ema._update_ema_model(None, 'm') if False else [a.lerp_(b.detach(), 0.1) for a, b in zip("
+        "ema.ema_model.parameters(), model.parameters())]",
+        result="ema.ema_model.parameters()",
+    ),
+    Part(
+        package="mmengine",
+        name="ExponentialMovingAverage",
+        make="from mmengine.model import ExponentialMovingAverage\nema = ExponentialMovingAverage(model, momentum=0.1)",
+        named="stateful={'ema': ema}",
+        step="ema.update_parameters(model)",
+        result="ema.state_dict().values()",
+    ),
+    Part(
+        package="pytorch-posthoc-ema",
+        name="PostHocEMA",
+        make="from posthoc_ema import PostHocEMA\n"
+        "ema = PostHocEMA.from_model(model, checkpoint_dir=sys.argv[1] + '-ema', update_every=2, checkpoint_every=1000)",
+        named="stateful={'ema': ema}",
+        step="ema.update_(model)",
+        result="()",
+        want="refused",
+    ),
+    *(
+        Part(
+            package="torchmetrics",
+            name=f"MulticlassAccuracy that sets the rate{name}",
+            make="import torchmetrics\nacc = torchmetrics.classification.MulticlassAccuracy(num_classes=4)"
+            + "\nacc.persistent(True)" * persistent,
+            named=named,
+            loss="F.cross_entropy(out := model(x), y)",
+            step="acc.update(out.detach(), y)",
+            epoch="opt.param_groups[0]['lr'] = 1e-2 * (2 - float(acc.compute())); acc.reset()",
+            result="[opt.param_groups[0]['lr']]",
+            want=want,
+        )
+        for name, persistent, named, want in (
+            ("", False, "stateful={'acc': acc}", "equal"),
+            (", persistent(True)", True, "stateful={'acc': acc}", "equal"),
+            (", not named", False, "", "silent"),
+        )
+    ),
+    Part(
+        package="pytorch-ignite",
+        name="Accuracy that sets the rate",
+        make="from ignite.metrics import Accuracy\nacc = Accuracy()",
+        named="stateful={'acc': acc}",
+        loss="F.cross_entropy(out := model(x), y)",
+        step="acc.update((out.detach(), y))",
+        epoch="opt.param_groups[0]['lr'] = 1e-2 * (2 - float(acc.compute())); acc.reset()",
+        result="[opt.param_groups[0]['lr']]",
+    ),
+    Part(
+        package="monai",
+        name="CumulativeAverage that sets the rate",
+        make="from monai.metrics import CumulativeAverage\nmean = CumulativeAverage()",
+        named="stateful={'mean': mean}",
+        step="mean.append(loss.detach())",
+        epoch="opt.param_groups[0]['lr'] = 1e-2 / (1 + float(mean.aggregate())); mean.reset()",
+        result="[opt.param_groups[0]['lr']]",
+    ),
+)

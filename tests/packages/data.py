@@ -1,0 +1,248 @@
+"""Data sets, loaders and samplers."""
+
+from __future__ import annotations
+
+from tests.packages.part import Part
+
+__all__ = ["PARTS"]
+
+_RAW = "images, labels = data.tensors[0].numpy(), data.tensors[1]\n"
+
+PARTS = (
+    Part(
+        package="albumentations",
+        name="Compose(seed=) in the data set, 2 workers",
+        make=_RAW + "import albumentations as A\n"
+        "class Images(torch.utils.data.Dataset):\n"
+        "    def __init__(self): self.t = A.Compose([A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)], seed=137)\n"
+        "    def __len__(self): return 64\n"
+        "    def __getitem__(self, i):\n"
+        "        image = images[i].reshape(4, 4, 1)\n"
+        "        return torch.from_numpy(self.t(image=image)['image'].reshape(16).copy()), labels[i]\n"
+        "loader = DataLoader(Images(), batch_size=8, shuffle=True, num_workers=2)",
+    ),
+    Part(
+        package="albumentations",
+        name="Compose(seed=) in the data set, no workers",
+        make=_RAW + "import albumentations as A\n"
+        "class Images(torch.utils.data.Dataset):\n"
+        "    def __init__(self): self.t = A.Compose([A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)], seed=137)\n"
+        "    def __len__(self): return 64\n"
+        "    def __getitem__(self, i):\n"
+        "        image = images[i].reshape(4, 4, 1)\n"
+        "        return torch.from_numpy(self.t(image=image)['image'].reshape(16).copy()), labels[i]\n"
+        "loader = DataLoader(Images(), batch_size=8, shuffle=True)",
+    ),
+    Part(
+        package="audiomentations",
+        name="Compose in the data set, no workers",
+        make=_RAW + "import audiomentations as A\n"
+        "class Sounds(torch.utils.data.Dataset):\n"
+        "    def __init__(self): self.t = A.Compose([A.Gain(p=0.5), A.PolarityInversion(p=0.5)])\n"
+        "    def __len__(self): return 64\n"
+        "    def __getitem__(self, i): return torch.from_numpy(self.t(images[i], sample_rate=16000)), labels[i]\n"
+        "loader = DataLoader(Sounds(), batch_size=8, shuffle=True)",
+    ),
+    Part(
+        package="monai",
+        name="CacheDataset with RandFlip and monai's DataLoader",
+        make=_RAW
+        + "from monai.data import CacheDataset, DataLoader as Loader\nfrom monai.transforms import Compose, RandFlipd, RandGaussianNoised, EnsureTyped\n"
+        "t = Compose([EnsureTyped('x'), RandFlipd('x', prob=0.5, spatial_axis=0), RandGaussianNoised('x', prob=0.5)])\n"
+        "cases = [{'x': images[i].reshape(1, 4, 4), 'y': labels[i]} for i in range(64)]\n"
+        "loader = Loader(CacheDataset(cases, t, progress=False), batch_size=8, shuffle=True, num_workers=0)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+        with guard:
+            for epoch in guard.epochs(3):
+                for batch in loader:
+                    opt.zero_grad(); loss = F.cross_entropy(model(batch['x'].as_tensor().reshape(-1, 16)), batch['y'].as_tensor() if hasattr(batch['y'], 'as_tensor') else batch['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="torchio",
+        name="SubjectsDataset with RandomFlip",
+        make="import torchio as tio\n"
+        "subjects = [tio.Subject(im=tio.ScalarImage(tensor=data.tensors[0][i].reshape(1, 4, 2, 2)), y=int(data.tensors[1][i])) for i in range(64)]\n"
+        "loader = tio.SubjectsLoader(tio.SubjectsDataset(subjects, tio.Compose([tio.RandomFlip(axes=(0, 1)), tio.RandomNoise()])), batch_size=8, shuffle=True)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+        with guard:
+            for epoch in guard.epochs(3):
+                for batch in loader:
+                    opt.zero_grad(); loss = F.cross_entropy(model(batch['im'][tio.DATA].reshape(-1, 16)), torch.as_tensor(batch['y'])); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="datasets",
+        name="a map-style data set, with_format('torch')",
+        make="import datasets\ntable = datasets.Dataset.from_dict({'x': data.tensors[0].tolist(), 'y': data.tensors[1].tolist()}).with_format('torch')\n"
+        "loader = DataLoader(table, batch_size=8, shuffle=True)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+        with guard:
+            for epoch in guard.epochs(3):
+                for b in loader:
+                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="datasets",
+        name="a shuffled IterableDataset",
+        make="import datasets\ntable = datasets.Dataset.from_dict({'x': data.tensors[0].tolist(), 'y': data.tensors[1].tolist()}).with_format('torch')\n"
+        "stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=16)\nloader = DataLoader(stream, batch_size=8)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+        with guard:
+            for epoch in guard.epochs(3):
+                stream.set_epoch(epoch)
+                for b in loader:
+                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="webdataset",
+        name="WebDataset with shuffle(16)",
+        make="import webdataset as wds, pathlib\nfolder = pathlib.Path(os.path.dirname(sys.argv[0])) / 'shards'\nfolder.mkdir(exist_ok=True)\n"
+        "if not (folder / '0.tar').exists():\n"
+        "    for s in range(2):\n"
+        "        with wds.TarWriter(str(folder / f'{s}.tar')) as sink:\n"
+        "            for i in range(32 * s, 32 * s + 32): sink.write({'__key__': f'{i:03}', 'x.pth': data.tensors[0][i], 'y.cls': int(data.tensors[1][i])})\n"
+        "stream = wds.WebDataset([str(folder / '0.tar'), str(folder / '1.tar')], shardshuffle=2).shuffle(16).decode().to_tuple('x.pth', 'y.cls')\n"
+        "loader = DataLoader(stream, batch_size=8)",
+        want="refused",
+    ),
+    Part(
+        package="mosaicml-streaming",
+        name="StreamingDataLoader",
+        make="import numpy as np\nfrom streaming import MDSWriter, StreamingDataset, StreamingDataLoader\n"
+        "folder = os.path.join(os.path.dirname(sys.argv[0]), 'mds')\n"
+        "if not os.path.exists(folder):\n"
+        "    with MDSWriter(out=folder, columns={'x': 'ndarray', 'y': 'int'}) as out:\n"
+        "        for i in range(64): out.write({'x': data.tensors[0][i].numpy(), 'y': int(data.tensors[1][i])})\n"
+        "stream = StreamingDataset(local=folder, shuffle=True, shuffle_seed=0, batch_size=8, num_canonical_nodes=1)\n"
+        "loader = StreamingDataLoader(stream, batch_size=8)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+        with guard:
+            for epoch in guard.epochs(3):
+                for b in loader:
+                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="litdata",
+        name="StreamingDataLoader",
+        make="import litdata\nfolder = os.path.join(os.path.dirname(sys.argv[0]), 'lit')\n"
+        "rows = [(a, b) for a, b in zip(data.tensors[0], data.tensors[1])]\n"
+        "def sample(i): return {'x': rows[i][0], 'y': int(rows[i][1])}\n"
+        "if not os.path.exists(folder):\n"
+        "    from litdata.streaming.cache import Cache\n    cache = Cache(folder, chunk_size=16)\n"
+        "    for i in range(64): cache[i] = sample(i)\n    cache.done(); cache.merge()\n"
+        "stream = litdata.StreamingDataset(folder, shuffle=True, seed=0)\n"
+        "loader = litdata.StreamingDataLoader(stream, batch_size=8, num_workers=0)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+        with guard:
+            for epoch in guard.epochs(3):
+                for b in loader:
+                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="torchdata",
+        name="StatefulDataLoader, no workers",
+        make="from torchdata.stateful_dataloader import StatefulDataLoader\nloader = StatefulDataLoader(data, batch_size=8, shuffle=True)",
+    ),
+    Part(
+        package="torchdata",
+        name="nodes.Loader over a shuffled sampler",
+        make="import torchdata.nodes as tn\nfrom torch.utils.data import RandomSampler, default_collate\n"
+        "node = tn.MapperWrapper(data, RandomSampler(data)) if hasattr(tn, 'MapperWrapper') else tn.Mapper(tn.SamplerWrapper(RandomSampler(data)), data.__getitem__)\n"
+        "loader = tn.Loader(tn.Mapper(tn.Batcher(node, 8), default_collate))",
+    ),
+    Part(
+        package="grain",
+        name="MapDataset.to_iter_dataset, its iterator in stateful",
+        make="import grain\nrows = [(a.numpy(), int(b)) for a, b in zip(*data.tensors)]\n"
+        "stream = grain.MapDataset.source(rows).shuffle(seed=0).repeat(3).batch(8).to_iter_dataset()\nbatches = iter(stream)\n"
+        "class Batches:\n    def state_dict(self): return batches.get_state()\n    def load_state_dict(self, s): batches.set_state(s)",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, stateful={"batches": Batches()}, directory=sys.argv[1])
+        with guard:
+            for step in guard.steps(24):
+                x, y = map(torch.as_tensor, next(batches))
+                opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+    Part(
+        package="pytorch-multilabel-balanced-sampler",
+        name="LeastSampledClassSampler",
+        make="from pytorch_multilabel_balanced_sampler.samplers import LeastSampledClassSampler\n"
+        "sampler = LeastSampledClassSampler(labels=F.one_hot(data.tensors[1], 4))\n"
+        "loader = DataLoader(data, batch_size=8, sampler=sampler)",
+    ),
+    Part(
+        package="clustered-batch-sampler",
+        name="ClusteredBatchSampler",
+        make="from clustered_batch_sampler import ClusteredBatchSampler\n"
+        "loader = DataLoader(data, batch_sampler=ClusteredBatchSampler(data.tensors[1].tolist(), batch_size=8))",
+    ),
+    Part(
+        package="pytorch-metric-learning",
+        name="MPerClassSampler",
+        make="from pytorch_metric_learning.samplers import MPerClassSampler\n"
+        "loader = DataLoader(data, batch_size=8, sampler=MPerClassSampler(data.tensors[1], m=2, batch_size=8, length_before_new_iter=64))",
+    ),
+    Part(
+        package="timm",
+        name="RepeatAugSampler's order, one process",
+        make="from timm.data.distributed_sampler import RepeatAugSampler\n"
+        "loader = DataLoader(data, batch_size=8, sampler=RepeatAugSampler(data, num_replicas=1, rank=0, num_repeats=2, selected_round=0))",
+    ),
+    Part(
+        package="tensordict",
+        name="a TensorDict of running sums in stateful",
+        make="from tensordict import TensorDict\nsums = TensorDict({'loss': torch.zeros(1), 'n': torch.zeros(1)}, batch_size=[])",
+        named="stateful={'sums': sums}",
+        step="sums['loss'] += loss.detach(); sums['n'] += 1",
+        epoch="opt.param_groups[0]['lr'] = 1e-2 / (1 + float(sums['loss'] / sums['n']))",
+        result="[sums['loss'], sums['n']]",
+    ),
+    Part(
+        package="torchrl",
+        name="ReplayBuffer with LazyTensorStorage",
+        make="from torchrl.data import ReplayBuffer, LazyTensorStorage\nfrom tensordict import TensorDict\n"
+        "buffer = ReplayBuffer(storage=LazyTensorStorage(40), batch_size=8)\n"
+        "buffer.extend(TensorDict({'x': torch.randn(8, 16), 'y': torch.zeros(8, dtype=torch.long)}, [8]))",
+        named="stateful={'buffer': buffer}",
+        loss="(buffer.extend(TensorDict({'x': x, 'y': y}, [8])), F.cross_entropy(model((b := buffer.sample())['x']), b['y']))[1]",
+    ),
+    Part(
+        package="gymnasium",
+        name="SyncVectorEnv(CartPole) with REINFORCE, the World of the page",
+        make="import gymnasium as gym, pickle\n"
+        "env = gym.make_vec('CartPole-v1', num_envs=4, vectorization_mode='sync')\nobs, _ = env.reset(seed=0)\n"
+        "model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))\nlast = {'obs': torch.from_numpy(obs)}\n"
+        "class World:\n    def __init__(self, env): self.env = env\n"
+        "    def state_dict(self): return {'env': pickle.dumps({k: v for k, v in vars(self.env).items() if k != 'env_fns'})}\n"
+        "    def load_state_dict(self, s): vars(self.env).update(pickle.loads(s['env']))",
+        whole="""
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = mx.Guard(model=model, optimizer=opt, stateful={"world": World(env), "last": last}, directory=sys.argv[1])
+        with guard:
+            for step in guard.steps(24):
+                policy = torch.distributions.Categorical(logits=model(last["obs"])); action = policy.sample()
+                obs, reward, *_ = env.step(action.numpy()); last["obs"] = torch.from_numpy(obs)
+                opt.zero_grad(); loss = -(policy.log_prob(action) * torch.from_numpy(reward).float()).mean()
+                loss.backward(); opt.step(); guard.step_end(loss=loss)
+        """,
+    ),
+)

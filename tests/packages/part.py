@@ -1,0 +1,93 @@
+"""What is tried: one part of a package, as a few lines in a training that is the same for all."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+__all__ = ["Part"]
+
+_HEAD = """\
+import copy, hashlib, os, sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import mindx_elastic as mx
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+data = TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
+model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+"""
+_LOADER = "loader = DataLoader(data, batch_size=8, shuffle=True)\n"
+_OPTIMIZER = "opt = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+_LOOP = """\
+with guard:
+    for epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            loss = {loss}
+            {backward}
+            {update}
+            {step}
+            guard.step_end(loss=loss)
+        {epoch}
+"""
+_TAIL = """
+h = hashlib.sha256()
+for value in [v for _, v in sorted(model.state_dict().items())] + list({result}):
+    value = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+    h.update(value.view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+print("WEIGHTS", h.hexdigest()[:16], flush=True)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Lines of a program, with `model`, `data`, `loader`, `opt`, `x`, `y` and `loss` as in the loop above."""
+
+    package: str
+    """As the package index has it."""
+    name: str
+    """What of it: a class, or what is done with it."""
+    make: str = ""
+    """Lines before the guard. They may make `opt`, `loader` or another `model`."""
+    named: str = ""
+    """Further arguments of the guard; none of its own where they begin with ``model=``."""
+    loss: str = "F.cross_entropy(model(x), y)"
+    backward: str = "loss.backward()"
+    update: str = "opt.step()"
+    step: str = "pass"
+    """After the update."""
+    epoch: str = "pass"
+    """Behind the epoch."""
+    result: str = "()"
+    """Values that have to be equal at the end beside the model's."""
+    whole: str = ""
+    """A program of its own in place of the guard and the loop, which ends with `model` trained."""
+    want: str = "equal"
+    """``equal``; or ``refused`` or ``told``, with words of it behind a colon; or ``silent``: differs without a word."""
+    note: str = ""
+    """For the table."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.package} {self.name} {self.named}".strip()
+
+    def source(self) -> str:
+        """The program, which takes its directory as its argument."""
+        make = textwrap.dedent(self.make).strip() + "\n"
+        text = _HEAD + ("" if "loader = " in make + self.whole else _LOADER) + make
+        if self.whole:
+            text += textwrap.dedent(self.whole)
+        else:
+            text += "" if "opt = " in make else _OPTIMIZER
+            own = "" if self.named.startswith("model=") else "model=model, optimizer=opt, loader=loader, "
+            text += f"guard = mx.Guard({own}{self.named}{', ' * bool(self.named)}directory=sys.argv[1])\n"
+            lines = {name: textwrap.dedent(getattr(self, name)).strip() for name in ("loss", "backward", "update")}
+            lines["step"] = textwrap.indent(textwrap.dedent(self.step).strip(), " " * 12).strip()
+            lines["epoch"] = textwrap.indent(textwrap.dedent(self.epoch).strip(), " " * 8).strip()
+            text += _LOOP.format(**lines)
+        return text + _TAIL.format(result=self.result)
