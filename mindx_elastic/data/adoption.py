@@ -7,15 +7,16 @@ loader; attributes, ``isinstance`` and ``repr`` are as before. Copies and pickle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from mindx_elastic.data.function import FunctionLoader
-from mindx_elastic.data.loader import ResumableLoader, from_loader
+from mindx_elastic.data.loader import ResumableLoader, from_loader, stock_order
+from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import UsageError
@@ -48,6 +49,7 @@ class Adoption:
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
             sampler = self.resumable._sampler
+            sampler.source = _Order(loader.batch_sampler)
             given = not is_torchdata(type(loader.sampler)) and getattr(loader.sampler, "generator", None) is not None
             self._own_seed = not (given or hasattr(loader.sampler, "num_replicas"))
             if not hasattr(loader.sampler, "num_replicas"):
@@ -56,6 +58,8 @@ class Adoption:
                 sampler.filled_rounds = not sampler.whole_rounds
 
     def begin(self) -> None:
+        if isinstance(self.resumable, ResumableLoader):
+            self.resumable._given = self.resumable._sampler.settings()
         if self._own_seed:
             self._seed(torch.initial_seed() & _MASK)
         self.loader.__dict__[_KEY] = self.resumable
@@ -70,6 +74,11 @@ class Adoption:
     def is_native(self, state: Any) -> bool:
         """Whether a loader with a state of its own (torchdata's) wrote `state`, before it was adopted."""
         return is_torchdata(self._kind) and "kind" not in state
+
+    def take_over(self) -> None:
+        """What the program has set on its loader and on its samplers acts from the next iteration on."""
+        if isinstance(self.resumable, ResumableLoader):
+            _take_over(self.loader, self.resumable)
 
     def take_seed(self, state: Any) -> None:
         """Go on with the seed of the run that wrote `state`."""
@@ -105,8 +114,7 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
         def __iter__(self) -> Iterator[Any]:
             stand_in = self.__dict__[_KEY]
             if isinstance(stand_in, ResumableLoader):
-                for name in _FOLLOWED:
-                    setattr(stand_in, name, getattr(self, name))
+                _take_over(self, stand_in)
             return iter(stand_in)
 
         def set_epoch(self, epoch: int) -> None:
@@ -126,6 +134,40 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Adopted, name, getattr(kind, name))
     return Adopted
+
+
+class _Order:
+    """See `data.sampler.OrderSource`."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def get(self) -> dict[str, Any]:
+        batches, sampler = self._batches, self._batches.sampler
+        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+        return {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "shuffle": shuffle}
+
+    def put(self, settings: Mapping[str, Any]) -> None:
+        batches, sampler = self._batches, self._batches.sampler
+        batches.batch_size, batches.drop_last = settings["batch_size"], settings["drop_last"]
+        if hasattr(sampler, "shuffle"):
+            sampler.shuffle = settings["shuffle"]
+
+
+def _take_over(loader: DataLoader[Any], resumable: ResumableLoader) -> None:
+    for name in _FOLLOWED:
+        setattr(resumable, name, getattr(loader, name))
+    order = stock_order(loader)
+    if order is None:
+        raise UsageError(
+            "the sampler of this DataLoader was exchanged, or draws otherwise, since the guard was entered: make the "
+            "loader with that sampler before the guard (one loader for each order, Guard(loader=[first, second], ...))"
+        )
+    if hasattr(loader.sampler, "num_replicas"):
+        seed = 0 if order["own_seed"] is None else mix(0, order["own_seed"])
+        if seed != resumable.seed:
+            resumable.seed = resumable._sampler.seed = seed
+            resumable._settings = None
 
 
 def _plain(kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:

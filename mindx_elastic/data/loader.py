@@ -24,7 +24,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import SIZES, Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import SeededDataset, StreamUse, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
 from mindx_elastic.data.sample_starts import HASHED, SEEDED
@@ -33,9 +33,9 @@ from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ResumableLoader", "from_loader"]
+__all__ = ["ResumableLoader", "from_loader", "stock_order"]
 
-_KIND = "resumable"
+_KIND, _GIVEN = "resumable", "given"
 _WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
 _REPLACED = {
     "sampler": "the order is part of the position; shuffle=True or False chooses it",
@@ -114,6 +114,7 @@ class ResumableLoader(DataLoader[Any]):
             ranks=partial(rank_and_world_size, rank, world_size),  # not a method: a cycle would keep workers alive
             seeded=per_sample_seed,
         )
+        self._given = sampler.settings()  # what the program has made it with; what it sets later is kept
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -167,16 +168,16 @@ class ResumableLoader(DataLoader[Any]):
         try:
             self._settings = self._current_settings()
             self._check_length(len(self._sampler.dataset))
-            plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
-            self._warn_of_padding(plan)
             opened = self._engine.open(self._build, persistent=self.persistent_workers, made_as=self._streams)
+            parts = self._sampler.parts
+            self._warn_of_padding(parts[0][1])
         except BaseException:
             cursor.abandon()
             raise
         return self._engine.iterate(
             opened,
             loader=self,
-            progress=lambda count: (plan.consumed(count), count >= plan.num_batches),
+            progress=partial(_progress, parts),
             announce=self._announce,
             can_be_read_beside=self.num_workers > 0,
         )
@@ -189,13 +190,17 @@ class ResumableLoader(DataLoader[Any]):
         """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
+        order = self._sampler.settings()
         return {
             **self._settings,
+            **order,
+            **({} if order == self._given else {_GIVEN: self._given}),
             "epoch": at.epoch,
             "batch": at.batch,
             "samples": at.samples,
             "finished": at.finished,
             "streams": self._streams,
+            **self._engine.cursor.sizes_at(at.epoch, order["batch_size"]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,8 +212,10 @@ class ResumableLoader(DataLoader[Any]):
         """
         settings = self._current_settings()
         world_size, size = settings.pop("world_size"), settings.pop("num_samples")
-        check_unchanged(_KIND, state, settings)
-        check_numbers(state, "num_samples")
+        order = {name: state.get(name) for name in self._given}
+        given = state.get(_GIVEN, order)
+        check_unchanged(_KIND, {**state, **given}, {**settings, **self._given})
+        check_numbers(state, "num_samples", "batch_size")
         if state["samples"] > state["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
         streams = state.get("streams", SEEDED)
@@ -219,7 +226,9 @@ class ResumableLoader(DataLoader[Any]):
             )
         if streams != self._streams:
             logger.info("the position was written by an earlier version: what samples draw is as in that one")
+        self._sampler.put(order)
         batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
+        sizes = state.get(SIZES) if state.get("world_size") == world_size else None
         until = None if finished else self._sampler.plan(size=state["num_samples"]).batches_until(samples)
         if state.get("world_size") != world_size:
             batch = batch if until is None else until  # the place of the same sample, where there is one
@@ -231,7 +240,7 @@ class ResumableLoader(DataLoader[Any]):
                 state["epoch"],
                 batch + self._sampler.plan(samples, size=state["num_samples"]).num_batches,
             )
-        self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished)
+        self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished, sizes=sizes)
         self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
         self._streams = streams
         self._lengths = state["num_samples"], size
@@ -278,9 +287,7 @@ class ResumableLoader(DataLoader[Any]):
             "kind": _KIND,
             "seed": self.seed,
             "num_samples": len(sampler.dataset),
-            "batch_size": sampler.batch_size,
-            "shuffle": sampler.shuffle,
-            "drop_last": sampler.drop_last,
+            **sampler.settings(),
             "world_size": sampler.ranks()[1],
         }
 
@@ -309,6 +316,14 @@ class ResumableLoader(DataLoader[Any]):
                 "%d of them. drop_last=True drops the remainder instead",
                 plan.num_samples, plan.world_size, plan.batch_size, plan.padding,
             )  # fmt: skip
+
+
+def _progress(parts: Sequence[tuple[int, EpochPlan]], count: int) -> tuple[int, bool]:
+    """Samples that are consumed, and whether no batch is left, after `count` batches of a pass."""
+    first, plan = parts[-1]
+    if count < first:  # the size of batches that workers were not asked for yet has changed
+        first, plan = next(part for part in reversed(parts) if part[0] <= count)
+    return plan.consumed(count - first), count - first >= plan.num_batches
 
 
 def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, others: Mapping[str, Any]) -> None:
@@ -347,7 +362,7 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | 
     """
     if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
         return loader
-    order = _stock_order(loader) if isinstance(loader, DataLoader) else None
+    order = stock_order(loader) if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
     if order is None:
         return ReplayLoader(loader, seed=seed)
     whole_rounds = order.pop("whole_rounds")
@@ -377,11 +392,10 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | 
     return converted
 
 
-def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
+def stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Arguments that make a `ResumableLoader` visit the same samples; None: the order is not one of torch's own."""
     if not (
-        iterates_as_stock(loader)
-        and _plain_kind(loader.batch_sampler) is BatchSampler
+        _plain_kind(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
         and hasattr(loader.dataset, "__len__")
     ):

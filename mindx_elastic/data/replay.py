@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from mindx_elastic.config import Settings
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
-from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import SIZES, Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeededDataset,
     SeparateStreams,
@@ -31,7 +31,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "parts_with_epoch"]
 
-_KIND = "replay"
+_KIND, _NOW = "replay", "batch_size"
 _STREAMS = "datasets.iterable_dataset"
 _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 
@@ -81,7 +81,8 @@ class ReplayLoader:
         self._following: list[dict[str, Any]] = []  # what begins the epochs after the loaded one
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
-            self._skipper = _SkippingSampler(self._stock, seeded=per_sample_seed)
+            self._skipper = _SkippingSampler(self._stock, self._engine.cursor, seeded=per_sample_seed)
+        self._given_size = 0 if self._skipper is None else self._skipper.batch_size
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):  # not set yet (copy, failed __init__), or a protocol's probe
@@ -116,7 +117,7 @@ class ReplayLoader:
         announce: Callable[[], None] | None = None
         try:
             self._settings = self._current_settings()
-            cursor.size = self._length()
+            cursor.size = self._length() if len(cursor.sizes) < 2 else None
             if cursor.start is None and self._following:
                 cursor.start = self._following.pop(0)
             if cursor.start is None:
@@ -155,6 +156,10 @@ class ReplayLoader:
             "finished": at.finished,
             "start": at.start,
         }
+        if self._skipper is not None and (now := self._skipper.batch_size):
+            state |= self._engine.cursor.sizes_at(at.epoch, now)
+            if now != self._given_size:
+                state[_NOW] = now
         begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
         if begun:
             state["following"] = list(begun.values())  # epochs that have begun have drawn what they draw
@@ -167,9 +172,12 @@ class ReplayLoader:
         changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
         check_unchanged(_KIND, state, self._current_settings())
-        check_numbers(state)
-        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
+        check_numbers(state, *(name for name in (_NOW,) if name in state))
+        finished = bool(state.get("finished"))
+        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=finished, sizes=state.get(SIZES))
         self._engine.cursor.start = state.get("start")
+        if self._skipper is not None and self._given_size:
+            self._skipper.inner.batch_size = state.get(_NOW, self._given_size)
         self._following = list(state.get("following") or ())
         self._settings = None
 
@@ -286,7 +294,8 @@ class ReplayLoader:
         for name, part in self._parts().items():
             _restore_part(part, start["parts"].get(name, {}), self.loader)
         # Only now: a sampler may have another length in each epoch.
-        check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
+        with nullcontext() if self._skipper is None else self._skipper.as_asked(0):
+            check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
 
     def _length(self) -> int | None:
         try:
@@ -360,7 +369,8 @@ class _SkippingSampler(Sampler[Any]):
     not be a number, and a sampler with replacement may draw one twice.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seeded: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], cursor: Cursor, *, seeded: bool) -> None:
+        self.cursor = cursor
         self.inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.batched = loader.batch_sampler is not None
         self.seeded = seeded
@@ -378,11 +388,31 @@ class _SkippingSampler(Sampler[Any]):
         if self._walk is not None:
             self._walk.skip_now()
 
+    @property
+    def batch_size(self) -> int:
+        """As the program has set it; 0: its sampler has none."""
+        size = vars(self.inner).get("batch_size") if hasattr(self.inner, "__dict__") else None
+        return size if type(size) is int and size > 0 else 0
+
+    @contextmanager
+    def as_asked(self, batch: int) -> Iterator[None]:
+        """In here the sampler has the batch size that this batch of the epoch was first asked for with."""
+        now = self.batch_size
+        size = self.cursor.size_of(batch, now) if now else 0
+        if size == now:
+            yield
+            return
+        self.inner.batch_size = size
+        try:
+            yield
+        finally:
+            self.inner.batch_size = now
+
     def __len__(self) -> int:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        with self.streams.used():
+        with self.streams.used(), self.as_asked(0):
             self._walk = _Walk(iter(self.inner), self)
         return self._walk
 
@@ -398,23 +428,28 @@ class _Walk(Iterator[Any]):
         self._prefix = sampler._prefix
         self._batched = sampler.batched
         self._seeded = sampler.seeded
-        self._place = 0  # samples so far
+        self._place = self._batch = 0  # samples and batches so far
+        self._as_asked = sampler.as_asked
 
     def skip_now(self) -> None:
         wanted, self._skip = self._skip, 0
         for done in range(wanted):
             try:
-                with self._streams.used():
-                    item = next(self._items)
+                item = self._take()
             except StopIteration:
                 raise _too_short(done, wanted) from None
             self._place += len(item) if self._batched else 1
 
+    def _take(self) -> Any:
+        with self._streams.used(), self._as_asked(self._batch):
+            item = next(self._items)
+        self._batch += 1
+        return item
+
     def __next__(self) -> Any:
         if self._skip:
             self.skip_now()
-        with self._streams.used():
-            item = next(self._items)
+        item = self._take()
         count = len(item) if self._batched else 1
         first, self._place = self._place, self._place + count
         if not self._seeded:

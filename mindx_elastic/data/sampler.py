@@ -7,9 +7,9 @@ ranks together have consumed, and an epoch begun by 4 ranks can be finished by 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from mindx_elastic.data.permutation import Permutation, mix, mix_array
 from mindx_elastic.data.position import Cursor
 from mindx_elastic.errors import UsageError
 
-__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
+__all__ = ["EpochPlan", "Key", "OrderSource", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
 
 Key: TypeAlias = Any  # (seed of the sample, index) when augmentation is seeded, else the bare index
 
@@ -180,6 +180,14 @@ def _piece(begin: int, end: int, number: int, count: int) -> tuple[int, int]:
     return first, first + size + (number < more)
 
 
+class OrderSource(Protocol):
+    """Reads and sets batch_size, drop_last and shuffle on samplers of the program."""
+
+    def get(self) -> Mapping[str, Any]: ...
+
+    def put(self, settings: Mapping[str, Any]) -> None: ...
+
+
 class ResumableBatchSampler(Sampler[list[Key]]):
     """Yields this rank's batches from the cursor's position on; each `iter` reads the position anew.
 
@@ -212,6 +220,10 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.seeded = seeded
         self.whole_rounds = whole_rounds
         self.filled_rounds = False
+        self.source: OrderSource | None = None
+        """The samplers of the program that this one stands for."""
+        self.parts: list[tuple[int, EpochPlan]] = []
+        """Of the newest pass: how many batches came before each plan. One, unless the program changes `batch_size`."""
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,6 +231,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
 
     def plan(self, start: int = 0, *, finished: bool = False, size: int | None = None) -> EpochPlan:
         """The steps that are left when `start` samples of the epoch are consumed. `size`: of another data set."""
+        self._take_over()
         world_size = self.ranks()[1]
         size = len(self.dataset) if size is None else size
         shares = shares_of(world_size)
@@ -231,6 +244,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch for one rank. Asked at every boundary: worked out again only when it can differ."""
+        self._take_over()
         facts = (len(self.dataset), self.batch_size, self.ranks()[1], self.drop_last, self.whole_rounds)
         if facts != self._length[0]:
             self._length = facts, self.plan().num_batches
@@ -239,13 +253,53 @@ class ResumableBatchSampler(Sampler[list[Key]]):
     def __iter__(self) -> Iterator[list[Key]]:
         # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.
         cursor = self.cursor
-        plan = self.plan(cursor.samples, finished=cursor.finished)
-        return self._batches(plan, self.ranks()[0], cursor.epoch)
+        self.parts = parts = [(0, self._plan_from(cursor.samples, cursor.batch))]
+        return self._batches(parts, self.ranks()[0], cursor.epoch, cursor.batch)
 
-    def _batches(self, plan: EpochPlan, rank: int, epoch: int) -> Iterator[list[Key]]:
+    def settings(self) -> dict[str, Any]:
+        """What the program may set at any time, and a position depends on."""
+        self._take_over()
+        return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def put(self, settings: Mapping[str, Any]) -> None:
+        vars(self).update(settings)
+        if self.source is not None:
+            self.source.put(settings)
+
+    def _take_over(self) -> None:
+        if self.source is not None:
+            vars(self).update(self.source.get())
+
+    def _plan_from(self, samples: int, batch: int) -> EpochPlan:
+        """From that batch of the epoch on, with the size that it has."""
+        plan = self.plan(samples, finished=self.cursor.finished)
+        if self.drop_last and self.cursor.sizes:  # as torch's: that of the epoch's beginning counts
+            size = self.cursor.sizes[0][1]
+        else:
+            size = self.cursor.size_of(batch, self.batch_size)
+        return plan if size == plan.batch_size else replace(plan, batch_size=size)
+
+    def _batches(self, parts: list[tuple[int, EpochPlan]], rank: int, epoch: int, begin: int) -> Iterator[list[Key]]:
+        """`begin`: the batch of the epoch that is the first of this pass. Like torch's, it looks at `batch_size` before
+        each batch, unless there is `drop_last`."""
         size = len(self.dataset)
         order = Permutation(size, mix(self.seed, epoch, _ORDER)) if self.shuffle else None
         prefix = mix(self.seed, epoch, _SAMPLE)
+        done, is_at_end = 0, False
+        while not is_at_end:
+            first, plan = parts[-1]
+            is_at_end = True
+            for keys in self._of_plan(plan, rank, order, prefix):
+                self._take_over()
+                now = plan.batch_size if self.drop_last else self.cursor.size_of(begin + done, self.batch_size)
+                if now != plan.batch_size:
+                    parts.append((done, self._plan_from(plan.consumed(done - first), begin + done)))
+                    is_at_end = False
+                    break
+                yield keys
+                done += 1
+
+    def _of_plan(self, plan: EpochPlan, rank: int, order: Permutation | None, prefix: int) -> Iterator[list[Key]]:
         width = plan.batch_size
         steps_at_once = max(1, _BLOCK // width)
         own = plan.start + rank * width + np.arange(width, dtype=np.int64)

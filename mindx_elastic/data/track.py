@@ -28,6 +28,7 @@ class Mark(NamedTuple):
     samples: int
     finished: bool
     start: dict[str, Any] | None
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
 class Track:

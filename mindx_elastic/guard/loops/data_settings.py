@@ -6,11 +6,13 @@ on other samples. Kept are attributes that are plain values: of the data set, of
 the collate function's object and of samplers that are not torch's. They count as set by the program when they are
 others than at the guard's entry, and no code that makes samples sets them (``self.calls += 1`` in ``__getitem__``).
 
+So do what the loader and torch's samplers have (`_OF_LOADER`, `_ORDER`).
+
 There are two values of each. *Begun*: when the iteration began, which is what its workers have a copy of, and what a
 sampler began with. *Now*: at the boundary. A resumed iteration begins with the first, and goes on with the second.
 
 Objects that the program exchanges (``dataset.transform = strong``) cannot be put back. Their kinds are kept, and a
-resumed iteration with others is told; so is, before, an exchange that the source shows to be made in one epoch only.
+resumed iteration with others is told.
 """
 
 from __future__ import annotations
@@ -20,21 +22,20 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.checks.running_source import spans, tree_of
+from mindx_elastic.data.sampler import ResumableBatchSampler
 from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import is_of_library, program_files, program_frames
-from mindx_elastic.guard.checks.switches import holds_once
+from mindx_elastic.guard.checks.surroundings import is_of_library, program_files
 from mindx_elastic.guard.checks.syntax import children, walk, without_index
 from mindx_elastic.guard.checks.training_words import name_of
 
@@ -48,6 +49,11 @@ _FIRST, _EVERY = 3, 16
 """Boundaries at which all is looked at: in between, only what is known to be set by the program."""
 _MOST_NAMED, _LONGEST = 4, 60
 _OTHER = object()
+_ORDER = ("indices", "num_samples", "sampler", "seed", "weights")
+"""What programs set on samplers of torch's, beside the numbers that our loaders keep with their position."""
+_OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
+_AT_ONCE = ("batch_sampler", "batch_size")
+"""Not as when the iteration began: its loader knows what each batch was asked for with (`data.position.Cursor`)."""
 _PLAIN = "a plain value"
 _HOW_TO_EXCHANGE = (
     "Set it at the head of each epoch, from the epoch: `if epoch >= 10:` in place of `if epoch == 10:`. A plain value "
@@ -116,19 +122,8 @@ class DataSettings:
             is_new = was != kind and key not in self._exchanged and not key[1].startswith("_")
             if is_new and not self._is_made_with_samples(key[1]):
                 self._exchanged.add(key)
-                self._tell_of_exchange(key, was, kind)
         self.is_used = bool(self._own or self._exchanged)
         return known != (len(self._own), len(self._exchanged))
-
-    def _tell_of_exchange(self, key: _Key, was: str, kind: str) -> None:
-        path, name = key
-        line = _line_of_one_epoch(sys._getframe(1), name)
-        if line and self.tell is not None:
-            self.tell(
-                f"{path}.{name} is exchanged ({was} by {kind}) in one epoch only, by line {line}, and no file has such "
-                "objects: a run that is resumed in a later epoch has the first one",
-                _HOW_TO_EXCHANGE,
-            )
 
     # --- a boundary ---
 
@@ -152,7 +147,7 @@ class DataSettings:
             state["kinds"] = _by_path({key: kinds.get(key, _PLAIN) for key in self._exchanged})
         return state
 
-    def load(self, state: Any, epoch: int) -> None:
+    def load(self, state: Any, epoch: Any) -> None:
         """`state`: as `state` has given it; None: there was nothing. `epoch`: the loader's, at that boundary."""
         self.reset()
         if not isinstance(state, Mapping):
@@ -186,7 +181,11 @@ class DataSettings:
         self.look()
         if not goes_on_with_workers:
             owners, first = self._newest.owners, self._start.owners
-            self._begun = {key: v for key, v in self._newest.values.items() if owners[key[0]] is first.get(key[0])}
+            self._begun = {
+                key: value
+                for key, value in self._newest.values.items()
+                if owners[key[0]] is first.get(key[0]) and key != _AT_ONCE
+            }
 
     def at_opened(self, epoch: int) -> None:
         """Its workers are there, and its sampler has skipped what was used."""
@@ -256,7 +255,9 @@ def _look(loader: Any, first: Mapping[str, Any]) -> _Look:
     def add(path: str, value: Any, depth: int) -> None:
         if isinstance(value, MethodType):
             value = value.__self__
-        if depth > _DEPTH or id(value) in known or len(known) >= _MOST_NODES or not _may_hold(value):
+        if depth > _DEPTH or id(value) in known or len(known) >= _MOST_NODES:
+            return
+        if not _may_hold(value) and value is not loader:
             return
         known.add(id(value))
         waiting.append((path, value, depth))
@@ -266,7 +267,7 @@ def _look(loader: Any, first: Mapping[str, Any]) -> _Look:
     while waiting:
         path, owner, depth = waiting.popleft()
         look.owners[path] = owner
-        for name, held in attributes_of(owner).items():
+        for name, held in _settable(owner).items():
             value = _plain(held)
             if value is not _OTHER:
                 look.values[path, name] = value
@@ -295,9 +296,26 @@ def _look(loader: Any, first: Mapping[str, Any]) -> _Look:
 def _roots(loader: Any) -> Iterator[tuple[str, Any]]:
     for name in ("dataset", "collate_fn", "sampler", "batch_sampler"):
         value = getattr(loader, name, None)
-        is_order = name in ("sampler", "batch_sampler")
-        if value is not None and not (is_order and type(value).__module__.startswith(("torch.", "mindx_elastic."))):
+        if value is not None:
             yield name, value
+    if isinstance(loader, DataLoader):
+        yield "loader", loader
+
+
+def _settable(owner: Any) -> dict[str, Any]:
+    """The attributes of an object that count."""
+    found = attributes_of(owner)
+    if isinstance(owner, DataLoader):
+        is_own = not is_of_library(type(owner))
+        inner = {"dataset", "sampler", "batch_sampler", *DataLoader.__annotations__}
+        return {
+            name: value
+            for name, value in found.items()
+            if name in _OF_LOADER or (is_own and not name.startswith("_") and name not in inner)
+        }
+    if isinstance(owner, Sampler) and is_of_library(type(owner)):
+        return {} if isinstance(owner, ResumableBatchSampler) else {n: v for n, v in found.items() if n in _ORDER}
+    return found
 
 
 def _may_hold(value: Any) -> bool:
@@ -356,6 +374,12 @@ def _kind(held: Any, place: str, words_of: Callable[[str, Any], str]) -> str | N
         if not all(isinstance(one, (int, float, str)) for one in ends):
             return None
         return f"{len(held)} values, {xxhash.xxh3_64_hexdigest(repr(ends).encode('utf-8', 'surrogatepass'))[:8]}"
+    if isinstance(held, torch.Tensor) and place.endswith(".weights"):
+        held = held.reshape(-1)
+        held = [*held[:_MOST_ITEMS].tolist(), *held[-_MOST_ITEMS:].tolist()]
+        return f"values {xxhash.xxh3_64_hexdigest(repr(held).encode())[:8]}"
+    if isinstance(held, Sampler) and place == "batch_sampler.sampler":
+        return words_of(place, held)
     if callable(held) and not isinstance(held, (type, torch.Tensor)) and _is_followed(type(held)):
         return words_of(place, held)
     return None
@@ -444,21 +468,3 @@ def _sets(node: ast.AST) -> Iterator[str]:
         for part in map(without_index, parts):
             if isinstance(part, ast.Attribute):
                 yield part.attr
-
-
-def _line_of_one_epoch(frame: FrameType, name: str) -> int:
-    """Where a running function of the program sets an attribute of that name under an ``==``, by itself or by another
-    function of the same file; 0: nowhere."""
-    for place in program_frames(frame):
-        nodes = walk(tree) if (tree := tree_of(place)) is not None else []
-        functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
-        setters = {one.name for one in functions if any(name in _sets(node) for node in walk(one))}
-        setters.discard(place.f_code.co_name)
-        for test in (node for node in nodes if isinstance(node, ast.If) and holds_once(node.test)):
-            around = [one for one in functions if spans(one, test.lineno)]
-            if around and not any(one.name == place.f_code.co_name for one in around):
-                continue
-            for node in (node for statement in test.body for node in walk(statement)):
-                if name in _sets(node) or (isinstance(node, ast.Call) and name_of(node.func) in setters):
-                    return test.lineno
-    return 0

@@ -109,9 +109,11 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
                 self.native.load_state_dict(state)
                 return
             self.adoption.take_seed(state)
-        self.loader.load_state_dict(state)
         if self.settings is not None:
-            self.settings.load(state.get(SETTINGS), self.engine.cursor.epoch)
+            self.settings.load(state.get(SETTINGS), state.get("epoch"))
+            if self.adoption is not None:
+                self.adoption.take_over()
+        self.loader.load_state_dict(state)
         if state.get(_OVER) is True:
             self.move_on()
             self.has_moved_on = True

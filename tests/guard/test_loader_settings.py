@@ -1,0 +1,198 @@
+"""What a program sets on its loader or its samplers acts as with torch, and goes on in a resumed run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
+
+from mindx_elastic import Guard
+from mindx_elastic.data import ResumableLoader
+from mindx_elastic.errors import GracefulExit, UsageError
+from tests.guarded import no_traces, plain_environment, stop_and_wait
+
+SAMPLES, EPOCHS = 48, 4
+DATA, TWICE = TensorDataset(torch.arange(SAMPLES)), TensorDataset(torch.arange(2 * SAMPLES))
+Batches = list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+class Grouped(Sampler[list[int]]):
+    """A batch sampler as programs write them."""
+
+    def __init__(self) -> None:
+        self.batch_size = 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        while order:
+            batch, order = order[: self.batch_size], order[self.batch_size :]
+            yield batch
+
+
+def adopted(workers: int = 0, drop_last: bool = False) -> DataLoader[Any]:
+    ahead = 3 if workers else None
+    return DataLoader(DATA, 4, shuffle=True, num_workers=workers, drop_last=drop_last, prefetch_factor=ahead)
+
+
+def with_workers() -> DataLoader[Any]:
+    return adopted(workers=2)
+
+
+def dropping() -> DataLoader[Any]:
+    return adopted(drop_last=True)
+
+
+def in_order() -> DataLoader[Any]:
+    return DataLoader(DATA, 4)
+
+
+def replayed() -> DataLoader[Any]:
+    return DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(SAMPLES)))
+
+
+def replayed_with_workers() -> DataLoader[Any]:
+    sampler = BatchSampler(SubsetRandomSampler(range(SAMPLES)), 4, drop_last=False)
+    return DataLoader(DATA, batch_sampler=sampler, num_workers=2, prefetch_factor=3)
+
+
+def own_batches() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=Grouped())
+
+
+def resumable() -> DataLoader[Any]:
+    return ResumableLoader(DATA, 4, shuffle=True)
+
+
+def of_two_ranks() -> DataLoader[Any]:
+    return DataLoader(TWICE, 4, sampler=DistributedSampler(TWICE, 2, 1))
+
+
+Make = Callable[[], DataLoader[Any]]
+Change = Callable[[Any, int, int], None]
+"""Gets the loader, the epoch and the number of the batch in it; 0: the epoch is over."""
+
+
+def after_an_epoch(loader: Any, epoch: int, batch: int) -> None:
+    if not batch and epoch <= 2:
+        loader.batch_sampler.batch_size *= 2
+
+
+def in_mid_epoch(loader: Any, epoch: int, batch: int) -> None:
+    """Twice in one epoch."""
+    if epoch == 2 and batch in (2, 3):
+        loader.batch_sampler.batch_size += 2
+
+
+def run(make: Make, change: Change, directory: Path | None, stop: int = 0) -> Batches:
+    """The batches that the steps had. Without a directory: no guard is there."""
+    torch.manual_seed(0)
+    loader, net = make(), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    found: Batches = []
+    if directory is None:
+        for epoch in range(1, EPOCHS + 1):
+            for number, (x,) in enumerate(loader, 1):
+                found.append(x.tolist())
+                change(loader, epoch, number)
+            change(loader, epoch, 0)
+        return found
+    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=directory)
+    with guard:
+        for epoch in guard.epochs(EPOCHS):
+            for number, (x,) in guard.enumerate(loader, 1):
+                found.append(x.tolist())
+                change(loader, epoch, number)
+                if guard.step + 1 == stop:
+                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
+                guard.step_end()
+            change(loader, epoch, 0)
+    return found
+
+
+def stopped(make: Make, change: Change, directory: Path, stop: int) -> int:
+    with pytest.raises(GracefulExit):
+        run(make, change, directory, stop)
+    return stop
+
+
+STOCK: list[Make] = [with_workers, dropping, of_two_ranks, adopted, in_order]
+OTHERS: list[Make] = [replayed, own_batches, resumable, replayed_with_workers]
+CASES = [
+    (in_mid_epoch, with_workers, 16),  # batches of three sizes are fetched and not used
+    (in_mid_epoch, replayed_with_workers, 18),
+    (in_mid_epoch, own_batches, 15),
+    (in_mid_epoch, resumable, 18),
+    (after_an_epoch, resumable, 18),
+    (after_an_epoch, dropping, 15),
+    (after_an_epoch, of_two_ranks, 15),
+    (in_mid_epoch, adopted, 14),
+    *itertools.product((in_mid_epoch, after_an_epoch), [*STOCK, *OTHERS], (9, 13, 14, 15, 16, 18)),
+]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("change", "make"), [*itertools.product((in_mid_epoch, after_an_epoch), STOCK)])
+def test_the_batch_size_acts_as_in_torch(make: Make, change: Change, tmp_path: Path) -> None:
+    expected = [len(batch) for batch in run(make, change, None)]
+    assert len(set(expected)) > 1
+    assert [len(batch) for batch in run(make, change, tmp_path)] == expected
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize(("change", "make", "stop"), CASES)
+def test_and_is_kept(make: Make, change: Change, stop: int, tmp_path: Path) -> None:
+    expected = run(make, change, tmp_path / "whole")
+    stopped(make, change, tmp_path / "cut", stop)
+    assert run(make, change, tmp_path / "cut") == expected[stop:]
+
+
+def in_turn(loader: Any, epoch: int, batch: int) -> None:
+    if not batch and epoch == 2:
+        loader.sampler.shuffle = False
+
+
+def test_a_sampler_that_shuffles_no_more(tmp_path: Path) -> None:
+    expected = run(of_two_ranks, in_turn, tmp_path / "whole")
+    assert sorted(expected[-1]) == expected[-1]
+    stopped(of_two_ranks, in_turn, tmp_path / "cut", 15)
+    assert run(of_two_ranks, in_turn, tmp_path / "cut") == expected[15:]
+
+
+def with_replacement(loader: Any, epoch: int, batch: int) -> None:
+    loader.sampler.replacement = True
+
+
+def test_an_order_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="make the loader with that sampler before the guard"):
+        run(adopted, with_replacement, tmp_path)
+
+
+def other_indices(loader: Any, epoch: int, batch: int) -> None:
+    if epoch == 2 and not batch:
+        loader.sampler.indices = loader.sampler.indices[::-1]
+        loader.collate_fn = collate
+
+
+def collate(samples: list[Any]) -> Any:
+    return (torch.stack([x for (x,) in samples]) * 2,)
+
+
+def test_objects_that_are_exchanged_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped(replayed, other_indices, tmp_path, 27)
+    caplog.clear()
+    run(replayed, other_indices, tmp_path)
+    (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
+    assert "loader.collate_fn (default_collate" in told and "was collate, line" in told
