@@ -5,6 +5,9 @@ be another training. Whoever has changed ``--lr`` or ``--epochs`` on the command
 
 What stands in these objects moves in a training (by a scheduler or by hand), so it is not what is compared. Each file
 has what the program had given when the training began (`settings_given`), which the same command gives again.
+
+What no checkpoint brings back (a dropout's `p`, the function of a `LambdaLR`) is compared likewise in `code_settings`,
+and told with the opposite consequence: the program's counts from here on.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from mindx_elastic.capture.code_settings import changed_in_code, settings_in_code
 from mindx_elastic.capture.components import Component, PlainComponent
 from mindx_elastic.capture.optimizer_component import OptimizerComponent
 
@@ -23,6 +27,8 @@ __all__ = ["GivenSettings"]
 _MOST = 4
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, str, type(None))
+_IN_CODE = ""
+"""No object's name: in the file, what is in the program's code and not in its objects' state."""
 
 
 class GivenSettings:
@@ -37,6 +43,12 @@ class GivenSettings:
         self.of_training: Mapping[str, Mapping[str, Any]] = {name: given for name, given in found.items() if given}
         """When the training began."""
         self._now = dict(self.of_training)
+        self._in_code = settings_in_code(components) if all(map(_is_new, components.values())) else {}
+        self.kept = self._for_file()
+        """For the file; only ever replaced."""
+
+    def _for_file(self) -> Mapping[str, Any]:
+        return {**self.of_training, **({_IN_CODE: self._in_code} if self._in_code else {})}
 
     def forget(self, name: str) -> None:
         """The groups of optimizer `name` have other numbers from here on: what was given is not compared."""
@@ -48,8 +60,11 @@ class GivenSettings:
         theirs = state.get("settings_given")
         if not isinstance(theirs, Mapping):  # converted, or of an older version: from here on this start's count
             return []
-        self.of_training = theirs
-        return [] if live else list(self._changed(components))
+        self.of_training = {name: given for name, given in theirs.items() if name != _IN_CODE}
+        begun, now = theirs.get(_IN_CODE, {}), self._in_code
+        self._in_code = now if now and not live else begun
+        self.kept = self._for_file()
+        return [] if live else [*self._changed(components), *changed_in_code(now, begun)]
 
     def _changed(self, components: Mapping[str, Component]) -> Iterator[str]:
         for name, given in self._now.items():

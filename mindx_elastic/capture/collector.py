@@ -327,8 +327,8 @@ class Collector:
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
-        if self._settings.of_training:
-            state["settings_given"] = self._settings.of_training
+        if settings := self._settings.kept:
+            state["settings_given"] = settings
         if are_in_use() and (devices := self._tensor_devices(state)):
             state["tensor_devices"] = devices
         return state

@@ -283,7 +283,10 @@ def choose_of_loader(donated: Any, kept: RingStates, begun: Any) -> Any:
 def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged, tail: TailSide) -> dict[str, Any]:
     """The state that `rank` resumes from. Raises CorruptCheckpointError."""
     state = tail.state(collector)
-    if found.donor is None or found.plan.resharded:
+    if found.donor is None:
+        return state
+    state = {name: value for name, value in state.items() if name != "settings_given"}  # given on that rank
+    if found.plan.resharded:
         return state
     own, is_whole = tail.own()
     names = {*collector.components, *RESERVED_NAMES}
