@@ -47,7 +47,7 @@ class Boundaries:
         world_size: int,
         by_hand: bool,
         ddp: DdpModules,
-        is_exposed: bool,
+        is_exposed: Callable[[], bool],
     ) -> None:
         """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths. `is_exposed`: the job saves at
         exceptions, and nothing else protects its steps from them."""
@@ -80,7 +80,7 @@ class Boundaries:
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.unseen = UnseenUpdates(collector, unmanaged)
-        self.has_warned_of_window = not is_exposed
+        self._is_exposed, self.has_warned_of_window = is_exposed, False
         """`warn_of_window` has nothing left to do."""
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -131,7 +131,7 @@ class Boundaries:
             return
         self.has_warned_of_window = True
         reasons = self._window.standing()
-        if reasons:
+        if reasons and self._is_exposed():
             logger.info(
                 "stops and resumes are exact here. Only an exception of the program itself between the last "
                 "optimizer.step() and step_end() would cost every step since the start, for the state there is at no "

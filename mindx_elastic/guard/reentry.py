@@ -44,6 +44,11 @@ class ReentryPart(FollowedPart):
         self._entry, self._ranks, self._arenas, self._trust = entry, ranks, arenas, trust
         self.run_id, self.attempt = verdict.run_id, verdict.next_attempt
 
+    @property
+    def generation(self) -> int:
+        """See `FileFact.generation`: it is the same start."""
+        return 0 if self.resumed is None else self.resumed.checkpoint.info.generation
+
     def say(self) -> Any:
         return [self._entry.generation, self.run_id, self.attempt, self._entry.verdict.step]
 

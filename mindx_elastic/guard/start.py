@@ -165,6 +165,7 @@ def start_job(
     around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
+    saver.coordinates["generation"] = plan.generation
     flags = AnsweredFlagsPart(saver.flags)
     collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
     known = unmanaged.notes
@@ -226,6 +227,7 @@ def start_again(
     around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy=False)
     around.announce(found)
     saver.events.run_id, saver.events.attempt = plan.run_id, plan.attempt
+    saver.coordinates["generation"] = plan.generation
     collector.compiled.only_names = collector.is_sharded
     layouts = LayoutRecord.from_json(found.checkpoint.layout).job if entry.live is None else entry.layouts
     collector.layouts.set_job_layouts(layouts)

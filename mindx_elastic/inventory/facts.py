@@ -126,6 +126,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         epoch=info.epoch,
         step_in_epoch=info.step_in_epoch,
         base=_base_of(info),
+        generation=info.generation,
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
         unmanaged=tuple(info.unmanaged),

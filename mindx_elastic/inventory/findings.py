@@ -243,9 +243,9 @@ _PLAIN = (
 )
 _ROW = (
     *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("replica_digests", "base", "unmanaged", "neighbours"),
+    *("replica_digests", "base", "unmanaged", "neighbours", "generation"),
 )
-_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
+_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch", "generation")
 
 
 def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy], where: str) -> FileFact:

@@ -158,6 +158,11 @@ class CheckpointInfo:
         """Files of one moment belong together. Attempts are branches: the same step of two of them is two states."""
         return self.run_id, self.attempt, self.step
 
+    @property
+    def generation(self) -> int:
+        """See `plan.facts.FileFact`."""
+        return max(0, self.coordinates.get("generation", 0))
+
     def to_json(self) -> str:
         """One JSON object. Raises UnsupportedStateError when `append_info` holds a value that JSON cannot express."""
         if _is_deeper(self.append_info, _MAX_APPEND_INFO_DEPTH):

@@ -73,6 +73,8 @@ class FileFact:
     """The disk, or the machine's memory, that has it: nodes may have different files of the same path."""
     base: tuple[int, int] | None = None
     """Attempt and step that the writer's attempt went on from; None: a fresh start, or not known."""
+    generation: int = 0
+    """The number of the start that its writer came from, among those in its directories; 0: not known."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     replica_digests: Mapping[str, str] = field(default_factory=dict)

@@ -34,6 +34,8 @@ class _Dated(Protocol):
     def moment(self) -> Moment: ...
 
     @property
+    def generation(self) -> int: ...
+    @property
     def created(self) -> float: ...
 
 
@@ -94,16 +96,18 @@ def plan_resume(
 def order_of_moments(files: Iterable[_Dated]) -> list[Moment]:
     """All steps, the one to try first in front.
 
-    First the run with the newest file; in it the last attempt, whose steps go before higher ones of earlier attempts
-    because it began at a step that was chosen then; in it the highest step.
+    First the run that was begun, or gone on with, last: starts are counted, since clocks may be wrong. Where files do
+    not say it (of older versions), the run with the newest file. In it the last attempt, whose steps go before higher
+    ones of earlier attempts because it began at a step that was chosen then; in it the highest step.
     """
-    activity: dict[str, float] = {}
+    activity: dict[str, tuple[int, float]] = {}
     moments: set[Moment] = set()
     for fact in files:
         run = fact.moment[0]
-        activity[run] = max(fact.created, activity.get(run, fact.created))
+        shown = fact.generation, fact.created
+        activity[run] = max(shown, activity.get(run, shown))
         moments.add(fact.moment)
-    return sorted(moments, key=lambda m: (-activity[m[0]], m[0], -m[1], -m[2]))
+    return sorted(moments, key=lambda m: (*(-each for each in activity[m[0]]), m[0], -m[1], -m[2]))
 
 
 def newest_world_size(files: Sequence[FileFact]) -> int | None:

@@ -54,7 +54,7 @@ from mindx_elastic.inventory.findings import (
 )
 from mindx_elastic.inventory.inventory import Inventory
 from mindx_elastic.memory.memory_files import OwnState, SmallRecord, own_rings, small_records
-from mindx_elastic.persist.catalog import root_of
+from mindx_elastic.persist.catalog import read_entries, root_of
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World
@@ -140,6 +140,8 @@ class Places:
     """The job's folder in shared memory."""
     trust: Trust = field(default_factory=Trust)
     """The users whose files count."""
+    own: Sequence[Path] = ()
+    """The directories where the job saves, if they are not those where all that counts is looked for."""
 
 
 def places_of(
@@ -152,10 +154,10 @@ def places_of(
     """
     trust = trust or Trust()
     if resume in ("auto", "never"):
-        return Places(directories, resume, None, arenas, trust)
+        return Places(directories, resume, None, arenas, trust, () if resume == "auto" else directories)
     root, only = _resolve(resume)
     trust.add(root)
-    return Places([root], resume, only, arenas, trust)
+    return Places([root], resume, only, arenas, trust, directories)
 
 
 def _resolve(resume: str | Path) -> tuple[Path, Moment | None]:
@@ -333,6 +335,8 @@ class PlanPart(FollowedPart):
         self._answer: Answer | None = None
         self._heard = ""
         self.run_id, self.attempt = "", 0
+        self.generation = 0
+        """Of this start, see `FileFact.generation`."""
         # Of rank 0:
         self._inventory = Inventory()
         self._plan: ResumePlan | None = None
@@ -413,6 +417,7 @@ class PlanPart(FollowedPart):
             "plan": answer.common,
             "run_id": run_id,
             "attempt": inventory.next_attempt(run_id),
+            "generation": self._next_generation(),
             "lines": lines[:_MOST_LINES],
             "only_in_memory": all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts),
         }
@@ -434,7 +439,16 @@ class PlanPart(FollowedPart):
             logger.warning("the job begins anew; what it left in memory is not used: %s", "; ".join(lines[:_SHOWN]))
         run_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
         attempt = max(inventory.launched, self._ranks.attempt)
-        return Merged({"fresh": True, "run_id": run_id, "attempt": attempt, "keep_notes": begins_anew})
+        number = self._next_generation()
+        return Merged(
+            {"fresh": True, "run_id": run_id, "attempt": attempt, "generation": number, "keep_notes": begins_anew}
+        )
+
+    def _next_generation(self) -> int:
+        places = self._places
+        known = [entry.info for each in places.own for entry in read_entries(each, owners=places.trust.of(each))]
+        seen = [info.generation for info in known if info is not None]
+        return 1 + max((*seen, *(fact.generation for fact in self._inventory.facts)), default=0)
 
     def _refusal(self, plan: Refusal, lines: Sequence[str]) -> MindxError | None:
         """The error of this start; None: begin anew."""
@@ -483,6 +497,7 @@ class PlanPart(FollowedPart):
             return
         self.run_id = printable(str(common["run_id"]), _LONGEST_RUN_ID)
         self.attempt = int(common["attempt"])
+        self.generation = int(common["generation"])
         if not 0 <= self.attempt <= _MOST_ATTEMPTS:
             raise ValueError(f"attempt {self.attempt}")
         if common.get("fresh"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def test_three_stops_in_a_row(tmp_path: Path) -> None:
     for seed, number in enumerate((2, 3, 9)):
         stopped(Job(tmp_path, seed=seed), middle=stop_at(number))
     assert_same(Job(tmp_path, seed=99).run(), expected)
+
+
+def test_the_run_begun_last_goes_on_whatever_the_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the one that the program has gone back to, in this directory or into another one with a run of its own."""
+    real = time.time
+    with monkeypatch.context() as fast:
+        fast.setattr(time, "time", lambda: real() + 1e6)
+        stopped(Job(tmp_path / "ckpt"), middle=stop_at(8))
+    (old,) = (tmp_path / "ckpt").glob("*.safetensors")
+    stopped(Job(tmp_path / "ckpt", resume="never"), middle=stop_at(3))
+    job = Job(tmp_path / "ckpt")
+    stopped(job, middle=stop_at(4))
+    assert job.guard.resumed_from_step == 3
+    stopped(Job(tmp_path / "other", resume="never"), middle=stop_at(2))
+    for directory in (tmp_path / "ckpt", tmp_path / "other"):
+        stopped(Job(directory, resume=old), middle=stop_at(9))
+        job = Job(directory)
+        stopped(job, middle=stop_at(10))
+        assert job.guard.resumed_from_step == 9
 
 
 def test_random_numbers_drawn_before_the_first_batch_change_nothing_after_a_resume(tmp_path: Path) -> None:

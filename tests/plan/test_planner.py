@@ -152,6 +152,8 @@ def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
         file(0, 3, run="a", attempt=1, created=3.0),
     ]
     assert order_of_moments(facts) == [("a", 1, 3), ("a", 0, 9), ("a", 0, 7), ("b", 0, 5)]
+    begun_later = replace(facts[0], generation=1)  # by the count of starts, and not by a clock
+    assert order_of_moments([begun_later, *facts[1:]])[0] == ("b", 0, 5)
 
 
 def test_only_the_step_asked_for_is_taken() -> None:
