@@ -338,7 +338,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
             logger.debug("the rendezvous could not be closed: %s", error)
         thread.close(0.0)
     ledger.note_last_loss(ending)
-    ledger.close(ending.outcome, exit_code=ending.code)
+    ledger.close(ending.outcome, exit_code=ending.code, directories=sorted(map(str, supervisor.directories)))
     if ledger.is_eventful:
         print_block(render(ledger.records, ledger.recoveries))
     if supervisor.error_file:

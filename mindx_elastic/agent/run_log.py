@@ -47,6 +47,8 @@ class AgentRun:
     command: str = ""
     """That started it, as a line for a shell; empty: not known."""
     summary: dict[str, Any] | None = None
+    directories: list[str] = field(default_factory=list)
+    """Of checkpoints, as its end tells them."""
     records: list[AttemptRecord] = field(default_factory=list)
     """The oldest first."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
@@ -123,6 +125,8 @@ def _add(run: AgentRun, line: dict[str, Any]) -> None:
     run.host = run.host or text(line.get("host"))
     if event == "summary":
         run.summary = line
+        told = line.get("directories")
+        run.directories = [each for each in told if isinstance(each, str)] if isinstance(told, list) else []
         run.outcome = text(line.get("outcome")) or run.outcome
     elif event == _END:
         run.ended = real(line.get("time"))

@@ -144,7 +144,7 @@ class Supervisor(LocalElasticAgent):
                 on_move=self._move_store,
             )
         self._farewell: Farewell | None = None
-        self._directories: set[Path] = set()
+        self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
@@ -297,7 +297,7 @@ class Supervisor(LocalElasticAgent):
             Signs(farewell.node, self._nodes, membership),
             inbox=self._inbox,
             new_store=functools.partial(open_again, self._rdzv_handler),
-            directories=self._directories,
+            directories=self.directories,
             world_size=self._worker_group.workers[0].world_size,
             timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
         )
@@ -599,7 +599,7 @@ class Supervisor(LocalElasticAgent):
         for arena in {status.arena for status in statuses.values() if status.arena} - self.arenas:
             self.arenas.add(arena)
             with suppress(OSError, ValueError, KeyError, TypeError):
-                self._directories.add(Path(str(read_owner(Path(arena))["directory"])))
+                self.directories.add(Path(str(read_owner(Path(arena))["directory"])))
 
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""

@@ -31,6 +31,7 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.cli.verify import check_entries, entries_at
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
+from mindx_elastic.inventory.remains import find_remains, remarks
 
 if TYPE_CHECKING:
     from mindx_elastic.inventory.inventory import Inventory, Step
@@ -135,6 +136,7 @@ def _report(directory: Path, inventory: Inventory, findings: _Findings | None, *
         "steps": steps,
         "problems": [_problem(entry) for entry in inventory.entries.values() if entry.problem is not None],
         "quarantined": len(quarantined(directory)),
+        **find_remains(directory),
     }
 
 
@@ -279,7 +281,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
         lines += [
             f"  {_relative(entry['path'], report['directory'])}: {entry['problem']}" for entry in report["problems"]
         ]
-    lines += ["", *_conclusion(report)]
+    lines += ["", *_conclusion(report), *remarks(report, report["newest_complete_step"])]
     for line in lines:
         console.print(printable(line), soft_wrap=True)
 

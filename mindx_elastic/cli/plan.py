@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, make_console
+from mindx_elastic.core.printable import printable
+from mindx_elastic.inventory.remains import find_remains, remarks
 
 if TYPE_CHECKING:
     from mindx_elastic.cli.plan_inputs import Checked, Found
@@ -75,8 +77,8 @@ def plan_command(
     """Show the plan of the next start: which step it would load and why, which rank reads which file, what is lost.
 
     Reads the headers and the fault report and plans as a start does; no process of the job needs to run. Then reads and
-    checks the files of the plan (not with --no-verify); if one is damaged, plans again without it. Does not see what is
-    left in the memory of a node, so a start may find a newer step.
+    checks the files of the plan (not with --no-verify); if one is damaged, plans again without it. Plans with files
+    only: a start also finds what is left in the memory of its nodes, which is named for this machine.
 
     Writes nothing but the files asked for with --emit-env and --write. These are also written with exit codes 1 and 3,
     as RESTORE_RANKS=-1 and "restorable": false, so that no script takes yesterday's plan for today's; not with 2.
@@ -161,6 +163,7 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
         "digests_checked": checked is not None,
         "checked_files": 0 if checked is None else checked.files,
         "checked_bytes": 0 if checked is None else checked.nbytes,
+        **find_remains(path),
     }
     if isinstance(plan, ResumePlan):
         infos = [result.found.entries[each.file.path].info for each in plan.ranks]
@@ -176,14 +179,17 @@ def _initializing(faults: Faults) -> list[str]:
 
 def _print(result: _Result, document: dict[str, Any]) -> None:
     from mindx_elastic.cli.plan_table import print_explanation, print_nothing, print_plan, print_refusal
-    from mindx_elastic.plan.facts import Refusal
+    from mindx_elastic.plan.facts import Refusal, ResumePlan
 
     console = make_console()
+    said = remarks(document, result.plan.step if isinstance(result.plan, ResumePlan) else None)
     if not result.found.anything:
-        print_nothing(console, document["directory"])
+        print_nothing(console, document["directory"], is_fresh=not said)
     elif isinstance(result.plan, Refusal):
         print_refusal(console, result.plan, document)
     else:
         print_plan(console, result.plan, document, now=time.time())
         if "explanation" in document:
             print_explanation(console, document["explanation"])
+    for line in said:
+        console.print(printable(line), soft_wrap=True)

@@ -243,9 +243,11 @@ def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def print_nothing(console: Console, directory: str) -> None:
-    """No job has been here."""
-    line = f"no checkpoint found in {directory}: there is nothing to restore, the job starts from the beginning"
+def print_nothing(console: Console, directory: str, *, is_fresh: bool) -> None:
+    """There is no file. is_fresh: and nothing else is known of a job that was here."""
+    line = f"no checkpoint found in {directory}"
+    if is_fresh:
+        line += ": there is nothing to restore, the job starts from the beginning"
     console.print(printable(line), soft_wrap=True)
 
 

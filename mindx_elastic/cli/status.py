@@ -126,6 +126,8 @@ def _print(console: Console, report: dict[str, Any], runs: list[AgentRun], recov
             )
     console.print()
     console.print(totals_line(add_up(run.records)), soft_wrap=True)
+    for line in report["remarks"]:
+        console.print(printable(line), soft_wrap=True)
     older = report["older_runs"]
     if older:
         console.print(f"{older} older run{'' if older == 1 else 's'} of an agent in the same file: not shown")

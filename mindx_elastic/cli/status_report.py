@@ -24,11 +24,21 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
     from mindx_elastic.agent.ledger import add_up
     from mindx_elastic.agent.result import read_result
+    from mindx_elastic.report.story import remarks_of_run
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
     report["recoveries"] = [asdict(record) for record in recoveries]
     if not runs:
-        return {**report, "agent": None, "attempts": [], "totals": None, "workers": [], "pause": None, "result": None}
+        return {
+            **report,
+            "agent": None,
+            "attempts": [],
+            "totals": None,
+            "workers": [],
+            "pause": None,
+            "result": None,
+            "remarks": [],
+        }
     run = runs[-1]
     running = is_running(run)
     result = read_result(path if path.is_dir() else path.parent)
@@ -53,6 +63,7 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
         "workers": workers,
         "pause": _pause(workers),
         "result": None if result is None else asdict(result),
+        "remarks": remarks_of_run(run),
     }
 
 

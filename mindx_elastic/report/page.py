@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, add_up, totals_line
 from mindx_elastic.agent.restarts import advice
 from mindx_elastic.report.drawing import escape, goodput, loss_line, span, step_line, timeline
-from mindx_elastic.report.story import Story
+from mindx_elastic.report.story import Story, remarks_of_run
 
 __all__ = ["make_page"]
 
@@ -124,6 +124,7 @@ def _what_happened(story: Story) -> str:
         found.append(
             f"<p>Attempt {failure.attempt} failed{step}. {rank}<code>{escape(failure.cause or '?')}</code></p>"
         )
+    found += [f"<p>{escape(line, 1000)}</p>" for line in remarks_of_run(run)]
     found.append(f"<p><b>Next:</b> {escape(_next(story, failure))}</p>")
     if run.command:
         found.append(f"<p>The command:</p><pre>{escape(run.command, 2000)}</pre>")

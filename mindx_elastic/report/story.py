@@ -20,10 +20,11 @@ from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
 from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
+from mindx_elastic.inventory.remains import find_remains, remarks
 from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
 
-__all__ = ["Bar", "Mark", "Saves", "Share", "Story", "shares_of", "tell"]
+__all__ = ["Bar", "Mark", "Saves", "Share", "Story", "remarks_of_run", "shares_of", "tell"]
 
 _ALARMS = (*NOTABLE, "pause")
 _MOST, _MOST_S = 1 << 62, 1e11
@@ -145,6 +146,12 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     return story
 
 
+def remarks_of_run(run: AgentRun) -> list[str]:
+    """What the ranks of an agent that has ended could not bring to disk."""
+    saved = max((record.saved_step or -1 for record in run.records), default=-1)
+    return [f"{each}: {line}" for each in run.directories for line in remarks(find_remains(Path(each)), saved)]
+
+
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The events that have a time, and how many lines are none."""
     events, num_others = read_events(path)
@@ -176,7 +183,10 @@ def _count(value: object) -> int | None:
 
 
 def _checkpoint_folders(run: AgentRun) -> list[Path]:
-    """Where the ranks of the run may have their log: above the files that attempts resumed from."""
+    """Where the ranks of the run may have their log: where its end says, else above the files that attempts resumed
+    from."""
+    if run.directories:
+        return [Path(each) for each in run.directories]
     for record in reversed(run.records):
         if record.resumed_path:
             folder = Path(record.resumed_path).parent

@@ -69,6 +69,8 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
         "steps",
         "problems",
         "quarantined",
+        "failed_save",
+        "in_memory",
     }
     assert (document["newest_complete_attempt"], document["quarantined"]) == (0, 0)
     assert (document["schema"], document["directory"], document["digests_checked"]) == (1, str(tree), False)

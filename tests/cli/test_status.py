@@ -84,6 +84,7 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
         "workers",
         "pause",
         "result",
+        "remarks",
     }
     assert set(document) == keys
     assert document["recoveries"] == []
@@ -94,6 +95,7 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
         "host": socket.gethostname(),
         "running": False,
         "outcome": "finished",
+        "command": None,
         "agent_dir": None,
     }
     totals = {"attempts": 2, "failures": 1, "steps_lost": 0, "unknown_losses": 0, "not_training_s": 2.5}
