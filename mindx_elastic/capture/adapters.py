@@ -22,6 +22,7 @@ from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.tensor_copy import TensorCopy
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
 __all__ = ["Adapter", "Attributes", "TensorAdapter", "adapted", "attributes"]
@@ -228,13 +229,13 @@ class _Object:
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         if self._names is None:
-            yield from ((k, v) for k, v in _attributes(self._target) if not isinstance(v, _NO_STATE))
+            yield from ((k, v) for k, v in attributes_of(self._target).items() if not isinstance(v, _NO_STATE))
             return
         for key in self._names:
             try:
                 yield key, getattr(self._target, key)
             except AttributeError:
-                own = [other for other, _ in _attributes(self._target)]
+                own = [*attributes_of(self._target)]
                 raise UsageError(
                     f"{self._name}: {self._class} has no attribute {key!r}: set it before the guard is entered, or "
                     f"correct the name in attributes(...); it has {', '.join(own[:8]) or 'none'}"
@@ -279,7 +280,7 @@ class _Object:
                 f'stateful={{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
             )
         inner = _generator(f"{self._name}.{key}", value)
-        if inner is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        if inner is None and has_method(value, "state_dict", "load_state_dict"):
             inner = value  # type: ignore[assignment]
         if inner is not None:
             self._nested[key] = (value, inner)
@@ -288,7 +289,7 @@ class _Object:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _check_kind(self._name, state, self._class)
         there = {**state["plain"], **state["nested"]}
-        live = dict(_attributes(self._target) if self._names is None else self._attributes())
+        live = attributes_of(self._target) if self._names is None else dict(self._attributes())
         if self._names is not None and (differ := set(self._names).symmetric_difference(there)):
             differ -= {key for key in differ if id(live.get(key)) in self._others}
             for key in sorted(differ):
@@ -377,18 +378,6 @@ def _is_own(target: object) -> bool:
     """Whether it is of a class that the program may have written: a loss that can be called, with tensors in it."""
     root = type(target).__module__.partition(".")[0]
     return (root not in ("torch", "numpy", "builtins") and root not in sys.stdlib_module_names) or root == "__main__"
-
-
-def _attributes(target: object) -> Iterator[tuple[str, Any]]:
-    slots = [name for kind in type(target).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    own: list[str] = list(vars(target)) if hasattr(target, "__dict__") else []
-    for name in dict.fromkeys([*slots, *own]):
-        if name not in ("__dict__", "__weakref__") and hasattr(target, name):
-            yield name, getattr(target, name)
-
-
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _check_kind(name: str, state: Any, kind: str) -> None:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.code_settings import changed_in_code, settings_in_code
 from mindx_elastic.capture.components import Component, PlainComponent
 from mindx_elastic.capture.optimizer_component import OptimizerComponent
+from mindx_elastic.core.looks import asked
 
 __all__ = ["GivenSettings"]
 
@@ -93,7 +94,7 @@ def _is_new(component: Component) -> bool:
 
 
 def _has_moved(scheduler: Any) -> bool:
-    return getattr(scheduler, "last_epoch", 0) > 0 or any(map(_has_moved, getattr(scheduler, "_schedulers", ())))
+    return asked(scheduler, "last_epoch", 0) > 0 or any(map(_has_moved, asked(scheduler, "_schedulers", ())))
 
 
 def _of(component: Component) -> Iterator[tuple[str, Any]]:

@@ -24,8 +24,9 @@ from torch import nn
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, unwrap_optimizer
-from mindx_elastic.capture.plain_component import AdaptedComponent, PlainComponent, Stateful
+from mindx_elastic.capture.plain_component import AdaptedComponent, PlainComponent, Stateful, is_stateful
 from mindx_elastic.capture.scaler_component import ScalerComponent, is_plain_scaler
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import UsageError
 
 __all__ = [
@@ -68,7 +69,7 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         return OptimizerComponent(name, target)
     if is_plain_scaler(target):
         return ScalerComponent(name, target)
-    if isinstance(target, Stateful):
+    if is_stateful(target):
         return PlainComponent(name, target)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
         return AdaptedComponent(name, target, adapter)
@@ -80,7 +81,7 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
 
 def _instead(name: str, target: object) -> str:
     kept: tuple[type, ...] = (nn.Module,) if name.startswith("model") else (torch.optim.Optimizer, nn.Module)
-    inner = [key for key, value in getattr(target, "__dict__", {}).items() if isinstance(value, kept)]
+    inner = [key for key, value in attributes_of(target).items() if isinstance(value, kept)]
     if not inner or not _LIVES_BY_ITSELF.fullmatch(name):
         return "give its class both methods, or name the object inside that has them"
     argument = name.rstrip("0123456789").rstrip("_")

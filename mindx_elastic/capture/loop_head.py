@@ -15,6 +15,7 @@ import torch
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.tables import parameters
+from mindx_elastic.core.looks import asked
 
 __all__ = ["LoopHead"]
 
@@ -83,7 +84,7 @@ class _AddedGroups:
 def _is_loader(component: Component) -> bool:
     """Loaders keep a position of their own, and are what asks for all this."""
     target = getattr(component, "target", None)
-    return any(hasattr(each, "on_iterator_ready") for each in (target, getattr(target, "loader", None)))
+    return any(asked(each, "on_iterator_ready", each) is not each for each in (target, asked(target, "loader")))
 
 
 def _marks_of(component: Component) -> _Marks:

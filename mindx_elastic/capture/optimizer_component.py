@@ -18,6 +18,7 @@ from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers,
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.parameter_names import arrange_groups
 from mindx_elastic.capture.stand_ins import check_objects, originals
+from mindx_elastic.core.looks import asked
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -29,7 +30,7 @@ _params_of = itemgetter("params")
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper that holds it as ``_wrapped_optimizer``: a checkpoint with the wrapper and one
     without fit each other."""
-    while isinstance(inner := getattr(optimizer, "_wrapped_optimizer", None), torch.optim.Optimizer):
+    while isinstance(inner := asked(optimizer, "_wrapped_optimizer"), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
 

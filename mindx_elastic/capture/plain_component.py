@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,21 +16,26 @@ from mindx_elastic.capture.adapters import Adapter, TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, originals
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import has_method
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "InParts", "PlainComponent", "Stateful"]
+__all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "InParts", "PlainComponent", "Stateful", "is_stateful"]
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
 _STATE_OF_SCHEDULER = LRScheduler.state_dict
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """Anything that can give its state and take it back."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def is_stateful(target: object) -> bool:
+    """Whether `target` is `Stateful`. Asking the Protocol would run properties."""
+    return has_method(target, "state_dict", "load_state_dict")
 
 
 class GivesCopies(ABC):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.looks import are_equal
 from mindx_elastic.core.mersenne import (
     NumpyState,
     PythonState,
@@ -163,8 +164,7 @@ def _equal_numpy(one: Any, other: Any) -> bool:
         return (
             isinstance(other, dict) and one.keys() == other.keys() and all(_equal_numpy(one[k], other[k]) for k in one)
         )
-    same = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)  # an array of its words
+    return are_equal(one, other)
 
 
 def seed_rng(seed: int) -> None:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from mindx_elastic.core.looks import text_of
 from mindx_elastic.core.printable import listed
 
 __all__ = ["Structure", "Watch"]
@@ -70,7 +71,7 @@ class Structure:
             old = self._objects.get(name)
             if old is None:
                 found.append(f"{name} is new")
-            elif old is not module and repr(old) != repr(module):
+            elif old is not module and text_of(old) != text_of(module):
                 found.append(f"{name} is now {_short(module)} and was {_short(old)}")
             elif kinds[name] is not self._kinds[name]:
                 found.append(f"{name} is now a {kinds[name].__name__} and was a {self._kinds[name].__name__}")
@@ -113,7 +114,7 @@ def _text(shape: tuple[tuple[int, ...], torch.dtype]) -> str:
 
 
 def _short(module: nn.Module) -> str:
-    text = repr(module)
+    text = text_of(module)
     return text if "\n" not in text and len(text) <= 80 else f"another {type(module).__name__}"
 
 

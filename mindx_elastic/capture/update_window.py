@@ -37,6 +37,7 @@ from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
+from mindx_elastic.core.looks import are_equal, attributes_of
 from mindx_elastic.core.printable import listed
 
 __all__ = ["UpdateWindow"]
@@ -184,7 +185,7 @@ class UpdateWindow:
         if not isinstance(component, OptimizerComponent):
             return False
         plain = [c.target for c in self._collector.components.values() if isinstance(c, PlainComponent)]
-        return any(getattr(target, "optimizer", None) is component.optimizer for target in plain)
+        return any(attributes_of(target).get("optimizer") is component.optimizer for target in plain)
 
     def _raised_in(self, traceback: TracebackType | None) -> list[str]:
         """The target that the exception comes out of, if any: it may have changed in part."""
@@ -298,8 +299,7 @@ def _equal(one: Any, other: Any) -> bool:
         return type(one) is type(other) and one.shape == other.shape and bool(torch.equal(one, other))
     if type(one) is not type(other):
         return False
-    same = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)  # a numpy array
+    return are_equal(one, other)
 
 
 def _moved_alike(then: tuple[Any, Any], now: tuple[Any, Any]) -> bool:

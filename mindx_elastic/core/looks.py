@@ -17,7 +17,7 @@ import torch
 
 __all__ = [
     "are_equal",
-    "attribute_of",
+    "asked",
     "attributes_of",
     "has_attributes",
     "has_method",
@@ -52,23 +52,27 @@ def has_attributes(value: object) -> bool:
     return True
 
 
-def attribute_of(value: object, name: str, default: Any = None) -> Any:
-    """An attribute of the instance, or a plain value of its class; `default` for a property, and for none. No code of
-    the program runs."""
-    own = attributes_of(value)
-    if name in own:
-        return own[name]
+def asked(value: object, name: str, default: Any = None) -> Any:
+    """``getattr(value, name, default)`` for the few names that packages agree on (the ``dataset`` of a loader), which
+    may be properties; `default` also where it raises anything."""
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
+
+
+def has_method(value: object, *names: str) -> bool:
+    """Whether `value` has all of these methods. No property runs; ``__getattr__`` is asked where a class has one."""
+    return all(_has_method(value, name) for name in names)
+
+
+def _has_method(value: object, name: str) -> bool:
     for kind in type(value).__mro__:
         if name in kind.__dict__:
-            found = kind.__dict__[name]
-            return default if hasattr(type(found), "__get__") else found
-    return default
-
-
-def has_method(value: object, name: str) -> bool:
-    """Whether `value` has a method or another attribute `name`, of its own or of its class. No code of the program
-    runs, so what only ``__getattr__`` gives is not there."""
-    return any(name in kind.__dict__ for kind in type(value).__mro__) or name in attributes_of(value)
+            return callable(kind.__dict__[name]) or isinstance(kind.__dict__[name], (classmethod, staticmethod))
+    if any("__getattr__" in kind.__dict__ or "__getattribute__" in kind.__dict__ for kind in type(value).__mro__[:-1]):
+        return callable(asked(value, name))
+    return callable(attributes_of(value).get(name))
 
 
 def length_of(value: Any) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
+from mindx_elastic.core.looks import asked
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.loader import ResumableLoader, from_loader, stock_order
 from mindx_elastic.data.permutation import mix
@@ -50,9 +51,9 @@ class Adoption:
         if isinstance(self.resumable, ResumableLoader):
             sampler = self.resumable._sampler
             sampler.source = _Order(loader.batch_sampler)
-            given = not is_torchdata(type(loader.sampler)) and getattr(loader.sampler, "generator", None) is not None
-            self._own_seed = not (given or hasattr(loader.sampler, "num_replicas"))
-            if not hasattr(loader.sampler, "num_replicas"):
+            given = not is_torchdata(type(loader.sampler)) and asked(loader.sampler, "generator") is not None
+            self._own_seed = not (given or asked(loader.sampler, "num_replicas") is not None)
+            if asked(loader.sampler, "num_replicas") is None:
                 sampler.ranks = partial(rank_and_world_size, 0, 1)
             else:  # programs rely on batches of equal size (losses over an `all_gather`)
                 sampler.filled_rounds = not sampler.whole_rounds
@@ -104,7 +105,7 @@ class Adoption:
             order = f"is shuffled anew each epoch, by (seed {loader.seed}, epoch) and not in torch's order"
         else:
             order = "goes through its data set in order"
-        if hasattr(self.loader.sampler, "num_replicas"):
+        if asked(self.loader.sampler, "num_replicas") is not None:
             order += "; its DistributedSampler says which part each rank gets, and need not be told the epoch"
         return f"{what} {order}; what is drawn for a sample is a function of (seed, epoch, index)"
 
@@ -163,7 +164,7 @@ def _take_over(loader: DataLoader[Any], resumable: ResumableLoader) -> None:
             "the sampler of this DataLoader was exchanged, or draws otherwise, since the guard was entered: make the "
             "loader with that sampler before the guard (one loader for each order, Guard(loader=[first, second], ...))"
         )
-    if hasattr(loader.sampler, "num_replicas"):
+    if asked(loader.sampler, "num_replicas") is not None:
         seed = 0 if order["own_seed"] is None else mix(0, order["own_seed"])
         if seed != resumable.seed:
             resumable.seed = resumable._sampler.seed = seed

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.data.permutation import mix
 
 __all__ = ["find_generators", "is_generator", "may_read_streams", "seed_generators", "set_state", "state_of"]
@@ -145,8 +146,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
+    if attributes := attributes_of(value):
         yield from ((str(name), part) for name, part in attributes.items())
         for name in _METHODS:
             method = getattr(type(value), name, None)

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import has_method, length_of
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
@@ -331,7 +332,7 @@ def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, oth
         raise UsageError(
             "an iterable data set has no index to resume at; wrap its DataLoader with mindx_elastic.data.from_loader"
         )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if not has_method(dataset, "__len__", "__getitem__"):
         raise UsageError(f"{type(dataset).__name__} is not a map-style data set: it needs __len__ and __getitem__")
     for name, why in _REPLACED.items():
         if others.get(name) is not None and not (name == "in_order" and others[name] is True):
@@ -397,7 +398,7 @@ def stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     if not (
         _plain_kind(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
-        and hasattr(loader.dataset, "__len__")
+        and hasattr(type(loader.dataset), "__len__")
     ):
         return None
     batches: Any = loader.batch_sampler
@@ -425,7 +426,7 @@ def stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
         source = sampler.data_source
     else:
         return None
-    return order if source is loader.dataset or len(source) == len(loader.dataset) else None
+    return order if source is loader.dataset or length_of(source) == length_of(loader.dataset) else None
 
 
 def _plain_kind(sampler: Any) -> type:

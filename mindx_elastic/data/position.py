@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from mindx_elastic.core.looks import asked, length_of
 from mindx_elastic.data.track import Mark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -274,12 +275,9 @@ def epoch_reader(loader: Any) -> Callable[[], int]:
     """
     if isinstance(loader, PositionedLoader):
         return lambda: int(loader.state_dict()["epoch"] or 0)
-    return lambda: int(getattr(loader, "epoch", 0) or 0)
+    return lambda: int(asked(loader, "epoch", 0) or 0)
 
 
 def num_batches(loader: Any) -> int:
     """Batches of one epoch on one rank where the loader knows it, else 0."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return 0
+    return length_of(loader) or 0

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
+from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
@@ -65,7 +66,7 @@ class ReplayLoader:
     """
 
     def __init__(self, loader: Iterable[Any], *, seed: int = 0, per_sample_seed: bool = True) -> None:
-        if not hasattr(loader, "__iter__"):
+        if not has_method(loader, "__iter__"):
             raise UsageError(f"{type(loader).__name__} is not iterable")
         if isinstance(loader, Iterator):
             raise UsageError("an iterator can be gone through only once; pass a DataLoader or a list of batches")
@@ -107,7 +108,7 @@ class ReplayLoader:
         epoch = whole_number("epoch", epoch, low=0)
         self._engine.cursor.set_epoch(epoch)
         for part in self._parts().values():
-            if part is not self.loader and hasattr(part, "set_epoch"):
+            if part is not self.loader and has_method(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -211,7 +212,7 @@ class ReplayLoader:
             self.on_iterator_ready()
 
     def _current_settings(self) -> dict[str, Any]:
-        workers = None if self._skipper is not None else getattr(self.loader, "num_workers", None)
+        workers = None if self._skipper is not None else asked(self.loader, "num_workers")
         world_size = rank_and_world_size(None, None)[1]
         return {"kind": _KIND, "seed": self.seed, "num_workers": workers, "world_size": world_size}
 
@@ -242,7 +243,7 @@ class ReplayLoader:
             loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
         iterator, workers = open_iterator(_AsItWas(loader, self._kind))
         # Its persistent workers are its own; they stay known to the exit hook.
-        return iterator, None if getattr(loader, "persistent_workers", False) else workers
+        return iterator, None if asked(loader, "persistent_workers", False) else workers
 
     def _build(self) -> DataLoader[Any]:
         stock = self._stock
@@ -272,14 +273,14 @@ class ReplayLoader:
 
     def _parts(self) -> dict[str, Any]:
         """The objects whose state decides the order, by name."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        batch_sampler = asked(self.loader, "batch_sampler")
         parts = {
             "loader": self.loader,
-            "sampler": getattr(self.loader, "sampler", None),
+            "sampler": asked(self.loader, "sampler"),
             "batch_sampler": batch_sampler,
-            "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+            "batch_sampler.sampler": asked(batch_sampler, "sampler"),
             # The state of a map-style data set runs ahead of the position, because batches are prefetched.
-            "dataset": getattr(self.loader, "dataset", None) if self._skipper is None else None,
+            "dataset": asked(self.loader, "dataset") if self._skipper is None else None,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -298,10 +299,7 @@ class ReplayLoader:
             check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
 
     def _length(self) -> int | None:
-        try:
-            return len(self)
-        except (TypeError, NotImplementedError):
-            return None
+        return length_of(self.loader)
 
 
 _END = object()
@@ -476,7 +474,7 @@ def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
     if "state" in found and _keeps_state(part) and not is_stream(part):
         part.load_state_dict(copy.deepcopy(found["state"]))
     if "epoch" in found and isinstance(_epoch_of(part), int):
-        if hasattr(part, "set_epoch"):
+        if has_method(part, "set_epoch"):
             part.set_epoch(found["epoch"])
         else:
             part.epoch = found["epoch"]
@@ -488,8 +486,8 @@ def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
 
 def _generators(part: Any, loader: Any) -> dict[str, Any]:
     if part is loader:  # its samplers and its data set are parts of their own
-        return {name: value for name, value in getattr(part, "__dict__", {}).items() if is_generator(value)}
-    dataset = getattr(loader, "dataset", None)
+        return {name: value for name, value in attributes_of(part).items() if is_generator(value)}
+    dataset = asked(loader, "dataset")
     return find_generators(part, beside=None if part is dataset else dataset)
 
 
@@ -499,8 +497,8 @@ def parts_with_epoch(loader: ReplayLoader) -> list[Any]:
 
 
 def _epoch_of(part: Any) -> Any:
-    return part.epoch if is_stream(part) else getattr(part, "__dict__", {}).get("epoch")
+    return part.epoch if is_stream(part) else attributes_of(part).get("epoch")
 
 
 def _keeps_state(part: Any) -> bool:
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    return has_method(part, "state_dict", "load_state_dict")

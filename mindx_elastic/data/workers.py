@@ -29,6 +29,7 @@ from torch.utils.data._utils import signal_handling
 from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
+from mindx_elastic.core.looks import asked
 from mindx_elastic.data.random_streams import SeededDataset
 
 __all__ = ["WorkerSet", "WorkerStart", "make_torch_loader", "open_iterator"]
@@ -124,8 +125,8 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
 def _start_resource_tracker(loader: Any) -> None:
     # Unless it forks, multiprocessing starts this helper with the first queue, and then unblocks SIGTERM and SIGINT.
     # The helper itself outlives these two, and SIGUSR1 if it inherits it blocked.
-    if getattr(loader, "num_workers", 0):
-        context = getattr(loader, "multiprocessing_context", None) or torch.multiprocessing
+    if asked(loader, "num_workers", 0):
+        context = asked(loader, "multiprocessing_context") or torch.multiprocessing
         if context.get_start_method() != "fork":
             resource_tracker.ensure_running()
 

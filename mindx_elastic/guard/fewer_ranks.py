@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import asked
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.position import whole_number
@@ -257,7 +258,7 @@ def _check_schedulers(schedulers: Iterable[Any], unmanaged: Unmanaged, mode: str
     """The functions of a `LambdaLR` are in no checkpoint: one that was made from the number of ranks, or from the
     length of the loader, gives other rates now."""
     for scheduler in schedulers:
-        _check_schedulers(getattr(scheduler, "_schedulers", ()), unmanaged, mode, world_size, full)
+        _check_schedulers(asked(scheduler, "_schedulers", ()), unmanaged, mode, world_size, full)
         if not isinstance(scheduler, LambdaLR) or scheduler.last_epoch < 1:
             continue
         functions = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

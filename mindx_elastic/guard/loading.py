@@ -31,6 +31,7 @@ from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import asked
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
@@ -320,7 +321,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
             value = as_of_another_rank(value)
         made[name] = value
         if doubt:
-            doubts.setdefault(f"{doubt}; {used}", []).append(getattr(component.target, "in_words", name))
+            doubts.setdefault(f"{doubt}; {used}", []).append(asked(component.target, "in_words", name))
     modules = [name for name, c in collector.components.items() if isinstance(c, ModuleComponent) and name in state]
     for name, part in product(() if is_whole else modules, _OF_MODULES):  # they go with the weights: the donor's count
         choice = choose(_THEIRS, rings.of(name, part), is_alike=True)

@@ -40,7 +40,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.rng import capture_rng, pack_rng
 from mindx_elastic.config import ProveSettings, RankInfo
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import asked, attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
@@ -180,7 +180,7 @@ class Witness:
         self._write(
             "enter",
             pid=os.getpid(),
-            workers=max((getattr(loader, "num_workers", 0) or 0 for loader in loaders), default=0),
+            workers=max((asked(loader, "num_workers", 0) or 0 for loader in loaders), default=0),
             directory=str(directory),
             prefix=prefix,
             resumed=resumed,

@@ -14,7 +14,7 @@ from torch import nn
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import all_or_none, meet
-from mindx_elastic.capture.components import Stateful
+from mindx_elastic.capture.plain_component import is_stateful
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.data import from_loader
@@ -304,4 +304,4 @@ class Model(ModelParts):
 
 
 def _has_state(value: object) -> bool:
-    return isinstance(value, Stateful) and not isinstance(value, type)
+    return is_stateful(value) and not isinstance(value, type)

@@ -39,6 +39,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.carried_names import is_carried, variable
 from mindx_elastic.guard.checks.changed_in_place import ChangedInPlace
@@ -216,7 +217,7 @@ def _printed_sums(around: Sequence[tuple[Loop, FrameType]], origins: set[int], k
 
 def _has_weights(value: Any) -> bool:
     """An average of the model (``model_ema.update(model)``): other checks look at it."""
-    return any(isinstance(each, (nn.Module, nn.Parameter)) for each in getattr(value, "__dict__", {}).values())
+    return any(isinstance(each, (nn.Module, nn.Parameter)) for each in attributes_of(value).values())
 
 
 def _enumerated(steps: Loop) -> str | None:

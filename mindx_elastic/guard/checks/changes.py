@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.capture.tables import named_parameters
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.replicas import DdpModules
@@ -47,7 +48,9 @@ class Changes:
         """`ddp`: the DDP modules and their paths."""
         self._collector, self._unmanaged = collector, unmanaged
         self._ddp = [(name, module, _reduced(module)) for name, module in ddp] if world_size > 1 else []
-        self._schedulers = {name: t for name, t in targets.items() if isinstance(getattr(t, "lr_lambdas", None), list)}
+        self._schedulers = {
+            name: t for name, t in targets.items() if isinstance(attributes_of(t).get("lr_lambdas"), list)
+        }
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
         self._hooks, self._num_boundaries = CommHooks(targets, ddp, unmanaged), 0
         collector.has_new_flags()  # those that the start has set are no news

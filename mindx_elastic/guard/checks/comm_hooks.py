@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.copying import map_tensors, same_tree
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MindxError
 from mindx_elastic.guard.checks.surroundings import kind_of
 from mindx_elastic.guard.replicas import DdpModules
@@ -150,7 +150,7 @@ def _tensors(owner: Any, names: frozenset[str]) -> list[torch.Tensor]:
 
 def _look(state: object) -> Any:
     """A copy of what a state holds; None where it cannot be told."""
-    if hasattr(state, "state_dict"):
+    if has_method(state, "state_dict"):
         return None
     try:
         adapter = adapted("comm_hook", state)

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from mindx_elastic.core.looks import has_attributes, has_method
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loops_around, spans, tree_of, value_of
 from mindx_elastic.guard.checks.surroundings import place_of
@@ -150,9 +151,9 @@ def _may_be_one(value: Any, kept: Kept) -> bool:
         value, (nn.Module, torch.Tensor, torch.optim.Optimizer, ModuleType, type)
     ):
         return False
-    if isinstance(value, (list, dict)) or hasattr(value, "append"):
+    if isinstance(value, (list, dict)) or has_method(value, "append"):
         return True
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _WITHOUT_SUMS
+    return has_attributes(value) and type(value).__module__.partition(".")[0] not in _WITHOUT_SUMS
 
 
 def _set_by(target: ast.expr) -> Iterator[str]:

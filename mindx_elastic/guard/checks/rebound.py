@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.tables import parameters
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, text_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
 from mindx_elastic.guard.checks.movements import TensorsLook
@@ -155,7 +155,7 @@ def content_of(value: Any, depth: int = 0) -> object:
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
     if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, repr(value) if value.dtype == object else _hash(value)
+        return value.shape, value.dtype.str, text_of(value) if value.dtype == object else _hash(value)
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
         return repr(value)
     if isinstance(value, nn.Module):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, WeightedRandomSampler
 
+from mindx_elastic.core.looks import asked, attributes_of, has_method
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import Found
@@ -28,7 +29,7 @@ def _parts(loaders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     for loader in loaders:
         if isinstance(loader, ReplayLoader):
             for name, part in loader._parts().items():
-                if name != "loader" and not hasattr(part, "state_dict"):
+                if name != "loader" and not has_method(part, "state_dict"):
                     yield name, part
 
 
@@ -44,13 +45,18 @@ def _datasets_of(loaders: Iterable[Any]) -> list[Found]:
     found: dict[int, Found] = {}
     for loader in loaders:
         source = loader.loader if isinstance(loader, ReplayLoader) else loader
-        dataset = getattr(source, "dataset", None)
-        while isinstance(inner := getattr(dataset, "wrapped", None) or getattr(dataset, "dataset", None), Dataset):
+        dataset = asked(source, "dataset")
+        while isinstance(inner := _inside(dataset), Dataset):
             dataset = inner  # one of ours, or a Subset
         is_own = dataset is not None and type(dataset).__module__.partition(".")[0] != "torch"
-        if is_own and not (isinstance(loader, ReplayLoader) and hasattr(dataset, "state_dict")):  # which keeps that
+        if is_own and not (isinstance(loader, ReplayLoader) and has_method(dataset, "state_dict")):  # which keeps that
             found[id(dataset)] = Found("loader.dataset", "", dataset)
     return list(found.values())
+
+
+def _inside(dataset: Any) -> Any:
+    attributes = attributes_of(dataset)
+    return attributes.get("wrapped", attributes.get("dataset"))
 
 
 @dataclass

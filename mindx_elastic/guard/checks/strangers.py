@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mindx_elastic.capture.copying import map_tensors
+from mindx_elastic.core.looks import has_method, text_of
 
 __all__ = ["Strangers", "storage_of"]
 
@@ -79,7 +80,7 @@ class Strangers:
         ``state_dict()`` of one of `others`."""
         waiting, self.waiting = self.waiting, {}
         owners, found = list(named), []
-        more = [other for other in others if not isinstance(other, Optimizer) and hasattr(other, "state_dict")]
+        more = [other for other in others if not isinstance(other, Optimizer) and has_method(other, "state_dict")]
         for key, reference in waiting.items():
             optimizer = reference()
             if optimizer is None:
@@ -126,7 +127,7 @@ def _look(optimizer: Optimizer, steps: int) -> _Carried:
     state = optimizer.state
     tensors = [key for key in state if isinstance(key, torch.Tensor)]
     smallest = min(tensors, key=lambda tensor: tensor.numel(), default=None)
-    options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    options = [{k: text_of(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return _Carried(
         weakref.ref(optimizer),
         None if smallest is None else weakref.ref(smallest),
@@ -170,7 +171,7 @@ def _gives(owner: Any, optimizer: Optimizer) -> bool:
 
 def _shown(group: Mapping[str, Any]) -> str:
     """The options of a parameter group, and how many parameters it has."""
-    return repr([(key, len(value) if key == "params" else value) for key, value in sorted(group.items())])
+    return text_of([(key, len(value) if key == "params" else value) for key, value in sorted(group.items())])
 
 
 def _optimizer_states(value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:

@@ -31,7 +31,7 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import asked, attributes_of, has_attributes, text_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
 from mindx_elastic.guard.checks.source_reads import Sources
@@ -295,7 +295,7 @@ def _look(loader: Any, first: Mapping[str, Any]) -> _Look:
 
 def _roots(loader: Any) -> Iterator[tuple[str, Any]]:
     for name in ("dataset", "collate_fn", "sampler", "batch_sampler"):
-        value = getattr(loader, name, None)
+        value = asked(loader, name)
         if value is not None:
             yield name, value
     if isinstance(loader, DataLoader):
@@ -325,7 +325,7 @@ def _may_hold(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return next(value.parameters(), None) is None  # a transform of torchvision's
     kind = type(value)
-    if not (hasattr(kind, "__dict__") and (hasattr(value, "__dict__") or hasattr(kind, "__slots__"))):
+    if not (has_attributes(value)):
         return False
     return _is_followed(kind)
 
@@ -395,14 +395,14 @@ def _set(owner: Any, name: str, value: Any) -> None:
     elif type(held) is dict and type(value) is dict:
         held.clear()
         held.update(value)
-    elif hasattr(owner, "__dict__") and (name in owner.__dict__ or held is _OTHER):
-        owner.__dict__[name] = value
+    elif type(table := getattr(owner, "__dict__", None)) is dict and (name in table or held is _OTHER):
+        table[name] = value
     else:
         object.__setattr__(owner, name, value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and repr(one) == repr(other))
+    return one is other or (type(one) is type(other) and text_of(one) == text_of(other))
 
 
 def _by_path(values: Mapping[_Key, Any]) -> _ByPath:
@@ -439,7 +439,7 @@ def _set_by_samples(sources: Sources, kinds: Iterable[type], loader: Any) -> Ite
             for node in children(tree):
                 if isinstance(node, _FUNCTIONS):
                     functions.setdefault(node.name, []).append(node)
-    waiting = [*_MAKES_SAMPLES, getattr(getattr(loader, "collate_fn", None), "__name__", "")]
+    waiting = [*_MAKES_SAMPLES, asked(asked(loader, "collate_fn"), "__name__", "")]
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()

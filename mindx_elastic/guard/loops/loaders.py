@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import has_method
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.look_ahead import LookAhead
@@ -400,17 +401,17 @@ class Loaders:
 
 
 def _keeps_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return has_method(loader, "state_dict", "load_state_dict")
 
 
 def _is_loader(value: Any) -> bool:
-    return isinstance(value, (DataLoader, ReplayLoader)) or (hasattr(value, "__iter__") and _keeps_state(value))
+    return isinstance(value, (DataLoader, ReplayLoader)) or (has_method(value, "__iter__") and _keeps_state(value))
 
 
 def _refusal(name: str, loader: Any) -> str:
     kind = type(loader).__name__
     wrapped = "loader = mindx_elastic.data.from_loader(loader)"
-    if hasattr(loader, "__next__"):
+    if has_method(loader, "__next__"):
         return (
             f"{name} is a {kind}, which can be gone through only once and knows no position: give what makes it "
             f"(a DataLoader, or an object whose __iter__ begins anew): {wrapped}"

@@ -31,8 +31,10 @@ from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
@@ -272,10 +274,7 @@ class Loops:
         before = self.step - (self.step_in_epoch if self.epoch == epoch else 0)
         if epoch > 1:
             return round(before * num_epochs / (epoch - 1))
-        try:
-            return num_epochs * len(self.loaders[0]) if self.loaders else 0
-        except (TypeError, NotImplementedError):  # a stream
-            return 0
+        return num_epochs * num_batches(self.loaders[0]) if self.loaders else 0
 
     def _begin_loop(self) -> None:
         self.at_loop(sys._getframe(2))
@@ -347,7 +346,7 @@ class Loops:
     def _put_loaders_back(self) -> None:
         if self.step_in_epoch:
             for loader in self.loaders:
-                if hasattr(loader, "load_state_dict") and (state := self._copied(loader)):
+                if has_method(loader, "load_state_dict") and (state := self._copied(loader)):
                     loader.load_state_dict(state)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -366,7 +365,7 @@ class Loops:
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
         for loader in self.loaders[:1]:  # others may go at a pace of their own, and begin anew within an epoch
-            if hasattr(loader, "set_epoch") and not self._goes_on():
+            if has_method(loader, "set_epoch") and not self._goes_on():
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
         if self._restores:

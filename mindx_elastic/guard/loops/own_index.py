@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.looks import has_method
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, Loop, loop_in_words, loops_around, spans, value_of
@@ -201,7 +202,7 @@ def _may_update(call: ast.Call, place: FrameType) -> bool:
     """``x.step()`` of anything that is no scheduler."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
-    return not hasattr(_stepped(call, place), "get_last_lr") and "sched" not in name_of(call.func.value).lower()
+    return not has_method(_stepped(call, place), "get_last_lr") and "sched" not in name_of(call.func.value).lower()
 
 
 def _stepped(call: ast.Call, place: FrameType) -> Any:
@@ -271,7 +272,7 @@ class Numbered(Iterator[tuple[int, Any]]):
 
 def _batches_done(loader: Any) -> int:
     """Batches of its epoch that an iteration of `loader` that has just begun leaves out. Raises UsageError."""
-    state = loader.state_dict() if hasattr(loader, "state_dict") else None
+    state = loader.state_dict() if has_method(loader, "state_dict") else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch"), int):
         raise UsageError(
             f"guard.enumerate({type(loader).__name__}): it cannot tell where it stands in its epoch; name the loader "

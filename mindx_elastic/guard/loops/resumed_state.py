@@ -16,6 +16,7 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.core.looks import are_equal
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
 __all__ = ["equal_trees", "moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
@@ -117,8 +118,7 @@ def equal_trees(one: Any, other: Any) -> bool:
         return one == other or (one != one and other != other)
     if type(one) is not type(other):
         return False
-    same = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    return are_equal(one, other)
 
 
 def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

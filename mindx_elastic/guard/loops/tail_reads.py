@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from mindx_elastic.core.looks import has_attributes
 from mindx_elastic.guard.checks.running_source import Entry, spans, tree_of, tree_of_file, value_of
 from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import is_library, program_frames
@@ -301,7 +302,7 @@ class _Gathered:
             return False
         if isinstance(value, _CONTAINERS):
             return True
-        return not callable(value) and not is_library(type(value).__module__) and hasattr(value, "__dict__")
+        return not callable(value) and not is_library(type(value).__module__) and has_attributes(value)
 
 
 def _may_fill(owner: ast.Attribute, frame: FrameType | None) -> bool:

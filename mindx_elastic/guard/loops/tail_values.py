@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
+from mindx_elastic.core.looks import has_attributes
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.checks.running_source import Entry, value_of
 from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
@@ -77,7 +78,7 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
             now = value_of(target, at)
             if kind == _VALUE:
                 _set(target, _put_together(value, now), at)
-            elif hasattr(now, "__dict__"):  # the program has made it anew
+            elif has_attributes(now):  # the program has made it anew
                 _give(now, value)
         locals_of(at)
 
@@ -161,7 +162,7 @@ def _give(target: Any, attributes: Mapping[str, Any]) -> None:
 
 def _is_own(value: Any) -> bool:
     """Whether it is an object of the program's own with attributes, and nothing else."""
-    return hasattr(value, "__dict__") and not callable(value) and _has_attributes_only(type(value))
+    return has_attributes(value) and not callable(value) and _has_attributes_only(type(value))
 
 
 def _has_attributes_only(kind: type) -> bool:

@@ -1,0 +1,156 @@
+"""Objects of other people whose every answer is an error: no look of ours ends a program or runs a property."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from mindx_elastic import Guard
+from mindx_elastic.core.looks import are_equal, asked, attributes_of, has_method, length_of, text_of
+from mindx_elastic.errors import UsageError
+
+
+class Hostile:
+    """As the stand-in of a library for what is not built yet."""
+
+    properties_run: list[str] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.__dict__["data"] = [1, 2]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"not built yet: {name}")
+
+    def _fail(self, *arguments: Any) -> Any:
+        raise RuntimeError("hostile")
+
+    __len__ = __eq__ = __bool__ = __repr__ = __iter__ = __getitem__ = __call__ = _fail
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def epoch(self) -> int:
+        self.properties_run.append("epoch")
+        return 1
+
+    generator = optimizer = sampler = dataset = state_dict = load_state_dict = epoch
+
+
+class Images(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.helper, self.helpers, self.named = Hostile(), [Hostile()], {"a": Hostile()}
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index)) + torch.rand(())
+
+    @property
+    def dear(self) -> int:
+        Hostile.properties_run.append("dear")
+        return 1
+
+
+class DynamicBatches(Sampler[list[int]]):
+    def __init__(self) -> None:
+        self.helper = Hostile()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[*range(first, first + 4)] for first in range(0, 16, 4)])
+
+    def __len__(self) -> int:
+        raise RuntimeError("not before the epoch has begun")
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.helper = Hostile()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.full((4,), float(n)) for n in range(16)])
+
+    def __len__(self) -> int:
+        raise RuntimeError("nobody knows")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.helper, self.helpers = nn.Linear(4, 1), Hostile(), [Hostile()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return self.helper.text
+
+
+helper_of_module = Hostile()
+
+
+def train(directory: Path, loader: Any, *, stop: int = 0) -> torch.Tensor:
+    torch.manual_seed(0)
+    helper, helpers = Hostile(), [Hostile()]
+    model = Net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.helper = helper
+    guard = Guard(model=model, optimizer=optimizer, loader=loader, directory=directory)
+    with suppress(SystemExit), guard:
+        for _ in guard.epochs(2):
+            total = 0.0
+            for x in loader:
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.item()
+                if guard.step + 1 == stop:
+                    guard.request_stop("a test")
+                guard.step_end(loss=loss)
+            helpers.append(Hostile())
+    return model.linear.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Images(), batch_size=4, shuffle=True),
+        lambda: DataLoader(Images(), batch_sampler=DynamicBatches()),
+        lambda: DataLoader(Stream(), batch_size=4),
+    ],
+)
+def test_a_program_full_of_hostile_objects_trains_stops_and_resumes(make: Callable[[], Any], tmp_path: Path) -> None:
+    Hostile.properties_run.clear()
+    whole = train(tmp_path / "whole", make())
+    train(tmp_path / "job", make(), stop=3)
+    assert torch.equal(train(tmp_path / "job", make()), whole)
+    assert not Hostile.properties_run
+
+
+def test_a_hostile_object_that_is_named_is_refused_in_our_words(tmp_path: Path) -> None:
+    guard = Guard(model=nn.Linear(1, 1), stateful={"helper": Hostile()}, directory=tmp_path)
+    with pytest.raises(UsageError, match="helper is a Hostile without state_dict"), guard:
+        pass
+
+
+def test_each_look_answers() -> None:
+    Hostile.properties_run.clear()
+    hostile = Hostile()
+    assert attributes_of(hostile) == {"data": [1, 2]}
+    assert length_of(hostile) is None
+    assert length_of([1]) == 1
+    assert not are_equal(hostile, 1)
+    assert are_equal(torch.ones(2), torch.ones(2))
+    assert text_of(hostile).endswith("Hostile>")
+    assert asked(hostile, "missing", 3) == 3
+    assert not has_method(hostile, "state_dict")
+    assert not has_method(hostile, "missing")
+    assert has_method(hostile, "__len__", "__iter__")
+    assert not Hostile.properties_run
