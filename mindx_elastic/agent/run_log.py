@@ -19,7 +19,15 @@ from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import REJOIN, RecoveryRecord, from_event
 
-__all__ = ["NOTABLE", "AgentRun", "last_lines_path", "load_cluster_recoveries", "load_runs", "read_last_lines"]
+__all__ = [
+    "NOTABLE",
+    "AgentRun",
+    "last_lines_path",
+    "load_cluster_recoveries",
+    "load_runs",
+    "read_last_lines",
+    "runs_of_ranks",
+]
 
 NOTABLE = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership")
 """Events of the agent that a person wants to see."""
@@ -59,8 +67,12 @@ class AgentRun:
 
 def load_runs(path: Path) -> list[AgentRun]:
     """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
+    return _runs_of(_events(path))
+
+
+def _runs_of(lines: list[dict[str, Any]]) -> list[AgentRun]:
     runs: list[AgentRun] = []
-    for line in _events(path):
+    for line in lines:
         if line["event"] == _START:
             runs.append(_begin(line))
             continue
@@ -73,6 +85,40 @@ def load_runs(path: Path) -> list[AgentRun]:
     for run in runs:
         run.records.sort(key=lambda record: record.attempt)
     return runs
+
+
+def runs_of_ranks(lines: list[dict[str, Any]]) -> tuple[list[AgentRun], list[dict[str, Any]]]:
+    """The runs that the events of the ranks themselves tell where no agent was: one a run id, one attempt a start. And
+    the lines that an agent would have written of their ends."""
+    made: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in lines:
+        number = whole(line.get("attempt"))
+        if number is not None and text(line.get("run_id")):
+            made.setdefault((text(line.get("run_id")), number), []).append(line)
+    runs: dict[str, AgentRun] = {}
+    ends: list[dict[str, Any]] = []
+    for (run_id, number), own in made.items():
+        run = runs.setdefault(run_id, AgentRun(started=real(own[0].get("time"))))
+        resumed = next((line for line in own if line["event"] == "resume"), {"step": -1})
+        ranks = {whole(line.get("rank")) for line in own} - {None}
+        last = [{**line, "worker_rank": line.get("rank")} for line in own if line["event"] in ("exit", "end")]
+        for line in last:
+            failed = line["event"] == "exit" and line.get("outcome") == "raised"
+            line |= {"event": "worker_end", "outcome": "failed" if failed else text(line.get("outcome"))}
+        steps = [step for line in own if (step := whole(line.get("step"))) is not None]
+        of_attempt: dict[str, Any] = {"attempt": number, "world_size": len(ranks), "step": max(steps, default=-1)}
+        of_attempt |= {"resumed_step": resumed.get("step"), "resumed_path": resumed.get("path")}
+        _add(run, {**of_attempt, "event": "attempt_start", "time": own[0].get("time")})
+        end = {**of_attempt, "event": "attempt_end"}
+        if last:
+            words = {line["outcome"] for line in last}
+            how = "failed" if "failed" in words else "finished" if words == {"finished"} else "stopped"
+            end |= {"time": last[-1]["time"], "outcome": how, "reason": text(last[-1].get("reason"))}
+            run.ended, run.outcome = real(last[-1]["time"]), how
+            ends.append(end)
+        _add(run, end)
+        ends += last
+    return list(runs.values()), ends
 
 
 def load_cluster_recoveries(path: Path) -> list[RecoveryRecord]:

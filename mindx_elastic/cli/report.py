@@ -49,12 +49,13 @@ def report_command(
     [bold]Exit code[/bold]
     0  the page was written
     2  wrong usage: no such RUN_DIR, or FILE cannot be written
-    3  no agent has run there
+    3  nothing has run there
 
     \b
     [bold]Examples[/bold]
     mindx-elastic report mindx-run -o report.html
     mindx-elastic report mindx-run --checkpoints ckpt
+    mindx-elastic report ckpt                            without the agent: the checkpoint directory
     """
     from mindx_elastic.core.events import EVENTS_FILE
     from mindx_elastic.report.page import make_page
@@ -70,7 +71,7 @@ def report_command(
     except OSError as error:
         fail(f"{log} cannot be read: {error.strerror or error}")
     if story is None:
-        text = f"no agent has run in {path}"
+        text = f"nothing has run in {path}: it has no events of an agent or of a guard"
         empty = {"schema": JSON_SCHEMA, "run_dir": str(path), "page": None, "size_bytes": 0}
         typer.echo(json.dumps({**empty, "attempts": 0, "torn_lines": 0}, indent=2) if as_json else printable(text))
         raise typer.Exit(EXIT_NOTHING)

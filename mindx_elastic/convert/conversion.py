@@ -124,14 +124,16 @@ def _read_ours(request: Request, scratch: Scratch) -> _Content:
 
 def _foreign(request: Request, content: Any) -> _Content:
     found = components_of(content, str(request.source), request.component)
-    return _Content(found if request.everything else {MODEL: found[MODEL]}, None, [])
+    of_optimizer = [str(name) for name in found[MODEL] if str(name).startswith("optimizer.")]
+    told = f"{len(of_optimizer)} names begin with `optimizer.`, as in Megatron's folders; they are no weights"
+    return _Content(found if request.everything else {MODEL: found[MODEL]}, None, [told] if of_optimizer else [])
 
 
 def _read_dcp(request: Request, scratch: Scratch) -> _Content:
     if not request.source.is_dir():
         raise UsageError(f"{request.source} is no folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
     content = _foreign(request, dcp.read_dcp(request.source, scratch))
-    return _Content(resolved(content.state), None, [])
+    return _Content(resolved(content.state), None, content.notes)
 
 
 def _read_torch(request: Request, scratch: Scratch) -> _Content:

@@ -17,6 +17,8 @@ __all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "pl
 MODEL = "model"
 _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict", "module")
 """Names that training programs commonly give the weights."""
+_NOT_THE_MODEL = {"optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state", "rng_state"}
+"""Components that torchtitan and others put into one dictionary with the weights."""
 _MAX_DEPTH = 100
 _MAX_ITEMS = 10_000_000
 _MAX_REPEATED_BYTES = 1 << 30
@@ -32,7 +34,8 @@ class Later:
 def components_of(content: Any, where: str, component: str | None) -> dict[str, Any]:
     """Sort what a foreign file holds into components, the weights under `MODEL`.
 
-    A flat state dict is a model. Among several things the model is `component`, or what has one of the usual names.
+    A flat state dict is a model, without the optimizer and the like that are dictionaries in it. Among several things
+    the model is `component`, or what has one of the usual names.
     Raises UsageError where that is not clear.
     """
     if not isinstance(content, Mapping):
@@ -47,7 +50,8 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
         rest = {key: value for key, value in content.items() if key != names[0] and key != MODEL}
         return {MODEL: content[names[0]], **rest}
     if any(isinstance(value, torch.Tensor | Later) for value in content.values()) or not content:
-        return {MODEL: content}
+        others = {k: v for k, v in content.items() if k in _NOT_THE_MODEL and isinstance(v, Mapping)}
+        return {MODEL: {k: v for k, v in content.items() if k not in others} if others else content, **others}
     raise UsageError(f"{where} holds {_listed(content)}; say with --component which of them is the model")
 
 

@@ -116,7 +116,7 @@ def _what_happened(story: Story) -> str:
     run, records = story.run, story.run.records
     failure = next((record for record in reversed(records) if record.outcome == FAILED), None)
     host = f" on {escape(run.host)}" if run.host else ""
-    agent = f"agent {run.pid}" if run.pid is not None else "the agent"
+    agent = f"agent {run.pid}" if run.pid is not None else "no agent"
     found = [f"<p><b>{escape(run.outcome or 'no end recorded')}</b> ({agent}{host})</p>"]
     if failure is not None:
         rank = "" if failure.cause_rank is None else f"rank {failure.cause_rank}: "

@@ -17,7 +17,7 @@ from typing import Any
 
 from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
 from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
-from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines
+from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines, runs_of_ranks
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.inventory.remains import find_remains, remarks
@@ -101,15 +101,19 @@ class Story:
 
 
 def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
-    """The newest agent's run in the log of a RUN_DIR; None: no agent has run there. Raises OSError.
+    """The newest agent's run in the log of a RUN_DIR, or else the newest run in the log of a checkpoint directory;
+    None: nothing has run there. Raises OSError.
 
     checkpoints: the directory whose log has the ranks' own events; None: that of the files which the run resumed from.
     """
     runs = load_runs(log)
+    lines, torn = _read(log)
+    if not runs:
+        runs, ends = runs_of_ranks(lines)
+        lines += ends
     if not runs:
         return None
     run = _bounded(runs[-1])
-    lines, torn = _read(log)
     sources = [log]
     for folder in [checkpoints] if checkpoints is not None else _checkpoint_folders(run):
         path = folder / EVENTS_FILE

@@ -6,6 +6,7 @@ scheduler, the callbacks and the stop stay with the loop, so a custom step keeps
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -325,11 +326,29 @@ def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, A
     with model.autocast():
         if model.loss_fn is None:
             args, kwargs = network_arguments(batch, takes_targets=True)
-            outputs = network(*args, **kwargs)
+            try:
+                outputs = network(*args, **kwargs)
+            except TypeError:
+                _check_takes(network, args, kwargs)
+                raise
             return _loss_of_output(outputs), outputs, None
         args, kwargs, targets = split_batch(batch)
         outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets
+
+
+def _check_takes(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise UsageError where `Model` has no loss_fn and the network's forward cannot take the whole batch."""
+    try:
+        inspect.signature(unwrap_module(network).forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"Model was made without a loss_fn, so the network gets the whole batch, targets too, and "
+            f"{type(unwrap_module(network)).__name__}.forward cannot take it: {error}. Give Model(network, loss_fn, "
+            "optimizer), or let forward(inputs, targets) return the loss"
+        ) from None
+    except ValueError:  # no signature to read
+        pass
 
 
 @contextmanager

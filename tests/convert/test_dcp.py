@@ -268,3 +268,25 @@ def test_flipped_bytes_never_give_more_than_an_error(
         return
     for tensor in found.values():
         assert isinstance(tensor, torch.Tensor)
+
+
+def test_the_optimizer_in_a_folder_of_torchtitan_is_not_the_model(tmp_path: Path) -> None:
+    state = {
+        "layers.0.weight": torch.ones(2),
+        "optimizer": {"state.layers.0.weight.exp_avg": torch.zeros(2)},
+        "train_state": {"step": torch.tensor(3)},
+    }
+    write_dcp(tmp_path / "step-3", state)
+    made = tmp_path / "w.pt"
+    convert(Request(source=tmp_path / "step-3", destination=made))
+    assert list(torch.load(made, weights_only=True)) == ["layers.0.weight"]
+    convert(Request(source=tmp_path / "step-3", destination=made, everything=True, force=True))
+    assert set(torch.load(made, weights_only=True)) == {"model", "optimizer", "train_state"}
+
+
+def test_names_of_megatrons_optimizer_are_told(tmp_path: Path) -> None:
+    Folder(tmp_path / "iter").add("optimizer.state.exp_avg.w", torch.ones(2), [((0,), (2,))]).add(
+        "w", torch.ones(2), [((0,), (2,))]
+    )
+    result = convert(Request(source=tmp_path / "iter", destination=tmp_path / "w.pt"))
+    assert result.notes == ["1 names begin with `optimizer.`, as in Megatron's folders; they are no weights"]
