@@ -25,7 +25,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
-__all__ = ["Adapter", "Attributes", "TensorAdapter", "adapted", "attributes"]
+__all__ = ["Adapter", "Attributes", "TensorAdapter", "adapted", "attributes", "generator_adapter"]
 
 
 class Adapter(Protocol):
@@ -279,7 +279,7 @@ class _Object:
                 f"{self._name} is a {self._class}, and holds a {type(value).__name__} in {key}: name that by itself, "
                 f'stateful={{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
             )
-        inner = _generator(f"{self._name}.{key}", value)
+        inner = generator_adapter(f"{self._name}.{key}", value)
         if inner is None and has_method(value, "state_dict", "load_state_dict"):
             inner = value  # type: ignore[assignment]
         if inner is not None:
@@ -334,7 +334,7 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
 
     others: ids of objects that are kept by themselves. Raises UsageError for what could not be kept, with the reason.
     """
-    if (generator := _generator(name, target)) is not None:
+    if (generator := generator_adapter(name, target)) is not None:
         return generator
     if isinstance(target, Attributes):
         return _Object(name, target, others)
@@ -357,7 +357,7 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
     return _Object(name, target, others)
 
 
-def _generator(name: str, target: object) -> Adapter | None:
+def generator_adapter(name: str, target: object) -> Adapter | None:
     if isinstance(target, torch.Generator):
         return _TorchGenerator(name, target)
     if isinstance(target, random.Random):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import arrange_groups
 from mindx_elastic.capture.stand_ins import check_objects, originals
 from mindx_elastic.core.looks import asked
@@ -55,6 +56,7 @@ class OptimizerComponent:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = unwrap_optimizer(optimizer)
+        self._own = OwnAttributes(self.optimizer)
         # ZeRO: the optimizer inside updates this rank's share of the parameters and has the state of those.
         # By name: importing it runs torch.jit, which takes a second and is deprecated.
         self.is_spread = any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(self.optimizer).__mro__)
@@ -106,6 +108,7 @@ class OptimizerComponent:
 
     def copy(self) -> None:
         self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
+        self._own.copy()
         if self.keeps_host_state:
             self._host, self._is_back = self._copy_host_state(), False
 
@@ -117,10 +120,10 @@ class OptimizerComponent:
         return _HostState(state, live, self._host_reader.read())
 
     def kept(self) -> Any:
-        return self._groups, self._host
+        return self._groups, self._host, self._own.numbers
 
     def go_back(self, kept: Any) -> None:
-        self._groups, self._host = kept
+        self._groups, self._host, self._own.numbers = kept
         self._is_back = True
 
     def _look_sizes(self) -> list[int]:
@@ -133,6 +136,7 @@ class OptimizerComponent:
     def set_names(self, names: Mapping[int, str]) -> None:
         """`names`: the places of parameters, by id. With these groups the program begins."""
         self._places, self._built = names, self._named_groups(names)
+        self._tell_own()
 
     def follow(self, names: Mapping[int, str]) -> list[str]:
         """Groups or parameters may have changed: go on with those that there are now. Returns what a start cannot make
@@ -141,6 +145,7 @@ class OptimizerComponent:
         A group that is new, gone or holds other parameters can be made again where the parameters have names.
         """
         self._places, self._sizes = names, self._look_sizes()
+        self._tell_own()
         groups = self._named_groups(names)
         if groups == self._built:
             self._named = None
@@ -154,6 +159,9 @@ class OptimizerComponent:
             which = [place for place in known if place not in {p for group in groups for p in group}]
             return [f"it holds {len(lost)} parameters that are in no named module (any more){_named_instead(which)}"]
         return []
+
+    def _tell_own(self) -> None:
+        self._own.set_parameters({self._places.get(id(p)) or f"#{n}": p for n, p in enumerate(self.parameters)})
 
     def _named_groups(self, names: Mapping[int, str]) -> list[list[str]]:
         return [[names.get(id(p), "") for p in group["params"]] for group in self.local.param_groups]
@@ -215,6 +223,8 @@ class OptimizerComponent:
             state["names"] = self._named
         if retired:
             state["retired"] = _with_local_parts(retired)
+        if own := self._own.state():
+            state["own"] = own
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
@@ -264,7 +274,7 @@ class OptimizerComponent:
     def load(self, state: dict[str, Any]) -> None:
         state = dict(state)
         state.pop("names", None)  # see `regroup`
-        retired = state.pop("retired", {})
+        retired, own = state.pop("retired", {}), state.pop("own", {})
         there, here = state.pop("class", None), type(self.local).__name__
         if there not in (None, here):
             raise MismatchError(f"the checkpoint does not fit {self.name}: it was written by {there}, this is {here}")
@@ -297,6 +307,7 @@ class OptimizerComponent:
         # The process before has stepped it. Without this, torch warns of a wrong order when a scheduler steps before
         # the first update here (at an epoch's end).
         vars(self.optimizer)["_opt_called"] = True
+        self._own.load(own)
         self.copy()
 
     def _originals(self, state: dict[Any, Any]) -> dict[Any, Any]:

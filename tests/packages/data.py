@@ -124,7 +124,7 @@ PARTS = (
         "if not os.path.exists(folder):\n"
         "    with MDSWriter(out=folder, columns={'x': 'ndarray', 'y': 'int'}) as out:\n"
         "        for i in range(64): out.write({'x': data.tensors[0][i].numpy(), 'y': int(data.tensors[1][i])})\n"
-        "stream = StreamingDataset(local=folder, shuffle=True, shuffle_seed=0, batch_size=8, num_canonical_nodes=1)\n"
+        "stream = StreamingDataset(local=folder, predownload=8, shuffle=True, shuffle_seed=0, batch_size=8, num_canonical_nodes=1)\n"
         "loader = StreamingDataLoader(stream, batch_size=8)",
         whole="""
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -183,17 +183,10 @@ PARTS = (
         """,
     ),
     Part(
-        package="pytorch-multilabel-balanced-sampler",
-        name="LeastSampledClassSampler",
-        make="from pytorch_multilabel_balanced_sampler.samplers import LeastSampledClassSampler\n"
-        "sampler = LeastSampledClassSampler(labels=F.one_hot(data.tensors[1], 4))\n"
-        "loader = DataLoader(data, batch_size=8, sampler=sampler)",
-    ),
-    Part(
         package="clustered-batch-sampler",
         name="ClusteredBatchSampler",
         make="from clustered_batch_sampler import ClusteredBatchSampler\n"
-        "loader = DataLoader(data, batch_sampler=ClusteredBatchSampler(data.tensors[1].tolist(), batch_size=8))",
+        "loader = DataLoader(data, batch_sampler=ClusteredBatchSampler(data, data.tensors[1].tolist(), batch_size=8))",
     ),
     Part(
         package="pytorch-metric-learning",

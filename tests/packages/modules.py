@@ -52,7 +52,7 @@ PARTS = (
         name="DINOLoss",
         make="from lightly.loss import DINOLoss\ndino = DINOLoss(output_dim=4, warmup_teacher_temp_epochs=2)",
         named="stateful={'dino': dino}",
-        loss="dino([model(x).detach()], [model(x)], epoch=epoch - 1)",
+        loss="dino([model(x).detach(), model(-x).detach()], [model(x), model(-x)], epoch=epoch - 1)",
     ),
     *(
         Part(
@@ -275,13 +275,6 @@ PARTS = (
         name="AugmentationSequential in the step",
         make="import kornia.augmentation as K\naug = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), K.RandomRotation(15.0, p=0.5))",
         loss="F.cross_entropy(model(aug(x.reshape(8, 1, 4, 4)).reshape(8, 16)), y)",
-    ),
-    Part(
-        package="torch-audiomentations",
-        name="Compose of Gain and PolarityInversion",
-        make="from torch_audiomentations import Compose, Gain, PolarityInversion\n"
-        "aug = Compose([Gain(p=0.5, output_type='dict'), PolarityInversion(p=0.5, output_type='dict')], output_type='dict')",
-        loss="F.cross_entropy(model(aug(samples=x[:, None], sample_rate=16000).samples[:, 0]), y)",
     ),
     Part(
         package="denoising-diffusion-pytorch",

@@ -90,15 +90,18 @@ PARTS = (
         "    def forward(self, x): return self.net(x) @ self.point\n"
         "model = Net()\nopt = geoopt.optim.RiemannianAdam(model.parameters(), lr=1e-2)",
     ),
-    _plain("heavyball", "from heavyball import ForeachSOAP"),
-    _plain("heavyball", "from heavyball import ForeachPSGDKron"),
-    _plain("heavyball", "from heavyball import ForeachMuon"),
+    *(
+        Part(
+            package="heavyball",
+            name=kind,
+            make="import heavyball\nheavyball.utils.compile_mode = None\n"
+            f"opt = heavyball.{kind}(model.parameters(), lr=1e-2)",
+        )
+        for kind in ("SOAP", "PSGDKron", "Muon", "SFAdamW")
+    ),
     _plain("parameterfree", "from parameterfree import KT; model.parameters()"),
     _plain("parameterfree", "from parameterfree import COCOB; model.parameters()"),
-    *(
-        _plain("timm", f"from timm.optim import {kind}")
-        for kind in ("Adan", "Lamb", "NAdamW", "MADGRAD", "Kron", "Muon")
-    ),
+    *(_plain("timm", f"from timm.optim import {kind}") for kind in ("Adan", "Lamb", "NAdamW", "MADGRAD", "Muon")),
     Part(
         package="timm",
         name="Adahessian",
@@ -172,8 +175,8 @@ PARTS = (
         "ranger21", "from ranger21 import Ranger21; model.parameters(), lr=1e-2, num_epochs=3, num_batches_per_epoch=8"
     ),
     _plain("sophia-opt", "from sophia_opt import SophiaG; model.parameters(), lr=1e-2", update="opt.step(bs=8)"),
-    _plain("torch-optimi", "from optimi import StableAdamW"),
-    _plain("torch-optimi", "from optimi import Adan", "Adan, Kahan sums"),
+    _plain("torch-optimi", "from optimi import StableAdamW; model.parameters(), lr=1e-2, triton=False"),
+    _plain("torch-optimi", "from optimi import Adan; model.parameters(), lr=1e-2, triton=False"),
     _plain("dog-optimizer", "from dog import DoG; model.parameters()"),
     _plain("dog-optimizer", "from dog import LDoG; model.parameters()"),
     Part(
@@ -184,7 +187,6 @@ PARTS = (
         step="averager.step()",
         result="averager.averaged_model.parameters()",
     ),
-    _plain("flashoptim", "from flashoptim import FlashAdamW"),
     _plain("ano-optimizer", "from ano_optimizer.ano_pytorch import Ano"),
     _plain("core-optimizer", "from core_optimizer import CoRe; model.parameters()"),
     _plain("open-lars", "from open_lars import LARS; model.parameters(), lr=1e-2"),
@@ -201,13 +203,7 @@ PARTS = (
         "    dict(params=[p for p in model.parameters() if p.ndim > 1], use_muon=True, lr=1e-2),\n"
         "    dict(params=[p for p in model.parameters() if p.ndim < 2], use_muon=False, lr=1e-2)])",
     ),
-    Part(
-        package="agc-optims",
-        name="AGC(AdamW)",
-        make="from agc_optims.utils import AGC\n"
-        "opt = AGC(torch.optim.AdamW(model.parameters(), lr=1e-2), clipping=0.16, model=model, ignore_agc=['4'])",
-    ),
-    _plain("echomuon", "from echomuon import EchoMuon"),
+    _plain("echomuon", "from echomuon import EchoMuon; [p for p in model.parameters() if p.ndim == 2], lr=1e-2"),
     _plain("omnimuon", "from omnimuon import OmniMuon"),
     _plain("optimuon", "from optimuon import Muon; [p for p in model.parameters() if p.ndim > 1], lr=1e-2"),
     _plain("lightly", "from lightly.utils.lars import LARS; model.parameters(), lr=1e-2"),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 __all__ = ["Part"]
 
 _HEAD = """\
-import copy, hashlib, os, sys
+import copy, hashlib, os, random, sys
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
 
-torch.manual_seed(0)
+torch.manual_seed(0), random.seed(0), np.random.seed(0)
 torch.set_num_threads(1)
 data = TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
 model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))

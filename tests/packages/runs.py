@@ -58,7 +58,7 @@ def run_package(parts: Sequence[Part]) -> list[Result]:
             results.append(Result(**json.loads(line[7:])))
     done = {result.id for result in results}
     missing = [part for part in parts if part.id not in done]
-    return results + [Result(part.id, version, "failed", f"exit code {code}: {output[-300:]}") for part in missing]
+    return results + [Result(part.id, version, "failed", f"exit code {code}: {_last_line(output)}") for part in missing]
 
 
 def _run_all(parts: Sequence[Part], version: str) -> None:
@@ -80,9 +80,9 @@ def _prepare() -> None:
     import tests.natural.run  # noqa: F401
 
     torch.set_num_threads(1)
-    # A torchvision that was built for CUDA cannot load its operators beside a torch for the CPU; none is used here.
-    with contextlib.suppress(RuntimeError):
-        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    # A torchvision that was built for CUDA cannot load its operators beside a torch for the CPU, and fails where it
+    # describes them; none is used here.
+    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
 
 
 def _judge(part: Part, folder: Path) -> tuple[str, str]:
@@ -93,16 +93,16 @@ def _judge(part: Part, folder: Path) -> tuple[str, str]:
     said = _said(straight)
     if code:
         refused = _REFUSAL.findall(straight)
-        return ("refused", refused[-1]) if refused else ("failed", straight[-600:])
+        return ("refused", refused[-1]) if refused else ("failed", _last_line(straight))
     stopped, code = _forked(lambda: _run_script(script, folder / "stopped", _STOP), _MOST_S)
     said += _said(stopped)
     if code != 143:
-        return "told" if said else "failed", _joined(said) or f"stopped: exit code {code}: {stopped[-400:]}"
+        return "told" if said else "failed", _joined(said) or f"stopped: exit code {code}: {_last_line(stopped)}"
     resumed, code = _forked(lambda: _run_script(script, folder / "stopped", 0), _MOST_S)
     said += _said(resumed)
     refused = _REFUSAL.findall(resumed)
     if code:
-        return ("refused at the resume" if refused else "failed at the resume"), (refused or [resumed[-400:]])[-1]
+        return ("refused at the resume" if refused else "failed at the resume"), (refused or [_last_line(resumed)])[-1]
     if "resumed from" not in resumed:
         return "not saved", _joined(said)
     equal = _weights(straight) == _weights(resumed)
@@ -115,6 +115,10 @@ def _said(output: str) -> list[str]:
 
 def _joined(said: Sequence[str]) -> str:
     return " / ".join(dict.fromkeys(said))
+
+
+def _last_line(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.strip(" ^~")), "")
 
 
 def _weights(output: str) -> list[str]:

@@ -101,14 +101,6 @@ PARTS = (
         update="clip.step(model); opt.step()",
     ),
     Part(
-        package="torch-lr-scheduler",
-        name="DelayedCosineAnnealingLR",
-        make=f"import torch_lr_scheduler\n{_OPT}sched = torch_lr_scheduler.DelayedCosineAnnealingLR(opt, 4, 8)",
-        named="lr_scheduler=sched",
-        step="sched.step()",
-        result=_RATE,
-    ),
-    Part(
         package="pytorch-ignite",
         name="LinearCyclicalScheduler",
         make=f"from ignite.handlers import LinearCyclicalScheduler\n{_OPT}"

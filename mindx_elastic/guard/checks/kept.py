@@ -60,6 +60,10 @@ class Kept:
         elif isinstance(target, torch.optim.Optimizer):
             if isinstance(component, OptimizerComponent):
                 self.objects |= {id(component.optimizer), id(component.local)}
+                # its generators, too: `OwnAttributes`
+                self.objects |= {
+                    id(v) for v in attributes_of(component.optimizer).values() if kind_of(type(v)) == "generator"
+                }
         elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
             self.objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
         else:

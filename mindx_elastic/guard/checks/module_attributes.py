@@ -1,5 +1,5 @@
-"""Finds state in plain attributes of named modules and optimizers: a queue, a step count, a temperature, a flag. No
-state_dict has it.
+"""Finds state in plain attributes of named modules: a queue, a step count, a temperature, a flag; and in dicts and
+lists of named optimizers. No state_dict has it.
 
 A value that differs between two looks is not enough: most such values are caches (`self.attn = weights`), or are set by
 the loop from the epoch. What is told must also go on from its own last value, as the source of the module's class and
@@ -79,7 +79,7 @@ class ModuleAttributes:
         left: set[_Key] = set()
         optimizers, own, hosts = optimizers or {}, own or {}, hosts or {}
         for path, module in (*_parts(modules), *optimizers.items(), *own.items(), *hosts.items()):
-            plain = (*_plain(module, is_kept), *(_held_by(module, is_kept) if path in optimizers else ()))
+            plain: Iterator[tuple[str, Any]] = (_held_by if path in optimizers else _plain)(module, is_kept)
             for name, held in plain:
                 key, value = (path, name), held[0] if type(held) in (tuple, list) else held
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
@@ -155,10 +155,7 @@ def _words_of_optimizers(told: Mapping[_Key, object]) -> tuple[str, str]:
     are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
     what = f"{listed(names, 6)} {are} of a named optimizer, in no state_dict, and the training carries the values from "
     what += "one step into another"
-    (_, name), optimizer = next(iter(told.items()))
-    if isinstance(vars(optimizer)[name], (dict, list)):
-        return what, f"Keep what {name} has in self.state[parameter], which state_dict() has"
-    return what, f'Keep it in a parameter group (self.param_groups[0]["{name}"]), which state_dict() has'
+    return what, f"Keep what {next(iter(told))[1]} has in self.state[parameter], which state_dict() has"
 
 
 def _words(

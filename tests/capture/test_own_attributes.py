@@ -1,0 +1,76 @@
+"""What optimizers of libraries keep outside of their state_dict goes on in a resumed run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.core.position import Position
+from tests.capture.test_adapters import stored
+
+
+class Wealth(torch.optim.Optimizer):
+    """As parameterfree's KT, timm's Adahessian and pytorch_optimizer's Ranger21: counts, sums, a generator, attributes
+    of the parameters, and a setting."""
+
+    def __init__(self, parameters: Any, every: int = 3) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.every, self._first, self._count, self._wealth = every, True, 0, 1.0
+        self.total = torch.zeros(1)
+        self.generator = torch.Generator().manual_seed(7)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.hess = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._count % self.every == 0:
+                    p.hess = torch.randn(p.shape, generator=self.generator)
+                p.add_(p.hess * self._wealth * (0.5 if self._first else 0.1) + self.total)
+        self._first, self._count = False, self._count + 1
+        self._wealth *= 1.1
+        self.total += 0.01
+
+
+def trained(steps: int, every: int = 3) -> tuple[nn.Linear, Wealth, Collector]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = Wealth(model.parameters(), every)
+    collector = Collector({"model": model, "optimizer": optimizer})
+    for step in range(1, steps + 1):
+        optimizer.step()
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step))
+    return model, optimizer, collector
+
+
+def test_attributes_that_change_go_on_in_a_resumed_run() -> None:
+    straight, *_ = trained(5)
+    for stop in (1, 2, 4):
+        saved = stored(trained(stop)[2].state())
+        model, optimizer, collector = trained(0)
+        collector.load(saved)
+        for _ in range(stop, 5):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), straight.parameters())), stop
+
+
+def test_a_setting_is_the_programs_own() -> None:
+    saved = stored(trained(2)[2].state())
+    _, optimizer, collector = trained(0, every=2)
+    collector.load(saved)
+    assert optimizer.every == 2 and optimizer._count == 2
+
+
+def test_a_stock_optimizer_has_none() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    collector = Collector({"model": model, "optimizer": optimizer})
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    collector.copy(Position(step=1, epoch=1, step_in_epoch=1))
+    assert "own" not in collector.state()["optimizer"]
