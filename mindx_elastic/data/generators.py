@@ -1,4 +1,5 @@
-"""The random generators that a data set keeps: on itself, in its transforms, in the functions that they call.
+"""The random generators that a data set uses: on itself, in its transforms, in the functions that they call and in the
+objects that these name (a global transform).
 
 Augmentation libraries keep generators of their own (``self.rng = np.random.default_rng(0)``), which run on from sample
 to sample. To make a sample a function of its index they are found here and seeded for each sample, as the global
@@ -11,11 +12,13 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.data.permutation import mix
@@ -24,59 +27,31 @@ __all__ = ["find_generators", "is_generator", "may_read_streams", "seed_generato
 
 _OWN = 7  # keeps their seeds apart from the other hashes
 _MOST_OBJECTS, _DEEPEST, _LONGEST = 4000, 8, 256
+_CONTAINERS = (list, tuple, dict, types.MethodType, functools.partial)
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.Tensor, np.ndarray)
-_METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "apply", "forward", "get_params", "transform")
-
-
+_METHODS = (
+    *("__call__", "__enter__", "__getitem__", "__getitems__", "__init__", "__iter__", "__len__", "__next__"),
+    *("apply", "forward", "get_params", "transform"),
+)
+"""What is called of an object that is reached; other methods as they are named."""
 _READERS = frozenset(
     ("fork_rng", "get_rng_state", "get_state", "getstate", "initial_seed", "set_rng_state", "set_state", "setstate")
 )
-_KNOWN = frozenset(("torch", "numpy", "builtins", *sys.stdlib_module_names)) - {"__main__"}
+_KNOWN = frozenset(("torch", "numpy", "builtins", __name__.partition(".")[0], *sys.stdlib_module_names)) - {"__main__"}
+_MORE = object()
 
 
 def may_read_streams(root: Any) -> bool:
     """Whether code that can be reached from `root` may use the state of a global stream without moving it: it names one
     of the functions that read, set or fork one. True also where there is too much code to look through."""
-    seen: set[int] = set()
-    queue: list[Any] = [root]
-    for value in queue:
-        if isinstance(value, types.FunctionType):
-            if _is_known(value) or id(value.__code__) in seen:
-                continue
-            seen.add(id(value.__code__))
-            names = _names_of(value.__code__)
-            if not _READERS.isdisjoint(names):
-                return True
-            parts = [part for _, part in _parts_of_function(value)]
-            used = [value.__globals__.get(name) for name in names]
-            for module in [one for one in used if isinstance(one, types.ModuleType)]:
-                parts += [vars(module).get(name) for name in names]
-            parts += [one for one in used if isinstance(one, (types.FunctionType, type))]
-        elif isinstance(value, type):
-            parts = [vars(kind) for kind in value.__mro__ if not _is_known(kind)]
-            parts = [part for table in parts for part in table.values()]
-        else:
-            parts = [type(value), *(part for _, part in _parts(value))]
-        for part in map(_function_of, parts):
-            if id(part) in seen or (isinstance(part, _LEAVES) and not isinstance(part, type)):
-                continue
-            if len(queue) >= _MOST_OBJECTS:
-                return True
-            if not isinstance(part, types.FunctionType):
-                seen.add(id(part))
-            queue.append(part)
-    return False
-
-
-def _function_of(value: Any) -> Any:
-    """The function that a class has as a method of some kind or as a property; anything else as it is."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return value.__func__
-    return value.fget if isinstance(value, property) else value
+    return any(
+        value is _MORE or (isinstance(value, types.FunctionType) and not _READERS.isdisjoint(_names_of(value.__code__)))
+        for _, value in _reach(root)
+    )
 
 
 def _is_known(value: Any) -> bool:
-    """Whether torch, numpy or the standard library has made it."""
+    """Whether torch, numpy, the standard library or this package has made it."""
     return str(value.__module__).partition(".")[0] in _KNOWN
 
 
@@ -101,23 +76,64 @@ def find_generators(root: Any, *, beside: Any = None) -> dict[str, Any]:
     In an order that is the same in every process. Long lists (file names) are not gone through, nor arrays. Takes
     microseconds for each object that is reached.
     """
-    found: dict[str, Any] = {}
+    return {place: value for place, value in _reach(root, beside) if is_generator(value)}
+
+
+def _reach(root: Any, beside: Any = None) -> Iterator[tuple[str, Any]]:
+    """What the code that loads samples can get at, each once, with its place: attributes, items, closures and defaults,
+    the globals that functions name, methods and class attributes by the names that functions have for them. Objects
+    come before code. The last one is `_MORE` where there is too much."""
     seen = {id(root), id(beside), *_GLOBAL}
-    queue: list[tuple[str, Any, int]] = [("", root, 0)]
-    for place, value, depth in queue:
-        if is_generator(value):
-            found[place] = value
+    objects, code = deque([("", root, 0)]), deque[tuple[str, Any, int]]()
+    kinds: dict[type, tuple[str, int]] = {}
+    names, count = set(_METHODS), 0
+    while objects or code or (code := _named(kinds, names, seen)):
+        place, value, depth = objects.popleft() if objects else code.popleft()
+        yield place, value
+        if depth >= _DEEPEST or is_generator(value):
             continue
-        if depth >= _DEEPEST:
-            continue
+        if isinstance(value, types.FunctionType):
+            names |= _names_of(value.__code__)
+        elif not isinstance(value, _CONTAINERS):
+            _add_kind(value if isinstance(value, type) else type(value), (place, depth), kinds)
         for name, part in _parts(value):
-            if isinstance(part, _LEAVES) or id(part) in seen:
+            is_leaf = isinstance(part, _LEAVES) and not (isinstance(part, type) and not _is_known(part))
+            if is_leaf or id(part) in seen or (isinstance(part, types.FunctionType) and _is_known(part)):
                 continue
-            if len(queue) >= _MOST_OBJECTS:
-                return found
+            count += 1
+            if count >= _MOST_OBJECTS:
+                yield place, _MORE
+                return
             seen.add(id(part))
-            queue.append((f"{place}.{name}" if place else name, part, depth + 1))
+            found = (f"{place}.{name}" if place else name, part, depth + 1)
+            (code if isinstance(part, types.FunctionType) else objects).append(found)
+
+
+def _add_kind(kind: type, place: tuple[str, int], kinds: dict[type, tuple[str, int]]) -> None:
+    for each in kind.__mro__:
+        if not _is_known(each):
+            kinds.setdefault(each, place)
+
+
+def _named(
+    kinds: Mapping[type, tuple[str, int]], names: Collection[str], seen: set[int]
+) -> deque[tuple[str, Any, int]]:
+    """What the classes that were reached have by these names, and was not reached yet."""
+    found = deque[tuple[str, Any, int]]()
+    for kind, (place, depth) in kinds.items():
+        for name, value in list(vars(kind).items()):
+            part = _function_of(value)
+            if name in names and id(part) not in seen and _may_draw(part):
+                seen.add(id(part))
+                found.append((f"{place}.{name}" if place else name, part, depth + 1))
     return found
+
+
+def _function_of(value: Any) -> Any:
+    """The function that a class has as a method of some kind or as a property; anything else as it is."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def _global_generators() -> set[int]:
@@ -146,12 +162,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    if attributes := attributes_of(value):
-        yield from ((str(name), part) for name, part in attributes.items())
-        for name in _METHODS:
-            method = getattr(type(value), name, None)
-            if isinstance(method, types.FunctionType) and not method.__module__.startswith("torch."):
-                yield name, method
+    if not isinstance(value, type):
+        yield from ((str(name), part) for name, part in attributes_of(value).items())
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -161,13 +173,20 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
         except ValueError:  # not bound yet
             continue
     yield "defaults", [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    # Of the globals only generators themselves, and functions and objects that use them: not the whole program.
-    for name in function.__code__.co_names:
-        used = function.__globals__.get(name)
-        if is_generator(used) or (
-            isinstance(used, types.FunctionType) and used.__globals__ is function.__globals__ and used is not function
-        ):
-            yield name, used
+    names = sorted(_names_of(function.__code__))
+    used = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    for module in [one for _, one in used if isinstance(one, types.ModuleType) and one.__name__ not in _KNOWN]:
+        used += [(name, vars(module)[name]) for name in names if name in vars(module)]
+    yield from ((name, one) for name, one in used if _may_draw(one))
+
+
+def _may_draw(value: Any) -> bool:
+    """Whether something that code has by a name can be a generator, or code or an object that uses one."""
+    if isinstance(value, (types.FunctionType, type)):
+        return not _is_known(value)
+    if isinstance(value, (*_CONTAINERS, nn.Module)) or is_generator(value):
+        return True
+    return not isinstance(value, _LEAVES) and not _is_known(type(value))
 
 
 def seed_generators(generators: dict[str, Any], seed: int) -> None:

@@ -147,23 +147,16 @@ class Engine:
         self._torch_loader: Any = None
         self._torch_iterator: Any = None
         self._workers: WorkerSet | None = None
-        self._made_as: object = None
 
-    def open(
-        self, build: Callable[[], Any], *, persistent: bool, made_as: object = None
-    ) -> tuple[Iterator[Any], WorkerSet | None]:
+    def open(self, build: Callable[[], Any], *, persistent: bool) -> tuple[Iterator[Any], WorkerSet | None]:
         """A torch iterator over `build()` and the workers that end with it.
 
-        With persistent workers `build` is called the first time only, and where `made_as` is another than then; the
-        workers are kept here.
+        With persistent workers `build` is called the first time only; the workers are kept here.
         """
         if not persistent:
             loader = build()
             return (InProcessBatches(loader), None) if can_be_in_process(loader) else open_iterator(loader)
-        if self._made_as != made_as:
-            self._end_persistent(_CLOSE_GRACE_S)
         if self._torch_iterator is None:
-            self._made_as = made_as
             self._torch_loader = build()
             self._torch_iterator, self._workers = open_iterator(self._torch_loader)
         else:

@@ -25,10 +25,17 @@ from mindx_elastic.core.looks import has_method, length_of
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import SIZES, Cursor, check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import (
+    SIZES,
+    Cursor,
+    check_numbers,
+    check_streams,
+    check_unchanged,
+    whole_number,
+)
 from mindx_elastic.data.random_streams import SeededDataset, StreamUse, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
-from mindx_elastic.data.sample_starts import HASHED, SEEDED
+from mindx_elastic.data.sample_starts import VERSION
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
@@ -104,7 +111,6 @@ class ResumableLoader(DataLoader[Any]):
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self._warned_of_padding = False
         self._use = StreamUse()
-        self._streams = HASHED  # how those of a sample begin; a run keeps it
         sampler = ResumableBatchSampler(
             dataset,
             self._engine.cursor,
@@ -169,7 +175,7 @@ class ResumableLoader(DataLoader[Any]):
         try:
             self._settings = self._current_settings()
             self._check_length(len(self._sampler.dataset))
-            opened = self._engine.open(self._build, persistent=self.persistent_workers, made_as=self._streams)
+            opened = self._engine.open(self._build, persistent=self.persistent_workers)
             parts = self._sampler.parts
             self._warn_of_padding(parts[0][1])
         except BaseException:
@@ -200,7 +206,7 @@ class ResumableLoader(DataLoader[Any]):
             "batch": at.batch,
             "samples": at.samples,
             "finished": at.finished,
-            "streams": self._streams,
+            "streams": VERSION,
             **self._engine.cursor.sizes_at(at.epoch, order["batch_size"]),
         }
 
@@ -219,14 +225,7 @@ class ResumableLoader(DataLoader[Any]):
         check_numbers(state, "num_samples", "batch_size")
         if state["samples"] > state["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
-        streams = state.get("streams", SEEDED)
-        if streams not in (SEEDED, HASHED):
-            raise MismatchError(
-                f"the checkpoint's data position has streams={streams!r}, which this version does not know: "
-                "use the newer one that wrote it, or start afresh"
-            )
-        if streams != self._streams:
-            logger.info("the position was written by an earlier version: what samples draw is as in that one")
+        check_streams(state)
         self._sampler.put(order)
         batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
         sizes = state.get(SIZES) if state.get("world_size") == world_size else None
@@ -243,7 +242,6 @@ class ResumableLoader(DataLoader[Any]):
             )
         self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished, sizes=sizes)
         self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
-        self._streams = streams
         self._lengths = state["num_samples"], size
 
     def set_aside(self) -> AbstractContextManager[None]:
@@ -297,7 +295,7 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Any = self.dataset
         collate_fn: Any = self.collate_fn
         if self.per_sample_seed:
-            dataset, collate_fn = SeededDataset(dataset, collate_fn, self._use, version=self._streams), as_collated
+            dataset, collate_fn = SeededDataset(dataset, collate_fn, self._use), as_collated
         generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,

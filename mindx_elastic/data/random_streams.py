@@ -5,12 +5,11 @@ resumed without replaying it (torchdata's StatefulDataLoader restores the indice
 for each sample, with a number that is a function of the sample; this takes about 8 us a sample.
 
 Many data sets draw nothing, or a few numbers from one stream, and loading a small sample takes 2 us. So in the training
-process only those streams are seeded that the data set has drawn from so far, with as many words as it has needed, and
-the streams are looked at around each batch, which takes about 3 us a batch. A batch that has moved another one, or has
-used up the words, is loaded again, with all seeds and all words, and from then on these are made, too. The same goes
-for the collate function. So what a sample is does not depend on it. All streams are always seeded for data sets that
-have generators of their own, or whose code names functions that read a stream without moving it
-(`generators.may_read_streams`).
+process only those streams are seeded that the data set has drawn from so far, and the streams are looked at around each
+batch, which takes about 3 us a batch. A batch that has moved another one is loaded again, with all seeds, and from then
+on that one is seeded, too. The same goes for the collate function. So what a sample is does not depend on it. All
+streams are always seeded for data sets that have generators of their own, or whose code names functions that read a
+stream without moving it (`generators.may_read_streams`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ from mindx_elastic.core.mersenne import (
 from mindx_elastic.data.generators import find_generators, may_read_streams, seed_generators, set_state, state_of
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.sample_starts import (
-    ALL_PAIRS,
-    FEW_PAIRS,
     NUMPY,
     PYTHON,
-    SEEDED,
     SEEDERS,
     TORCH,
     Start,
@@ -62,7 +58,6 @@ __all__ = [
 ]
 
 _COLLATE = 3
-_SIZES = (FEW_PAIRS, 64, ALL_PAIRS)
 _ALL = frozenset((PYTHON, NUMPY, TORCH))
 _States = tuple[Any, Any, torch.Tensor]
 
@@ -182,14 +177,6 @@ class StreamUse:
         """The streams that a sample or the collate function has drawn from."""
         self.may_read: bool | None = None
         """Their code may use a stream without moving it; None: it was not looked through yet."""
-        self.collate_draws = False
-        """The collate function has drawn from one of them."""
-        self.pairs = dict.fromkeys(_ALL, FEW_PAIRS)
-        """How many pairs of words are made for each sample, by stream; see `sample_starts`."""
-
-    def see_words(self, stream: int, words: int) -> None:
-        """A sample has drawn so many words from `stream`."""
-        self.pairs[stream] = next(size for size in _SIZES if 2 * size >= max(words, 2 * self.pairs[stream]))
 
 
 def as_collated(batch: Any) -> Any:
@@ -214,15 +201,12 @@ class SeededDataset(Dataset[Any]):
         wrapped: Any,
         collate_fn: Callable[[Any], Any],
         use: StreamUse | None = None,
-        *,
-        version: int = SEEDED,
     ) -> None:
-        """`use`: of the loader; None: every sample is seeded. `version`: how, see `sample_starts`."""
+        """`use`: of the loader; None: every sample is seeded."""
         self.wrapped = wrapped
         self.collate_fn = collate_fn
-        self.version = version
         self._use = use
-        self._starts: dict[tuple[int, int], Start] = {}
+        self._starts: dict[int, Start] = {}
         self._is_watched: bool | None = None  # None: the first batch is not loaded
         self._notes = False  # while it is found out which streams it draws from
         self._seeded_to: _States | None = None  # then: what the last seed has given
@@ -265,34 +249,34 @@ class SeededDataset(Dataset[Any]):
         last, drawn = self._last, use.drawn  # what has not moved since is taken over, not copied
         before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
-        starts = [self._start(stream, use.pairs[stream]) for stream in drawn]
+        starts = [self._start(stream) for stream in drawn]
         try:
-            batch = self._load_watched(keys, starts, use)
+            batch = self._load_watched(keys, starts)
         except BaseException as error:
-            moved, dry = _moved(before, drawn), _dry(drawn, starts)
+            moved = self._to_seed(before, drawn, starts)
             _put_back(before)
-            if not (moved or dry) or not isinstance(error, Exception):
+            if not moved or not isinstance(error, Exception):
                 raise
         else:
-            moved, dry = _moved(before, drawn), _dry(drawn, starts)
+            moved = self._to_seed(before, drawn, starts)
             _put_back(before, drawn | moved)
-            if not (moved or dry):
+            if not moved:
                 return batch
         use.drawn |= moved
-        for stream, start in dry.items():
-            if start.is_blank:
-                use.collate_draws = True
-            else:
-                use.see_words(stream, min(2 * use.pairs[stream] + 1, 2 * ALL_PAIRS))
         return self._kept(self._load_batch, keys)
 
-    def _start(self, stream: int, pairs: int) -> Start:
-        start = self._starts.get((stream, pairs))
+    def _to_seed(self, before: _States, drawn: frozenset[int], starts: list[Start]) -> frozenset[int]:
+        """The streams that a batch has moved without a seed, and those whose generator it has replaced."""
+        replaced = {stream for stream, start in zip(drawn, starts, strict=True) if not start.fits()}
+        return _moved(before, drawn) | replaced
+
+    def _start(self, stream: int) -> Start:
+        start = self._starts.get(stream)
         if start is None or not start.fits():
-            start = self._starts[stream, pairs] = make_start(stream, self.version, pairs)
+            start = self._starts[stream] = make_start(stream)
         return start
 
-    def _load_watched(self, keys: list[tuple[int, Any]], starts: list[Start], use: StreamUse) -> Any:
+    def _load_watched(self, keys: list[tuple[int, Any]], starts: list[Start]) -> Any:
         """As `_load_batch`, and only the streams of `starts` are seeded."""
         dataset = self.wrapped
         if not starts:
@@ -301,9 +285,7 @@ class SeededDataset(Dataset[Any]):
             return self.collate_fn([dataset[index] for _, index in keys])
         first_seed = keys[0][0] if keys else 0
         seeds = [first_seed] if self._loads_batches else [seed for seed, _ in keys]
-        is_blank = not use.collate_draws and all(start.can_be_blank for start in starts)
-        if not is_blank:
-            seeds.append(mix(first_seed, _COLLATE))
+        seeds.append(mix(first_seed, _COLLATE))
         begin = _begin_all(starts, seeds)
         if self._loads_batches:
             begin(0)
@@ -313,11 +295,7 @@ class SeededDataset(Dataset[Any]):
             for number, (_, index) in enumerate(keys):
                 begin(number)
                 samples.append(dataset[index])
-        if is_blank:
-            for start in starts:
-                start.begin_blank()
-        else:
-            begin(len(seeds) - 1)
+        begin(len(seeds) - 1)
         return self.collate_fn(samples)
 
     def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
@@ -327,7 +305,6 @@ class SeededDataset(Dataset[Any]):
             try:
                 batch = self._load_batch(keys)
                 self._note_draws()
-                use.collate_draws |= self._seeded_to is not None and bool(_moved(self._seeded_to))
             finally:
                 self._notes, self._seeded_to = False, None
         if use.may_read is None:
@@ -342,8 +319,6 @@ class SeededDataset(Dataset[Any]):
         if self._seeded_to is None or use is None:
             return
         use.drawn |= _moved(self._seeded_to, use.drawn)
-        for stream in _ALL:
-            use.see_words(stream, self._start(stream, ALL_PAIRS).num_drawn)
 
     def _kept(self, load: Callable[[Any], Any], keys: Any) -> Any:
         if get_worker_info() is not None:
@@ -366,7 +341,7 @@ class SeededDataset(Dataset[Any]):
             self._seeded_to = _now()
 
     def _begin_all(self, seeds: list[int]) -> Callable[[int], None]:
-        return _begin_all([self._start(stream, ALL_PAIRS) for stream in _ALL], seeds)
+        return _begin_all([self._start(stream) for stream in _ALL], seeds)
 
     def _seeded(self, seed: int, load: Callable[[], Any]) -> Any:
         """What `load` gives under `seed`. The first time again if it has made the data set create generators."""
@@ -423,10 +398,6 @@ def _begin_all(starts: list[Start], seeds: list[int]) -> Callable[[int], None]:
             start.begin(number)
 
     return begin
-
-
-def _dry(streams: frozenset[int], starts: list[Start]) -> dict[int, Start]:
-    return {stream: start for stream, start in zip(streams, starts, strict=True) if start.is_dry()}
 
 
 def _draws_nothing(dataset: Any, collate_fn: object) -> bool:

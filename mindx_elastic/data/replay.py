@@ -17,7 +17,14 @@ from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
-from mindx_elastic.data.position import SIZES, Cursor, check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import (
+    SIZES,
+    Cursor,
+    check_numbers,
+    check_streams,
+    check_unchanged,
+    whole_number,
+)
 from mindx_elastic.data.random_streams import (
     SeededDataset,
     SeparateStreams,
@@ -25,6 +32,7 @@ from mindx_elastic.data.random_streams import (
     as_collated,
     capture_streams,
 )
+from mindx_elastic.data.sample_starts import VERSION
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
@@ -156,6 +164,7 @@ class ReplayLoader:
             "samples": 0,
             "finished": at.finished,
             "start": at.start,
+            "streams": VERSION,
         }
         if self._skipper is not None and (now := self._skipper.batch_size):
             state |= self._engine.cursor.sizes_at(at.epoch, now)
@@ -173,6 +182,7 @@ class ReplayLoader:
         changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
         check_unchanged(_KIND, state, self._current_settings())
+        check_streams(state)
         check_numbers(state, *(name for name in (_NOW,) if name in state))
         finished = bool(state.get("finished"))
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=finished, sizes=state.get(SIZES))

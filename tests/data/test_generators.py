@@ -132,3 +132,63 @@ def test_a_stream_with_a_nested_generator_is_replayed(done: int) -> None:
     second.load_state_dict(first.state_dict())
     assert torch.equal(torch.cat(whole[6 : 6 + done]), torch.cat(begun))
     assert torch.equal(torch.cat(whole[6 + done :]), torch.cat(list(second)))
+
+
+class Flip:
+    """A transform with a generator of its own, and a method that only code names."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def __call__(self, x: float) -> float:
+        return x + self.rng.random()
+
+
+class Held:
+    flip = Flip(4)
+
+
+flip, HOLDER = Flip(137), Held
+"""Not attributes of any data set."""
+
+
+def flipped(x: float) -> float:
+    return flip(x)
+
+
+def by_global(self: Any, index: int) -> float:
+    return flip(index)
+
+
+def by_function(self: Any, index: int) -> float:
+    return max(flipped(one) for one in (index, index))
+
+
+def by_method(self: Any, index: int) -> float:
+    return float(self.load(index))
+
+
+def by_class(self: Any, index: int) -> float:
+    return HOLDER.flip(index)
+
+
+@pytest.mark.parametrize("getter", [by_global, by_function, by_method, by_class])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_data_set_uses_and_does_not_hold(getter: Any, workers: int) -> None:
+    """A sample is the same with and without the batches before it, in this process and in a worker."""
+
+    class Images(Dataset[float]):
+        __getitem__ = getter
+
+        def __len__(self) -> int:
+            return 12
+
+        def load(self, index: int) -> float:
+            return flip(index)
+
+    whole = list(ResumableLoader(Images(), 4, shuffle=True))
+    source = ResumableLoader(Images(), 4, shuffle=True, num_workers=workers)
+    next(iter(source))
+    resumed = ResumableLoader(Images(), 4, shuffle=True, num_workers=workers)
+    resumed.load_state_dict(source.state_dict())
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in whole[1:]]

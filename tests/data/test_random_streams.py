@@ -22,7 +22,7 @@ from mindx_elastic.data.random_streams import (
     restore_streams,
     seed_streams,
 )
-from mindx_elastic.data.sample_starts import HASHED, SEEDED, Start
+from mindx_elastic.data.sample_starts import Start
 from tests.data.datasets import Batched, Noisy, draw, noisy_collate
 
 
@@ -45,12 +45,8 @@ def test_a_seed_sets_all_three_streams() -> None:
         assert draw() == first
 
 
-VERSIONS = pytest.mark.parametrize("version", [SEEDED, HASHED])
-
-
-@VERSIONS
-def test_what_is_drawn_while_loading_is_not_seen_outside(version: int) -> None:
-    dataset = SeededDataset(Noisy(4), noisy_collate, version=version)
+def test_what_is_drawn_while_loading_is_not_seen_outside() -> None:
+    dataset = SeededDataset(Noisy(4), noisy_collate)
     kept = capture_streams()
     expected = draw()
     restore_streams(kept)
@@ -73,12 +69,11 @@ def test_streams_come_back_after_an_error() -> None:
     assert draw() == expected
 
 
-@VERSIONS
-def test_a_sample_does_not_depend_on_its_neighbours(version: int) -> None:
-    dataset = SeededDataset(Noisy(9), default_collate, version=version)
+def test_a_sample_does_not_depend_on_its_neighbours() -> None:
+    dataset = SeededDataset(Noisy(9), default_collate)
     together = dataset.__getitems__([(11, 1), (12, 2), (13, 3)])
     assert torch.equal(together[2], dataset.__getitems__([(99, 8), (13, 3)])[1])
-    assert torch.equal(together[1], SeededDataset(Noisy(9), as_collated, version=version)[(12, 2)])
+    assert torch.equal(together[1], SeededDataset(Noisy(9), as_collated)[(12, 2)])
 
 
 def test_collating_is_seeded_too() -> None:
@@ -247,21 +242,20 @@ def batches_of(dataset: SeededDataset) -> list[Any]:
 KINDS = [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails, OneStream, Greedy, SeedsItself]
 
 
-@VERSIONS
 @pytest.mark.parametrize("noisy", [(), (0,), (2,), (5,), (3, 4, 5), (11,)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
-    kind: type[Quiet], noisy: Collection[int], version: int
+    kind: type[Quiet], noisy: Collection[int]
 ) -> None:
     def stopped_by(collate_fn: Callable[[Any], Any]) -> None:
-        expected = batches_of(SeededDataset(kind(12, noisy), collate_fn, version=version))
+        expected = batches_of(SeededDataset(kind(12, noisy), collate_fn))
         use = StreamUse()
         torch.manual_seed(3)
         before = capture_streams()
-        dataset = SeededDataset(kind(12, noisy), collate_fn, use, version=version)
+        dataset = SeededDataset(kind(12, noisy), collate_fn, use)
         assert repr(batches_of(dataset)) == repr(expected)
         restore_streams(before)
-        again = SeededDataset(kind(12, noisy), collate_fn, use, version=version)
+        again = SeededDataset(kind(12, noisy), collate_fn, use)
         assert repr(batches_of(again)) == repr(expected), "another epoch"
         draws = noisy or kind not in (Quiet, QuietBatches, InitialSeed, Forks) or collate_fn is not default_collate
         assert dataset._is_watched is (kind not in (InitialSeed, Forks))
@@ -272,10 +266,9 @@ def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
     stopped_by(deviates_collate)
 
 
-@VERSIONS
-def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone(version: int) -> None:
+def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone() -> None:
     use, inner = StreamUse(), Quiet(12)
-    dataset = SeededDataset(inner, default_collate, use, version=version)
+    dataset = SeededDataset(inner, default_collate, use)
     for first in range(0, 12, 3):
         before = capture_streams()
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
@@ -284,10 +277,9 @@ def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone(version: i
     assert inner.loaded == 12
 
 
-@VERSIONS
-def test_a_batch_that_has_drawn_is_loaded_again_once(version: int) -> None:
+def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
     use, inner = StreamUse(), Quiet(12, noisy=(4, 7, 10))
-    dataset = SeededDataset(inner, default_collate, use, version=version)
+    dataset = SeededDataset(inner, default_collate, use)
     for first in range(0, 12, 3):
         before = capture_streams()
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
@@ -308,30 +300,10 @@ class Counted(Quiet):
         return super().__getitem__(index) + sum(drawn)
 
 
-@pytest.mark.parametrize(
-    ("counts", "loads"),
-    [
-        ({}, 12),
-        ({0: 60}, 12),  # learned from the first batch
-        ({4: 16}, 12),  # as many numbers as there are words for
-        ({4: 17}, 12 + 3),
-        ({4: 17, 8: 60}, 12 + 3),
-        ({4: 17, 8: 65, 11: 5000}, 12 + 6),
-        ({4: 5000}, 12 + 3),
-    ],
-)
-def test_a_batch_that_uses_up_the_words_is_loaded_again(counts: dict[int, int], loads: int) -> None:
-    inner = Counted(counts)
-    dataset = SeededDataset(inner, default_collate, StreamUse(), version=HASHED)
-    expected = batches_of(SeededDataset(Counted(counts), default_collate, version=HASHED))
-    assert repr(batches_of(dataset)) == repr(expected)
-    assert inner.loaded == loads
-
-
 @pytest.mark.parametrize("collate_fn", [default_collate, noisy_collate])
 def test_a_collate_function_that_always_draws_causes_no_second_load(collate_fn: Any) -> None:
     inner = Counted({})
-    batches_of(SeededDataset(inner, collate_fn, StreamUse(), version=HASHED))
+    batches_of(SeededDataset(inner, collate_fn, StreamUse()))
     assert inner.loaded == 12
 
 
@@ -341,10 +313,9 @@ def test_a_collate_function_that_begins_to_draw_is_seeded_from_then_on() -> None
         return torch.stack(batch) + (random.random() if late else 0.0)
 
     inner, use = Counted({}), StreamUse()
-    expected = batches_of(SeededDataset(Counted({}), collate, version=HASHED))
-    assert repr(batches_of(SeededDataset(inner, collate, use, version=HASHED))) == repr(expected)
-    assert use.collate_draws
-    assert inner.loaded == 12 + 3
+    expected = batches_of(SeededDataset(Counted({}), collate))
+    assert repr(batches_of(SeededDataset(inner, collate, use))) == repr(expected)
+    assert inner.loaded == 12
 
 
 STREAMS: list[tuple[str, Callable[[], float]]] = [
@@ -355,20 +326,13 @@ STREAMS: list[tuple[str, Callable[[], float]]] = [
 
 
 GOLDEN = {
-    SEEDED: {
-        1: [0.4140646543380324, 0.8262472634824459, 0.06105327471962363],
-        4: [0.5625837457494345, 0.31822388429348003, 0.279380429906404],
-        8: [0.12390669453263892, 0.7988894045719084, 0.37863579443953077],
-        11: [0.7103303109714868, 0.8233686730573588, 0.788548373828826],
-    },
-    HASHED: {
-        1: [0.2581207155319314, 0.9024316056182315, 0.06105327471962363],
-        4: [0.7735378325921594, 0.2851601828974172, 0.279380429906404],
-        8: [0.8614153056732291, 0.7500379719119545, 0.37863579443953077],
-        11: [0.18986014869457124, 0.8211251672886105, 0.788548373828826],
-    },
+    1: [0.2581207155319314, 0.9024316056182315, 0.06105327471962363],
+    4: [0.7735378325921594, 0.2851601828974172, 0.279380429906404],
+    8: [0.8614153056732291, 0.7500379719119545, 0.37863579443953077],
+    11: [0.18986014869457124, 0.8211251672886105, 0.788548373828826],
 }
-"""What samples draw from Python's, numpy's and torch's stream: it must not change, as files say which version it is."""
+"""What samples draw from Python's, numpy's and torch's stream: where it changes, the version that files have
+is another one."""
 
 
 class Drawing(Dataset[Any]):
@@ -382,16 +346,15 @@ class Drawing(Dataset[Any]):
         return torch.tensor([STREAMS[each][1]() for each in self.streams], dtype=torch.float64)
 
 
-@VERSIONS
 @pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_only_the_streams_that_are_drawn_from_are_seeded(
-    streams: tuple[int, ...], version: int, monkeypatch: pytest.MonkeyPatch
+    streams: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is drawn is what earlier versions have drawn."""
     begun: set[int] = set()
 
-    def make_start(stream: int, *options: int) -> Start:
-        start = sample_starts.make_start(stream, *options)
+    def make_start(stream: int) -> Start:
+        start = sample_starts.make_start(stream)
         begin = start.begin
 
         def noted(number: int) -> None:
@@ -402,7 +365,7 @@ def test_only_the_streams_that_are_drawn_from_are_seeded(
         return start
 
     monkeypatch.setattr(random_streams, "make_start", make_start)
-    dataset = SeededDataset(Drawing(*streams), default_collate, StreamUse(), version=version)
+    dataset = SeededDataset(Drawing(*streams), default_collate, StreamUse())
     for number, first in enumerate(range(0, 12, 3)):
         begun.clear()
         before = capture_streams()
@@ -410,8 +373,8 @@ def test_only_the_streams_that_are_drawn_from_are_seeded(
         assert_same_streams(before)
         assert begun == ({0, 1, 2} if number == 0 else set(streams))
         for index, sample in zip(range(first, first + 3), batch.tolist(), strict=True):
-            if index in GOLDEN[version]:
-                assert sample == [GOLDEN[version][index][each] for each in streams]
+            if index in GOLDEN:
+                assert sample == [GOLDEN[index][each] for each in streams]
 
 
 def test_streams_are_put_back_when_loading_is_broken_off() -> None:

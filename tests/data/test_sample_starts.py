@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from mindx_elastic.core import mersenne
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.sample_starts import (
-    ALL_PAIRS,
-    FEW_PAIRS,
-    HASHED,
     NUMPY,
     PYTHON,
-    SEEDED,
-    TORCH,
     Start,
     make_start,
 )
@@ -76,8 +71,8 @@ def use_up(stream: int) -> None:
         np.random.randn()
 
 
-def started(stream: int, seeds: list[int], pairs: int = ALL_PAIRS) -> Start:
-    start = make_start(stream, HASHED, pairs)
+def started(stream: int, seeds: list[int]) -> Start:
+    start = make_start(stream)
     start.prepare(seeds)
     return start
 
@@ -98,7 +93,7 @@ def test_the_words_are_as_described(stream: int, seeds: list[int]) -> None:
         start.begin(number)
         assert words_of(stream) == expected_words(stream, seed)
         use_up(stream)
-    assert not start.is_dry()
+    assert start.fits()
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -108,76 +103,20 @@ def test_by_the_libraries_functions_the_same(stream: int, in_place: bool, monkey
         ask_the_libraries(monkeypatch)
     seeds = [mix(number) for number in range(70)]
     start = started(stream, seeds)
-    assert start.can_be_blank is False
     for number in range(70):  # more than are made at once
         start.begin(number)
         if number in (0, 1, 69):
             assert words_of(stream) == expected_words(stream, seeds[number])
         use_up(stream)
     drawn(stream, 2000)
-    assert not start.is_dry()
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("pairs", [1, FEW_PAIRS, 64])
-@settings(max_examples=25, deadline=None)
-@given(counts=st.lists(st.integers(0, 140), min_size=1, max_size=12), seed=SEEDS)
-def test_a_part_of_the_words_gives_the_same_numbers_or_is_dry(
-    stream: int, pairs: int, counts: list[int], seed: int
-) -> None:
-    seeds = [mix(seed, number) for number in range(len(counts))]
-    whole = started(stream, seeds)
-    expected = []
-    for number, count in enumerate(counts):
-        whole.begin(number)
-        expected.append(drawn(stream, count))
-    part = started(stream, seeds, pairs)
-    found = []
-    for number, count in enumerate(counts):
-        part.begin(number)
-        found.append(drawn(stream, count))
-    assert part.is_dry() is (max(counts) > 2 * pairs)
-    if not part.is_dry():
-        assert found == expected
-        assert part.num_drawn == counts[-1]
-    part.prepare(seeds)
-    assert not part.is_dry(), "the next batch"
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_what_seeds_the_stream_itself_is_dry(stream: int) -> None:
-    start = started(stream, [5, 6], FEW_PAIRS)
-    start.begin(0)
-    (random.seed if stream == PYTHON else np.random.seed)(3)
-    start.begin(1)
-    assert start.is_dry()
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("draw", ["number", "deviate"])
-def test_what_draws_from_a_blank_stream_is_seen(stream: int, draw: str) -> None:
-    start = started(stream, [5], FEW_PAIRS)
-    assert start.can_be_blank
-    start.begin(0)
-    use_up(stream)  # its second deviate must not be what the other code gets
-    start.begin_blank()
-    assert start.is_blank
-    assert not start.is_dry()
-    if draw == "number":
-        drawn(stream, 1)
-    else:
-        use_up(stream)
-    assert start.is_dry()
-    start.prepare([5])
-    assert not start.is_blank
+    assert start.fits()
 
 
 def test_another_bit_generator_is_seen_and_seeded() -> None:
-    start = started(NUMPY, [5], FEW_PAIRS)
+    start = started(NUMPY, [5])
     original = np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
         np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
-        assert start.is_dry()
         assert not start.fits()
         other = started(NUMPY, [5])
         other.begin(0)
@@ -196,40 +135,15 @@ def test_another_generator_behind_pythons_functions_is_seen_and_seeded(monkeypat
         def getstate(self) -> Any:
             return 1, super().getstate()
 
-    start, own = started(PYTHON, [5], FEW_PAIRS), Own(4)
+    start, own = started(PYTHON, [5]), Own(4)
     for name in ("getstate", "setstate", "seed", "random"):
         monkeypatch.setattr(random, name, getattr(own, name))
-    assert start.is_dry()
+    assert not start.fits()
     other = started(PYTHON, [5])
     other.begin(0)
     assert random.random() == random.Random(5).random()
     monkeypatch.undo()
     assert not other.fits()
-
-
-@pytest.mark.parametrize(
-    ("stream", "draw"),
-    [(PYTHON, random.random), (NUMPY, np.random.random_sample)],
-)
-def test_the_first_version_is_the_libraries_seeding(stream: int, draw: Callable[[], float]) -> None:
-    start = make_start(stream, SEEDED)
-    start.prepare([7 << 32 | 5])
-    start.begin(0)
-    expected = random.Random(7 << 32 | 5).random() if stream == PYTHON else np.random.RandomState(5).random_sample()
-    assert draw() == expected
-    assert not start.can_be_blank
-
-
-def test_torchs_stream_is_the_same_in_both() -> None:
-    import torch
-
-    found = []
-    for version in (SEEDED, HASHED):
-        start = make_start(TORCH, version)
-        start.prepare([11 << 32])
-        start.begin(0)
-        found.append(torch.rand(3).tolist())
-    assert found[0] == found[1]
 
 
 # --- no pattern ---
