@@ -33,6 +33,7 @@ __all__ = [
     "ShrinkSettings",
     "TftSettings",
     "TrainerSettings",
+    "mpirun_grace_s",
     "parse_snapshot_every",
 ]
 
@@ -106,8 +107,8 @@ class Settings:
     """Behaviour that an operator may set from outside, without touching the script."""
 
     grace_s: float = DEFAULT_GRACE_S
-    """``MINDX_GRACE_S``, else ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``: seconds between an alarm and the moment the process
-    must be gone."""
+    """``MINDX_GRACE_S``, else ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, else what mpirun gives: seconds between an alarm and
+    the moment the process must be gone."""
     agreement_s: float = 5.0
     """``MINDX_AGREEMENT_S``: longest wait for the other ranks' offers before every rank acts alone."""
     flag_poll_s: float = 0.2
@@ -165,9 +166,19 @@ class Settings:
         return replace(self, grace_s=float(grace_s))
 
 
+def mpirun_grace_s(env: Mapping[str, str]) -> float | None:
+    """Seconds from SIGTERM to SIGKILL under Open MPI's mpirun; None: it has not started this process."""
+    if not env.get("OMPI_COMM_WORLD_SIZE", "").strip():
+        return None
+    return _number(env, "OMPI_MCA_odls_base_sigkill_timeout", 1.0, low=0.0, high=_MAX_GRACE_S)
+
+
 def _launcher_grace_s(env: Mapping[str, str]) -> float:
-    """Seconds after which the launcher (torchrun, our agent) kills its workers. torch itself reads a whole number."""
+    """Seconds after which the launcher (torchrun, our agent, mpirun) kills its workers. torch itself reads a whole
+    number."""
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    if not env.get(name, "").strip() and (grace_s := mpirun_grace_s(env)) is not None:
+        return max(MIN_GRACE_S, grace_s)
     seconds = _integer(env, name, int(DEFAULT_GRACE_S))
     if not 0 <= seconds <= _MAX_GRACE_S:
         raise UsageError(f"environment variable {name}={seconds} is outside 0..{_MAX_GRACE_S:g}")

@@ -96,6 +96,14 @@ def test_the_launcher_s_own_variable_is_the_grace_period_too() -> None:
             Settings.from_env({name: wrong})
 
 
+def test_mpirun_leaves_less_time() -> None:
+    ranks = {"OMPI_COMM_WORLD_SIZE": "2"}
+    assert Settings.from_env(ranks).grace_s == 1
+    assert Settings.from_env({**ranks, "OMPI_MCA_odls_base_sigkill_timeout": "20"}).grace_s == 20
+    assert Settings.from_env({**ranks, "MINDX_GRACE_S": "40"}).grace_s == 40
+    assert Settings.from_env({**ranks, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}).grace_s == 12  # torchrun's worker
+
+
 @pytest.mark.parametrize("grace_s", [0.5, 30, 86400])
 def test_another_grace_period(grace_s: float) -> None:
     settings = Settings(agreement_s=2.0).with_grace(grace_s)

@@ -16,6 +16,7 @@ from pathlib import Path
 from mindx_elastic.core.first_process import DROPPED, WITH_AN_INIT
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.finding import Finding, good, problem, unknown, warning
+from mindx_elastic.platforms.launchers import at_a_stop
 
 __all__ = ["judge_first_process", "judge_slurm", "look_at_container", "look_at_first_process"]
 
@@ -46,6 +47,8 @@ def look_at_container(env: Mapping[str, str], grace_s: float) -> Iterator[Findin
         )
     if env.get("SLURM_JOB_ID"):
         yield from _slurm(env, grace_s)
+    for fact, remedy in at_a_stop(env):
+        yield warning("platform", fact, remedy)
     if unit := _systemd_unit():
         remedy = f"systemctl show {unit} -p TimeoutStopUSec -p Restart: {least} s at least"
         yield unknown("platform", f"the service {unit}: its grace period is not read here", remedy)

@@ -96,7 +96,7 @@ def _launcher(env: Mapping[str, str]) -> Iterator[Finding]:
         return  # of the dynamic cluster, which `_wrong` has read
     if text := refusal(env):
         what, _, remedy = text.partition(". ")
-        yield problem("variables", printable(what), printable(remedy))
+        yield problem("variables", printable(what), printable(remedy.replace("\n", " ")))
 
 
 # --- contradictions: each gives what is wrong in one place ---

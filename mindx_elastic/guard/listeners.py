@@ -25,6 +25,7 @@ from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, REJOIN, RESUME
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.platforms.flag_file import FlagFile, watch_flag_file
+from mindx_elastic.platforms.launchers import at_a_stop
 
 __all__ = ["Listeners"]
 
@@ -69,6 +70,9 @@ class Listeners:
             patience_s=self._settings.grace_s / 2,
         )
         stack.enter_context(self.handlers)
+        if self._ranks.rank == 0:
+            for fact, remedy in at_a_stop(os.environ):
+                logger.info("%s. %s", fact, remedy)
         if os.getpid() == 1:
             logger.info("%s. %s", DROPPED, WITH_AN_INIT)
 

@@ -1,4 +1,4 @@
-"""The ranks of this job as its launcher has set them, and launchers whose variables are not read as ranks.
+"""The ranks of this job as its launcher has set them, what launchers do at a stop, and whose ranks are not believed.
 
 MindSpore's msrun, mpirun, srun and Horovod start several processes and name each one's rank in variables of their own.
 Each such process would take itself for the whole job: all train alone, into one directory, and a killed one resumes
@@ -7,19 +7,20 @@ no reason to refuse, nor is an allocation in which only one process was started:
 step (``srun``) count, since SLURM_NTASKS and SLURM_PROCID are set for a batch script and (the first) in ``salloc`` too.
 
 Sources: MindSpore's page on environment variables (MS_ROLE, MS_WORKER_NUM, RANK_ID, RANK_SIZE), Open MPI's and
-MVAPICH2's FAQ, ``srun(1)``, MPICH's PMI.
+MVAPICH2's FAQ, ``srun(1)``, MPICH's PMI. What each launcher does at a stop was measured: see ``docs/platforms.md``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from mindx_elastic.config import RankInfo
+from mindx_elastic.config import RankInfo, mpirun_grace_s
 from mindx_elastic.errors import UsageError
 
-__all__ = ["adopt_rank_id", "current_ranks", "refusal"]
+__all__ = ["adopt_rank_id", "at_a_stop", "current_ranks", "refusal"]
 
 
 def adopt_rank_id(env: MutableMapping[str, str]) -> None:
@@ -39,106 +40,81 @@ def current_ranks(env: RankInfo) -> RankInfo:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        return RankInfo(
-            rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=env.local_rank, attempt=env.attempt
-        )
-    if env.world_size > 1 and (refused := refusal(os.environ)):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = _local_rank(os.environ, rank, size, env.local_rank)
+        return RankInfo(rank=rank, world_size=size, local_rank=local_rank, attempt=env.attempt)
+    if refused := refusal(os.environ):
         raise UsageError(refused)
     if env.world_size > 1:
         raise UsageError(
             f"WORLD_SIZE={env.world_size} but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() before entering the guard (Model.train does it by itself)"
         )
-    refused = refusal(os.environ)
-    if refused:
-        raise UsageError(refused)
     return env
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    found: Callable[[Mapping[str, str]], str]
-    """The variables that say so, for a person; empty: this launcher has not started several."""
+    """Its variables of a process: the rank, the number of ranks, the rank on this machine."""
+
+    rank: str
+    size: str
+    local: str
     instead: str
     """A command that starts the same job in a way that is read."""
-    variables: str
-    """What to set in each process for a script that is to be started as it is."""
+
+    def found(self, env: Mapping[str, str]) -> str:
+        """The variables that say that this process is one of several; empty: they do not."""
+        rank, size = env.get(self.rank, "").strip(), env.get(self.size, "").strip()
+        if self.rank == "MS_ROLE":
+            is_one = bool(rank) or _is_several(size)
+        elif self.rank == "RANK_ID":  # MindSpore's scripts may leave out the size
+            is_one = size != "1" and bool(rank or size)
+        else:
+            is_one = _is_several(size)
+        given = ((self.rank, rank), (self.size, size))
+        return ", ".join(f"{name}={value}" for name, value in given if value) if is_one else ""
 
 
-def _size(rank: str, size: str) -> Callable[[Mapping[str, str]], str]:
-    def found(env: Mapping[str, str]) -> str:
-        count = env.get(size, "").strip()
-        if not count.isdecimal() or int(count) <= 1:
-            return ""
-        return f"{size}={count}" + (f", {rank}={env[rank].strip()}" if env.get(rank, "").strip() else "")
-
-    return found
-
-
-def _mindspore_cluster(env: Mapping[str, str]) -> str:
-    role, workers = env.get("MS_ROLE", "").strip(), env.get("MS_WORKER_NUM", "").strip()
-    if not role and not (workers.isdecimal() and int(workers) > 1):
-        return ""
-    return ", ".join(f"{name}={value}" for name, value in (("MS_ROLE", role), ("MS_WORKER_NUM", workers)) if value)
-
-
-def _mindspore_rank(env: Mapping[str, str]) -> str:
-    rank, size = env.get("RANK_ID", "").strip(), env.get("RANK_SIZE", "").strip()
-    if size == "1" or not (rank or size):
-        return ""
-    return ", ".join(f"{name}={value}" for name, value in (("RANK_ID", rank), ("RANK_SIZE", size)) if value)
-
-
-def _exports(rank: str, size: str, local: str) -> str:
-    return f"RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local}"
+def _is_several(size: str) -> bool:
+    return size.isdecimal() and int(size) > 1
 
 
 _AGENT = "mindx-elastic run --nproc-per-node N SCRIPT"
-_NODES = "--nnodes NODES --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29400 --rdzv-id ID"
-_SEVERAL = f"mindx-elastic run {_NODES} --nproc-per-node N SCRIPT"
-_BY_MPI = f"on one machine: {_AGENT}; on each of several: {_SEVERAL}"
 # The innermost first: mpirun starts its daemons with srun, whose variables the processes inherit.
 _LAUNCHERS = (
     _Launcher(
-        found=_mindspore_cluster,
-        instead="call mindx_elastic.cluster.init() at the program's start, or in place of the scheduler and the "
-        f"workers, {_AGENT}; on each of several machines {_SEVERAL}",
-        variables="RANK (each worker another, from 0), WORLD_SIZE=$MS_WORKER_NUM, LOCAL_RANK, and no scheduler",
+        rank="MS_ROLE",
+        size="MS_WORKER_NUM",
+        local="LOCAL_RANK",
+        instead=f"mindx_elastic.cluster.init() at the program's start, or {_AGENT}",
     ),
     _Launcher(
-        found=_mindspore_rank,
-        instead="call mindx_elastic.cluster.init() at the program's start with RANK_ID, RANK_SIZE, MASTER_ADDR and "
-        f"MASTER_PORT set, or in place of a start for each rank, {_AGENT}; on each of several machines {_SEVERAL}",
-        variables="RANK=$RANK_ID, WORLD_SIZE (the number of ranks), LOCAL_RANK",
+        rank="RANK_ID",
+        size="RANK_SIZE",
+        local="DEVICE_ID",
+        instead=f"mindx_elastic.cluster.init() at the program's start (with RANK_SIZE and MASTER_ADDR), or {_AGENT}",
     ),
     _Launcher(
-        found=_size("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        instead=_BY_MPI,
-        variables=_exports("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local="OMPI_COMM_WORLD_LOCAL_RANK",
+        instead=_AGENT,
     ),
     _Launcher(
-        found=_size("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        instead=_BY_MPI,
-        variables=_exports("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+        rank="MV2_COMM_WORLD_RANK", size="MV2_COMM_WORLD_SIZE", local="MV2_COMM_WORLD_LOCAL_RANK", instead=_AGENT
     ),
+    _Launcher(rank="HOROVOD_RANK", size="HOROVOD_SIZE", local="HOROVOD_LOCAL_RANK", instead=_AGENT),
     _Launcher(
-        found=_size("HOROVOD_RANK", "HOROVOD_SIZE"),
-        instead=f"with torch.distributed in place of Horovod, {_AGENT}",
-        variables=_exports("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local="SLURM_LOCALID",
+        instead="srun --ntasks-per-node=1 mindx-elastic run --nnodes $SLURM_NNODES --rdzv-backend c10d "
+        "--rdzv-endpoint FIRST_NODE:29400 --rdzv-id $SLURM_JOB_ID --nproc-per-node N SCRIPT, and stop it with "
+        "`scancel --signal=TERM JOB` (a SIGTERM to srun itself kills its tasks)",
     ),
-    _Launcher(
-        found=_size("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-        instead=(
-            "srun --ntasks-per-node=1 mindx-elastic run --nnodes $SLURM_NNODES --rdzv-backend c10d "
-            "--rdzv-endpoint FIRST_NODE:29400 --rdzv-id $SLURM_JOB_ID --nproc-per-node N SCRIPT"
-        ),
-        variables=_exports("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ),
-    _Launcher(
-        found=_size("PMI_RANK", "PMI_SIZE"),  # MPICH and Intel MPI; also srun --mpi=pmi2, which the one above has found
-        instead=_BY_MPI,
-        variables=_exports("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ),
+    # MPICH and Intel MPI; also srun --mpi=pmi2, which the one above has found
+    _Launcher(rank="PMI_RANK", size="PMI_SIZE", local="MPI_LOCALRANKID", instead=_AGENT),
 )
 _SINGLE = ("RANK_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """One of these being 1 settles it: a job of one process, whatever the allocation around it is."""
@@ -154,11 +130,61 @@ def refusal(env: Mapping[str, str]) -> str:
     for launcher in _LAUNCHERS:
         found = launcher.found(env)
         if found:
+            rank = "from 0" if launcher.rank == "MS_ROLE" else f"${launcher.rank}"
+            size = f"${launcher.size}" if launcher.size in env else "number of ranks"
             return (
-                f"{found}, but no WORLD_SIZE, and torch.distributed is not initialised: this process was started as "
-                "one of several, and each of them would train alone, into one directory. Start the job as one: "
-                f"{launcher.instead}. Or set in each process {launcher.variables}, with MASTER_ADDR and MASTER_PORT, "
-                "and call torch.distributed.init_process_group() before the guard is entered (Model does it by "
-                "itself). If each process is a job of its own, set WORLD_SIZE=1 and give each its own directory"
+                f"{found}, but no WORLD_SIZE and no process group: this is one of several processes, and each would "
+                f"train alone, into one directory. Start the job with {launcher.instead}\n"
+                f"Or set RANK={rank} WORLD_SIZE={size} LOCAL_RANK=${launcher.local} MASTER_ADDR MASTER_PORT "
+                "and call torch.distributed.init_process_group() first. If each is a job of its own: WORLD_SIZE=1"
             )
     return ""
+
+
+def _local_rank(env: Mapping[str, str], rank: int, world_size: int, known: int) -> int:
+    """This process's rank on its machine, by the launcher whose variables say what the process group says; else
+    `known`."""
+    if env.get("LOCAL_RANK", "").strip():
+        return known
+    for launcher in _LAUNCHERS:
+        if (env.get(launcher.rank), env.get(launcher.size)) == (str(rank), str(world_size)):
+            local = env.get(launcher.local, "").strip()
+            return int(local) if local.isdecimal() else known
+    return known
+
+
+def at_a_stop(env: Mapping[str, str], parent: str | None = None) -> Iterator[tuple[str, str]]:
+    """What the launcher of this process does at a stop that its user would not expect, and the remedy.
+
+    `parent`: the command line of the parent process; None: look it up.
+    """
+    parent = _parent() if parent is None else parent
+    if (grace_s := mpirun_grace_s(env)) is not None and not env.get("MINDX_GRACE_S", "").strip():
+        yield (
+            f"mpirun kills this process {grace_s:g} s after its SIGTERM: a stop has {grace_s:g} s",
+            "mpirun --mca odls_base_sigkill_timeout 30 (MINDX_GRACE_S, where a parameter file of Open MPI says it)",
+        )
+    if env.get("SLURM_STEP_ID", "").strip() and "slurmstepd" in parent:
+        yield (
+            "a SIGTERM to the srun client kills this process unheard",
+            "scancel --signal=TERM JOB stops the job's steps; deploy/slurm/agent.sbatch does that",
+        )
+    for words, name in (("deepspeed/launcher", "deepspeed"), ("accelerate launch", "accelerate launch")):
+        if words in parent.replace("deepspeed.launcher", "deepspeed/launcher"):
+            yield (
+                f"{name} dies of a SIGTERM and hands it to no rank",
+                f"send it to the ranks themselves, or start with {_AGENT}",
+            )
+    if env.get("SUPERVISOR_ENABLED", "").strip():
+        yield (
+            "supervisord signals its direct child only, and kills it 10 s later",
+            "stopwaitsecs=40, stopasgroup=true and autorestart=true in its [program:...] section",
+        )
+
+
+def _parent() -> str:
+    try:
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return line.replace(b"\0", b" ").decode("utf-8", "replace")

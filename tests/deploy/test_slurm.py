@@ -101,6 +101,30 @@ def test_a_cancelled_or_preempted_job_is_left_to_slurm(folder: Path, state: str)
     assert code == 143 and "SCONTROL requeue" not in output and "not requeued by this script" in output, output
 
 
+SRUN = """\
+#!/bin/bash
+# As srun does: a SIGTERM to it kills its tasks, and it hands their exit code on.
+"$@" & task=$!
+echo $task > task
+trap 'kill -KILL $task' TERM
+wait $task
+"""
+SCANCEL = """\
+#!/bin/bash
+[ "$*" = "--signal=TERM 17" ] && kill -TERM $(cat task)
+"""
+
+
+def test_the_step_of_an_srun_is_signalled_by_slurm(folder: Path) -> None:
+    texts = {"srun": SRUN, "scancel": SCANCEL, "squeue": "#!/bin/bash\ncat task 2>&1 && echo 17.0; echo 17.batch\n"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path, launcher = f"{folder}:{os.environ['PATH']}", f"{folder}/srun {folder}/pretender"
+    code, output = run_script("agent.sbatch", folder, ON_TERM=RESULT % "true", LAUNCHER=launcher, PATH=path)
+    assert code == 143 and "SCONTROL requeue 17" in output, output
+
+
 def test_without_scontrol_the_script_says_what_to_do(folder: Path) -> None:
     code, output = run_script("agent.sbatch", folder, ON_TERM=RESULT % "true", SCONTROL="no-such-program")
     assert code == 143 and "RequeueExit=143" in output, output

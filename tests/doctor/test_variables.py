@@ -26,7 +26,7 @@ WRONG = [
     ({"MINDX_AGENT_DIR": "/x", "MINDX_AGENT_PID": "0"}, Level.PROBLEM, "that agent is not there", "unset MINDX_AGENT"),
     ({"MINDX_PROVE": "/x"}, Level.PROBLEM, "MINDX_PROVE is set", "unset"),
     ({"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, Level.WARNING, "on gloo", "mindx-elastic run"),
-    ({"SLURM_STEP_NUM_TASKS": "4"}, Level.PROBLEM, "one of several", "Start the job as one"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, Level.PROBLEM, "one of several", "Start the job with"),
     ({"MS_ROLE": "MS_WORKER"}, Level.PROBLEM, "MS_SCHED_HOST is not set", ""),
     ({"MINDX_JOB_KEY_FILE": "/no/such/file"}, Level.PROBLEM, "cannot be read", "chmod 600"),
 ]

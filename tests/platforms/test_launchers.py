@@ -13,7 +13,7 @@ from torch import nn
 import mindx_elastic as mx
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.launchers import current_ranks, refusal
+from mindx_elastic.platforms.launchers import at_a_stop, current_ranks, refusal
 
 # As Slurm 22.05 sets them.
 SLURM_ALLOCATION = {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_TASKS_PER_NODE": "2"}
@@ -26,12 +26,12 @@ SEVERAL = [
     ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "h"}, "MS_ROLE=MS_WORKER, MS_WORKER_NUM=2,"),
     ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "1"}, "MS_ROLE=MS_SCHED, MS_WORKER_NUM=1,"),
     ({"MS_WORKER_NUM": "4"}, "MS_WORKER_NUM=4,"),
-    (SLURM_STEP, "SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1,"),
-    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=3,"),
+    (SLURM_STEP, "SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2,"),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4,"),
     ({**SLURM_STEP, "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4,"),
-    ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2, PMI_RANK=0,"),
+    ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_RANK=0, PMI_SIZE=2,"),
     ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE=2,"),
-    ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, "HOROVOD_SIZE=2, HOROVOD_RANK=1,"),
+    ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, "HOROVOD_RANK=1, HOROVOD_SIZE=2,"),
     ({"RANK_ID": "1", "WORLD_SIZE": " "}, "RANK_ID=1,"),
 ]
 SINGLE: list[dict[str, str]] = [
@@ -64,6 +64,7 @@ def test_one_of_several_is_refused_with_the_way_out(variables: dict[str, str], n
     said = refusal(variables)
     assert said.startswith(named)
     assert "mindx-elastic run" in said and "WORLD_SIZE=1" in said and "init_process_group" in said
+    assert said.count("\n") == 1 and len(said) < 800
 
 
 def test_the_way_out_of_srun_is_a_command() -> None:
@@ -86,6 +87,44 @@ def test_an_initialised_torch_distributed_settles_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert current_ranks(RankInfo.from_env()).world_size == 1
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize(
+    ("variables", "local"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "3"}, 3),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "2"}, 2),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "2", "LOCAL_RANK": "1"}, 1),
+        ({"PMI_RANK": "4", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2"}, 0),  # another group than the launcher's
+    ],
+)
+def test_the_local_rank_is_the_launcher_s_where_the_group_agrees(
+    variables: dict[str, str], local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert current_ranks(RankInfo.from_env()).local_rank == local
+
+
+@pytest.mark.parametrize(
+    ("variables", "parent", "said"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun -np 2", "1 s after its SIGTERM"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_odls_base_sigkill_timeout": "20"}, "", "20 s after its SIGTERM"),
+        ({"SLURM_STEP_ID": "0"}, "slurmstepd: [4.0]", "srun client kills this process"),
+        ({}, "python -m deepspeed.launcher.launch --world_info=e", "deepspeed dies of a SIGTERM"),
+        ({}, "python /bin/accelerate launch --cpu train.py", "accelerate launch dies of a SIGTERM"),
+        ({"SUPERVISOR_ENABLED": "1"}, "supervisord", "kills it 10 s later"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "MINDX_GRACE_S": "20"}, "", ""),
+        ({"SLURM_STEP_ID": "0"}, "python mindx-elastic run", ""),
+        ({}, "bash", ""),
+    ],
+)
+def test_what_a_launcher_does_at_a_stop_is_told(variables: dict[str, str], parent: str, said: str) -> None:
+    found = list(at_a_stop(variables, parent))
+    assert len(found) == bool(said) and all(said in fact and remedy for fact, remedy in found)
 
 
 def test_a_guard_writes_nothing_before_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
