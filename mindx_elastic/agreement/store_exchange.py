@@ -514,8 +514,7 @@ class StoreExchange(Gathering):
         whose = "" if author is None else f" of rank {author}"
         return (
             f"rank {self.rank}: {key!r}{whose} in the store of the process group was not written by this job: {error}. "
-            "Either the ranks have different keys (give all of them the same MINDX_JOB_KEY or MINDX_JOB_KEY_FILE), or "
-            "somebody else writes to the store: its port must not be reachable for others"
+            "Give all ranks the same MINDX_JOB_KEY (or _FILE); if they have it, others reach the store's port"
         )
 
     def _meet(self) -> None:

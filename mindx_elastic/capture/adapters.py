@@ -346,9 +346,8 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
         return _Container(name, target)
     if isinstance(target, _IMMUTABLE) or type(target).__module__ == "numpy":
         raise UsageError(
-            f"{name} is a {type(target).__name__}, which cannot be changed in place at a resume: keep it in a dict "
-            f'that the loop reads and writes, as state = {{"{name}": ...}} and stateful={{"state": state}}, or name it '
-            f'as an attribute: stateful={{"trainer": mx.attributes(self, "{name}")}}'
+            f"{name} is a {type(target).__name__}, which cannot be changed in place at a resume: keep it in a dict, "
+            f'stateful={{"state": state}}, or as an attribute, stateful={{"trainer": mx.attributes(self, "{name}")}}'
         )
     if isinstance(target, (*_NO_STATE, Iterator)) or (callable(target) and not _is_own(target)):
         return None

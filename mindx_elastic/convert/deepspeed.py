@@ -120,8 +120,8 @@ class _Folder:
         if missing:
             raise CorruptCheckpointError(
                 f"{self.path}: the {what} of rank {listed([str(rank) for rank in missing], 8)} of {count} is missing: "
-                "its part of the weights is in no other file. Copy it here; or, of stages 0 to 2, convert "
-                "mp_rank_00_model_states.pt --component module, which has the weights that the model computes with",
+                "its part of the weights is in no other file. Copy it here; of stages 1 and 2, "
+                "mp_rank_00_model_states.pt by its name has the weights that the model computes with",
                 path=self.path,
             )
         return [files[rank] for rank in range(count)]

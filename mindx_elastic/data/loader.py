@@ -266,8 +266,8 @@ class ResumableLoader(DataLoader[Any]):
         if now != then and (in_epoch or now == at_load):  # else the program gives each epoch a length of its own
             raise MismatchError(
                 f"the data set has {now} samples, and had {then} at the checkpoint. Use the data set of that run, or "
-                "start afresh; where the training changes it, name in stateful= what it is made of (a list, changed in "
-                "place), or set it from the epoch, at the head of each epoch"
+                "start afresh; where the training changes it, name in stateful= the list that it is made of, or set it "
+                "at the head of each epoch"
             )
         self._lengths = None
 

@@ -172,9 +172,8 @@ def _save(saver: Saver, gate: UpdateGate, policy: ExitPolicy) -> bool:
     # An average that is updated after the last step belongs into the block; nothing is wrong with the training then.
     logger.log(
         logging.INFO if gate.state is GateState.CLEAN else logging.WARNING,
-        "step %d, the end of the training, is not kept: %s. The training is not affected; the same command begins at "
-        "the newest checkpoint that is there and trains the same weights again. To have the end on disk, change "
-        "weights after the guard's block, or call guard.save() right after the last guard.step_end()",
+        "step %d, the end of the training, is not kept: %s. The training is not affected. To have its end on disk, "
+        "change weights after the guard's block, or call guard.save() right after the last guard.step_end()",
         step,
         problem,
     )

@@ -198,9 +198,8 @@ def _no_room(path: Path, nbytes: int) -> str:
     status = os.statvfs(path.parent)
     return (
         f"{path}: no room for a snapshot of {nbytes:,} bytes in shared memory ({status.f_bavail * status.f_frsize:,} "
-        "free; a rank needs twice the size of its state). Enlarge it (docker --shm-size, a Kubernetes emptyDir with "
-        "medium: Memory), point MINDX_ARENA_DIR to another memory file system, or switch snapshots off with "
-        "--snapshot-every 0"
+        "free, a rank needs twice its state). Enlarge it (docker --shm-size; Kubernetes: emptyDir, medium: Memory), "
+        "name another place in MINDX_ARENA_DIR, or --snapshot-every 0"
     )
 
 

@@ -279,9 +279,8 @@ class _Taking:
             logger.warning(text, self._directory, self._ranks.rank, waited_s, holder.process)
             return False
         raise DirectoryInUseError(
-            f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. Give this job a directory "
-            "of its own, or end the other one first. (On NFS the lock of a machine that has died may stay until the "
-            f"server notices its death; if you know that no other job runs there, delete {self._path})",
+            f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. End it, or give this job a "
+            f"directory of its own. (NFS may keep a dead machine's lock; if nothing runs there, delete {self._path})",
             path=self._directory,
             host=holder.host,
             pid=holder.pid,

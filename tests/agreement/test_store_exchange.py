@@ -656,9 +656,9 @@ def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPa
             store.get("start/round0/answer")  # `set` does not wait until the store has it
             return Merged(said)
 
-        with pytest.raises(UntrustedMessageError, match="different keys"):
+        with pytest.raises(UntrustedMessageError, match="Give all ranks the same MINDX_JOB_KEY"):
             ranks[0].preside("here", merge)
-        with pytest.raises(UntrustedMessageError, match="different keys"):
+        with pytest.raises(UntrustedMessageError, match="Give all ranks the same MINDX_JOB_KEY"):
             ranks[1].hear("here")
         for exchange in ranks:
             exchange.close()

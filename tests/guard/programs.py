@@ -544,8 +544,8 @@ REFUSED = {
         """,
         (
             "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. It "
-            "was made after the guard was entered. Make each loader once, before the guard, and write "
-            "Guard(loader=[loader, loader_2], ...). In place of a loader that is made anew in each round, make one"
+            "was made after the guard was entered. Make it once, before, and write "
+            "Guard(loader=[loader, loader_2], ...); for one that is made in each round, one over a data set"
         ),
     ),
     "one of two schedulers": (

@@ -159,10 +159,9 @@ class LoaderWatch:
         self._crossing = (
             what,
             (
-                "It was made after the guard was entered. Make each loader once, before the guard, and write "
-                f"{_line([*names, own])}. In place of a loader that is made anew in each round, make one there "
-                "over a sampler or a data set that changes (sampler=SubsetRandomSampler(indices), and "
-                f'stateful={{"indices": indices}} for the list); {evaluation}'
+                "It was made after the guard was entered. Make it once, before, and write "
+                f"{_line([*names, own])}; for one that is made in each round, one over a data set that changes "
+                f'(stateful={{"indices": indices}} for its list); {evaluation}'
             ),
         )
 

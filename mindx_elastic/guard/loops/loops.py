@@ -160,8 +160,8 @@ class Loops:
             return ""
         return (
             f"epoch {self._empty_epoch} was resumed behind its last step, so its loop over the loader has run without "
-            f"a batch, and then came {type(error).__name__}. Set what the code after that loop reads in front of it, "
-            "and let it do without: loss = None; losses = [], and `if losses:` around what needs them"
+            f"a batch, and then came {type(error).__name__}. Set what the code after that loop reads in front of it "
+            "(losses = []), and let it do without (`if losses:`)"
         )
 
     @property
