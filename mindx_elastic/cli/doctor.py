@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor_command"]
 
-_GIB = 1 << 30
 _STYLES = {"good": "green", "not visible": "cyan", "warning": "yellow", "problem": "bold red"}
 _LEVEL_WIDTH, _CHECK_WIDTH, _NARROW, _WIDEST = 11, 13, 60, 120
 
@@ -43,7 +42,6 @@ def doctor_command(
             show_default="from the newest checkpoint in DIR",
         ),
     ] = "",
-    state_gib: Annotated[float | None, typer.Option("--state-gib", hidden=True)] = None,  # the older name
     nproc_per_node: Annotated[
         int,
         typer.Option("--nproc-per-node", min=0, metavar="N", help="Ranks on this machine; 0: as in the checkpoint."),
@@ -55,8 +53,8 @@ def doctor_command(
 ) -> None:
     """Look at this machine before the first run: would a stop be saved in time, and what else is wrong?
 
-    Disk speed and room against the grace period, shared memory against the state, owners and permissions, limits, the
-    clock, torch and its devices, the platform as far as it can be seen, and the variables. Each finding has its remedy.
+    Disk speed and room against the grace period, shared memory against the state, owners and permissions, limits, torch
+    and its devices, the platform as far as it can be seen, and the variables. Each finding has its remedy.
 
     It writes to DIR for a second, as a save does, and leaves nothing there. No network, no process group: run it once
     on each machine, as the user who will train, with the environment of the job.
@@ -77,18 +75,13 @@ def doctor_command(
 
     if grace is not None and not MIN_GRACE_S <= grace <= 86400:
         fail(f"--grace {grace:g}: give {MIN_GRACE_S:g} to 86400 seconds")
-    if state_gib is not None and state:
-        fail("--state and --state-gib mean the same: give --state alone")
-    if state_gib is not None and not 0 < state_gib <= 1 << 20:
-        fail(f"--state-gib {state_gib:g}: give a number of GiB above 0")
-    state_bytes = None if state_gib is None else int(state_gib * _GIB)
     from mindx_elastic.doctor.examine import Wish, examine
     from mindx_elastic.doctor.finding import Level, worst
 
     wish = Wish(
         directory=directory,
         grace_s=grace,
-        state_bytes=parse_size(state) if state else state_bytes,
+        state_bytes=parse_size(state) if state else None,
         ranks=nproc_per_node,
         measure_s=measure,
     )

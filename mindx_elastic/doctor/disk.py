@@ -16,20 +16,12 @@ from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.disk_choice import DiskChoice
 from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, free_space, fsync_dir, nameless_file, publish
 
-__all__ = ["Clocks", "compare_clocks", "existing_part", "measure"]
+__all__ = ["existing_part", "measure"]
 
 _PIECE_BYTES = 32 << 20
 _MOST_BYTES = 4 << 30
 _FREE_PART = 10
 _SMALL_FILES = 3
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """The time of a file that was just written, on both clocks (unix seconds)."""
-
-    ours: float
-    theirs: float
 
 
 def existing_part(directory: Path) -> Path:
@@ -97,15 +89,6 @@ def _write(folder: Path, data: torch.Tensor, for_s: float, *, cached: bool) -> _
         writer.finish()
         os.fsync(fd)
         return _Written(written, time.monotonic() - began, writer.direct)
-
-
-def compare_clocks(folder: Path) -> Clocks:
-    """What the file system takes for the time, which on a network one is its server's. Raises OSError."""
-    with nameless_file(folder) as fd:
-        before = time.time()
-        os.write(fd, b"\0")
-        theirs = os.fstat(fd).st_mtime
-        return Clocks((before + time.time()) / 2, theirs)
 
 
 def _time_small_files(folder: Path) -> float:

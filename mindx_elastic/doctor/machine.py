@@ -1,25 +1,20 @@
-"""Limits of the process and of its container, and the clock."""
+"""Limits of the process and of its container."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 import resource
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.doctor.finding import Finding, gib, good, problem, unknown, warning
+from mindx_elastic.doctor.finding import Finding, gib, good, problem, warning
 from mindx_elastic.doctor.saving import State
 
-__all__ = ["CgroupLimits", "available_memory", "judge_limits", "look_at_clock", "look_at_limits", "read_cgroup"]
+__all__ = ["CgroupLimits", "available_memory", "judge_limits", "look_at_limits", "read_cgroup"]
 
 _LEAST_FILES, _GOOD_FILES = 256, 4096
 _GOOD_THREADS = 2048
-_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
-_OLDEST_CLOCK = 1_704_067_200  # 2024: this package is younger
 _NO_LIMIT = 1 << 60  # what version 1 of cgroups says for none, and anything like it
 
 
@@ -100,14 +95,11 @@ def available_memory(cgroup: CgroupLimits, path: Path = Path("/proc/meminfo")) -
 
 def look_at_limits(cgroup: CgroupLimits, state: State | None) -> Iterator[Finding]:
     """The limits of this process (``ulimit``), and what its container has of threads."""
-    has_fabric = os.path.isdir("/dev/infiniband")
-    return judge_limits(lambda name: resource.getrlimit(name)[0], cgroup, state, has_fabric=has_fabric)
+    return judge_limits(lambda name: resource.getrlimit(name)[0], cgroup, state)
 
 
-def judge_limits(
-    soft: Callable[[int], int], cgroup: CgroupLimits, state: State | None, *, has_fabric: bool
-) -> Iterator[Finding]:
-    """`soft`: the soft limit by the numbers of `resource`; `has_fabric`: InfiniBand or RoCE is there."""
+def judge_limits(soft: Callable[[int], int], cgroup: CgroupLimits, state: State | None) -> Iterator[Finding]:
+    """`soft`: the soft limit by the numbers of `resource`."""
     files = soft(resource.RLIMIT_NOFILE)
     text = f"{_amount(files)} open files (ulimit -n)"
     remedy = f"ulimit -n {_GOOD_FILES} before the start (docker run --ulimit nofile={_GOOD_FILES})"
@@ -133,45 +125,11 @@ def judge_limits(
     if size >= 0 and (state is None or size < state.nbytes):
         text = f"files may have {gib(size)} (ulimit -f)" + (f"; the state has {gib(state.nbytes)}" if state else "")
         yield problem("limits", f"{text}: a save beyond that fails", "ulimit -f unlimited before the start")
-    locked = soft(resource.RLIMIT_MEMLOCK)
-    if has_fabric and locked >= 0:
-        yield warning(
-            "limits",
-            f"{gib(locked)} of locked memory (ulimit -l), and this machine has RDMA",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL registers its buffers",
-        )
-    else:
-        yield good("limits", f"{_amount(locked) if locked < 0 else gib(locked)} of locked memory (ulimit -l)")
-    if (address := soft(resource.RLIMIT_AS)) >= 0:
-        remedy = "ulimit -v unlimited; limit the container's memory instead"
-        yield warning("limits", f"{gib(address)} of addresses (ulimit -v): mappings count too", remedy)
     if cgroup.memory_bytes is not None:
         left_text = "" if cgroup.memory_used is None else f", {gib(cgroup.memory_left or 0)} left"
         yield good(
             "limits", f"{gib(cgroup.memory_bytes)} of memory for the container{left_text}; /dev/shm counts in it"
         )
-
-
-def look_at_clock() -> Finding:
-    """Whether the clock is set and kept."""
-    now = time.time()
-    if now < _OLDEST_CLOCK:
-        date = time.strftime("%Y-%m-%d", time.gmtime(now))
-        return problem("clock", f"this machine thinks it is {date}", "set the clock (NTP)")
-    buffer = ctypes.create_string_buffer(512)  # a struct timex of zeros asks, and changes nothing
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
-    except AttributeError:
-        state = -1
-    if state == _UNSYNCHRONISED:
-        return unknown(
-            "clock",
-            "the kernel does not know whether the clock is synchronised",
-            "see that NTP runs on each machine (chronyc tracking, timedatectl); a host may keep a guest's clock",
-        )
-    if state < 0:
-        return unknown("clock", "the kernel does not say whether the clock is synchronised", "timedatectl")
-    return good("clock", "synchronised, says the kernel")
 
 
 def _more_threads() -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.core.owners import check_place
 from mindx_elastic.core.printable import printable
-from mindx_elastic.doctor.disk import compare_clocks, existing_part, measure
-from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, unknown, warning
-from mindx_elastic.doctor.saving import Disk, State, judge_room, judge_time
+from mindx_elastic.doctor.disk import existing_part, measure
+from mindx_elastic.doctor.finding import Finding, gib, good, problem, unknown, warning
+from mindx_elastic.doctor.saving import State, judge_room, judge_time
 from mindx_elastic.errors import UnsafeDirectoryError
 from mindx_elastic.memory.folders import squatted_folder
 from mindx_elastic.persist.storage import free_space, try_rename
@@ -22,8 +21,6 @@ __all__ = ["Mount", "find_mount", "judge_memory", "look_at_directory", "look_at_
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _NETWORK_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs")
 _NUM_SLOTS = 2
-_SLOW_FILE_S = 0.5
-_CLOCK_S = 2.0
 _LEAST_MEMORY = 1 << 30
 
 
@@ -115,7 +112,6 @@ def look_at_directory(
         text = f"{where}: no file can be renamed ({why}), so each checkpoint is written twice"
         yield warning("directory", text, "give a directory on a disk, and copy it to the bucket from there")
     yield judge_room(free_space(folder), state, where)
-    yield from _clocks(folder)
     if measure_s <= 0:
         yield unknown("disk speed", "not measured (--measure 0)", "leave the option out to measure for a second")
         return
@@ -129,7 +125,6 @@ def look_at_directory(
         )
         return
     yield from judge_time(disk, state, grace_s)
-    yield from _habits(disk, where)
 
 
 def _place(directory: Path, *, allow_shared: bool) -> Finding:
@@ -142,41 +137,6 @@ def _place(directory: Path, *, allow_shared: bool) -> Finding:
             return warning("owners", f"{text} (accepted by MINDX_ALLOW_SHARED_DIRECTORY=1)", remedy)
         return problem("owners", text, remedy)
     return good("owners", f"no other user can exchange what is in {printable(directory)}")
-
-
-def _clocks(folder: Path) -> Iterator[Finding]:
-    try:
-        clocks = compare_clocks(folder)
-    except OSError:
-        return  # the measurement after it says what is wrong
-    apart_s = clocks.theirs - clocks.ours
-    if abs(apart_s) > _CLOCK_S:
-        how = "ahead of" if apart_s > 0 else "behind"
-        yield warning(
-            "clock",
-            f"the file system's clock is {seconds(abs(apart_s))} {how} this machine's",
-            "set both by NTP; whether a flag file is older than the start is judged by its time",
-        )
-    else:
-        yield good("clock", f"the file system's clock agrees with this machine's, {time.strftime('%Y-%m-%d %H:%M')}")
-
-
-def _habits(disk: Disk, where: str) -> Iterator[Finding]:
-    if disk.takes_direct:
-        yield good("direct I/O", f"{where} takes it")
-    elif disk.takes_direct is not None:
-        yield warning(
-            "direct I/O",
-            f"{where} does not take it: saves go through the page cache, and take memory from the training",
-            "a local disk (ext4, xfs) takes it; else count the page cache in the container's memory limit",
-        )
-    text = f"a small file is durable after {seconds(disk.small_file_s)}"
-    figures = {"small_file_s": disk.small_file_s}
-    if disk.small_file_s > _SLOW_FILE_S:
-        remedy = "each save waits for this a few times: a faster file system, or more grace"
-        yield warning("disk speed", text, remedy, **figures)
-    else:
-        yield good("disk speed", text, **figures)
 
 
 # --- shared memory ---

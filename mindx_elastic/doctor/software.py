@@ -1,4 +1,4 @@
-"""The torch at hand: its version, its devices and backends, and the places of its own that recoveries in place need."""
+"""The torch at hand: its version, its devices, and the places of its own that recoveries in place need."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.doctor.finding import Finding, good, problem, unknown, warning
+from mindx_elastic.doctor.finding import Finding, good, problem, warning
 from mindx_elastic.rejoin import groups
 
 __all__ = ["Devices", "judge_devices", "look_at_software"]
@@ -38,7 +36,7 @@ class Devices:
 
 
 def look_at_software() -> Iterator[Finding]:
-    """Versions, devices, backends."""
+    """Versions and devices."""
     found = tuple(int(part) if part.isdecimal() else 0 for part in torch.__version__.split("+")[0].split(".")[:2])
     text = f"torch {torch.__version__}, Python {platform.python_version()}"
     if found < _LEAST_TORCH:
@@ -46,7 +44,6 @@ def look_at_software() -> Iterator[Finding]:
         yield problem("torch", f"{text}: too old", f"pip install 'torch>={least}'")
     else:
         yield good("torch", text)
-    yield from _requirements()
     yield from judge_devices(
         Devices(
             torch_cuda=torch.version.cuda,
@@ -55,28 +52,7 @@ def look_at_software() -> Iterator[Finding]:
             driver=shutil.which("nvidia-smi") is not None,
         )
     )
-    yield _backends()
     yield from _in_place()
-
-
-def _requirements() -> Iterator[Finding]:
-    """Whether what the installed package asks for is there, in a version that it asks for."""
-    try:
-        wanted = requires("mindx_elastic") or []
-    except PackageNotFoundError:
-        remedy = "pip install mindx_elastic for all of its requirements"
-        yield unknown("torch", "the package runs from a folder and is not installed", remedy)
-        return
-    names = [text.partition(";")[0] for text in wanted if "extra ==" not in text]
-    missing = []
-    for name in (text.strip() for text in names):
-        plain = "".join(c if c.isalnum() or c in "-_." else " " for c in name).split()[0]
-        try:
-            version(plain)
-        except PackageNotFoundError:
-            missing.append(name)
-    if missing:
-        yield problem("torch", f"not installed: {listed(missing, 6)}", f"pip install {' '.join(map(repr, missing))}")
 
 
 def judge_devices(devices: Devices) -> Iterator[Finding]:
@@ -99,16 +75,6 @@ def judge_devices(devices: Devices) -> Iterator[Finding]:
         )
     else:
         yield good("devices", "no GPU; torch uses the processor")
-
-
-def _backends() -> Finding:
-    if not dist.is_available():
-        return warning("backends", "this torch has no torch.distributed", "install another build for several ranks")
-    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    names = [name for name, is_there in known.items() if is_there()]
-    if not names:
-        return warning("backends", "neither gloo nor nccl is in this torch", "install another build for several ranks")
-    return good("backends", listed(names, 6))
 
 
 def _in_place() -> Iterator[Finding]:

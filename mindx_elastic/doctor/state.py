@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, warning
+from mindx_elastic.doctor.finding import Finding, gib, good, problem, warning
 from mindx_elastic.doctor.saving import State
 from mindx_elastic.inventory.findings import list_files, reader_trust, scan
 from mindx_elastic.inventory.inventory import Inventory, Step
@@ -16,8 +15,6 @@ from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.storage import quarantined
 
 __all__ = ["read_directory"]
-
-_CLOCK_S = 5.0
 
 
 def read_directory(directory: Path, ranks: int) -> tuple[State | None, list[Finding]]:
@@ -73,11 +70,4 @@ def _remarks(directory: Path, inventory: Inventory, newest: Step | None, state: 
             "checkpoints",
             f"{len(moved)} in the quarantine",
             "the .reason.txt beside each says why; delete them when you know",
-        )
-    ahead_s = max((entry.info.created for entry in entries if entry.info is not None), default=0.0) - time.time()
-    if ahead_s > _CLOCK_S:
-        yield warning(
-            "clock",
-            f"a checkpoint there was written {seconds(ahead_s)} in this machine's future",
-            "set the clocks of all machines by one source (NTP); ages and retention by time go by them",
         )

@@ -9,9 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from mindx_elastic import config
-from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.cluster.settings import WORKER, ClusterSettings
-from mindx_elastic.config import KeySettings
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.finding import Finding, good, problem, warning
 from mindx_elastic.errors import UsageError
@@ -55,7 +53,7 @@ def known_names() -> set[str]:
 
 
 def judge_variables(env: Mapping[str, str]) -> Iterator[Finding]:
-    """All that is to be said of `env`; one good finding where that is nothing. Reads the file of a job's key."""
+    """All that is to be said of `env`; one good finding where that is nothing."""
     found = [*_unknown(env), *_wrong(env), *_launcher(env)]
     for check in _CONTRADICTIONS:
         found += check(env)
@@ -135,23 +133,6 @@ def _memory(env: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def _recover(env: Mapping[str, str]) -> list[Finding]:
-    in_place = env.get("MINDX_RECOVER", "").strip() == "in-place"
-    with_nccl = env.get("MINDX_REJOIN_NCCL", "").strip() == "1"
-    found = []
-    if with_nccl and not in_place:
-        text = "MINDX_REJOIN_NCCL=1 has no effect without MINDX_RECOVER=in-place or --recover in-place"
-        found.append(warning("variables", text, "give --recover in-place too, or unset it"))
-    handling = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "").strip()
-    if in_place and with_nccl and handling not in ("", "0"):
-        text = f"TORCH_NCCL_ASYNC_ERROR_HANDLING={handling}: torch ends a process whose peer has died, never in place"
-        found.append(problem("variables", printable(text), "unset it; the agent sets 0"))
-    if in_place and env.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
-        text = "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the process groups, so that no recovery is in place"
-        found.append(problem("variables", text, "INFO, or unset it"))
-    return found
-
-
 def _ranks(env: Mapping[str, str]) -> list[Finding]:
     found = []
     if env.get("RANK", "").strip() and not env.get("WORLD_SIZE", "").strip():
@@ -178,32 +159,7 @@ def _leftovers(env: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def _key(env: Mapping[str, str]) -> list[Finding]:
-    found = []
-    settings = KeySettings.from_env({**env, "LOCAL_WORLD_SIZE": ""})
-    if settings.text and settings.file is not None:
-        text = "MINDX_JOB_KEY and MINDX_JOB_KEY_FILE are both set; MINDX_JOB_KEY is taken"
-        found.append(warning("variables", text, "unset MINDX_JOB_KEY: other programs can read the environment"))
-    if settings.file is not None:
-        try:
-            read_key_file(settings.file, "MINDX_JOB_KEY_FILE")
-        except UsageError as error:
-            what, _, remedy = printable(error).rpartition("; ")
-            found.append(problem("variables", what or remedy, remedy))
-    return found
-
-
-def _restarts(env: Mapping[str, str]) -> list[Finding]:
-    under_torchrun = env.get("TORCHELASTIC_RUN_ID", "").strip() and not env.get("MINDX_AGENT_DIR", "").strip()
-    if under_torchrun and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "").strip() != "1":
-        text = "torchrun without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: restarted ranks on gloo do not find each other"
-        return [warning("variables", text, "export it, or use mindx-elastic run, which needs no such variable")]
-    return []
-
-
-_CONTRADICTIONS: tuple[Callable[[Mapping[str, str]], list[Finding]], ...] = (
-    *(_grace, _memory, _recover, _ranks, _leftovers, _key, _restarts),
-)
+_CONTRADICTIONS: tuple[Callable[[Mapping[str, str]], list[Finding]], ...] = (*(_grace, _memory, _ranks, _leftovers),)
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:

@@ -36,7 +36,7 @@ def test_a_directory_that_is_not_there_yet(run: Callable[..., Any], tmp_path: Pa
     assert "need" in speed["text"] and speed["figures"]["bytes_per_s"] > 0 and speed["figures"]["grace_s"] == 30
     assert document["state_bytes"] == int(1.024 * (1 << 20))
     checks = {finding["check"] for finding in document["findings"]}
-    assert {"owners", "directory", "disk space", "shared memory", "limits", "clock", "torch", "variables"} <= checks
+    assert {"owners", "directory", "disk space", "shared memory", "limits", "torch", "variables"} <= checks
     assert all(finding["remedy"] for finding in document["findings"] if finding["level"] != "good")
 
 
@@ -98,16 +98,9 @@ def test_narrow_terminals(run: Callable[..., Any], tmp_path: Path) -> None:
         assert max(map(len, lines[1:-1])) <= max(columns, words + 30)
 
 
-@pytest.mark.parametrize("words", [("--grace", "0"), ("--state-gib", "0"), ("--state", "18"), ("--measure", "100")])
+@pytest.mark.parametrize("words", [("--grace", "0"), ("--state", "18"), ("--measure", "100")])
 def test_wrong_usage_is_2(run: Callable[..., Any], tmp_path: Path, words: tuple[str, str]) -> None:
     assert run("doctor", tmp_path, *words).exit_code == 2
-
-
-def test_the_older_name_of_the_size(run: Callable[..., Any], tmp_path: Path) -> None:
-    document = json.loads(run("doctor", tmp_path, "--state-gib", "0.5", "--measure", "0", "--json").stdout)
-    assert document["state_bytes"] == 1 << 29
-    assert "--state-gib" not in run("doctor", "--help").stdout
-    assert run("doctor", tmp_path, "--state-gib", "1", "--state", "1GiB").exit_code == 2
 
 
 def test_a_file_in_place_of_a_directory(run: Callable[..., Any], tmp_path: Path) -> None:

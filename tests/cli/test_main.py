@@ -51,7 +51,7 @@ def test_the_option_set() -> None:
         "status": ["--interval", "--json", "--watch", "path"],
         "top": ["--interval", "path"],
         "report": ["--checkpoints", "--json", "--output", "-o", "path"],
-        "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state", "--state-gib", "directory"],
+        "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state", "directory"],
         "msrun": ["arguments"],
         "logs": ["--json", "--rank", "path"],
         "pause": ["--json", "--timeout", "path"],

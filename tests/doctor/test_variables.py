@@ -19,16 +19,12 @@ WRONG = [
     ({"MINDX_AGREEMENT_S": "20"}, Level.WARNING, "more than a third", ""),
     ({"MINDX_ARENA_DIR": "none", "MINDX_SNAPSHOT_EVERY": "1"}, Level.PROBLEM, "forbids", "MINDX_ARENA_DIR"),
     ({"MINDX_ARENA_DIR": "none", "MINDX_RECOVER": "in-place"}, Level.PROBLEM, "needs shared memory", ""),
-    ({"MINDX_REJOIN_NCCL": "1"}, Level.WARNING, "no effect", "--recover in-place"),
-    ({"MINDX_RECOVER": "in-place", "TORCH_DISTRIBUTED_DEBUG": "detail"}, Level.PROBLEM, "wraps", ""),
     ({"RANK": "1", "WORLD_SIZE": "2", "RANK_ID": "0"}, Level.WARNING, "differ; RANK is taken", "unset RANK_ID"),
     ({"RANK": "0"}, Level.PROBLEM, "without WORLD_SIZE", ""),
     ({"MINDX_AGENT_DIR": "/x", "MINDX_AGENT_PID": "0"}, Level.PROBLEM, "that agent is not there", "unset MINDX_AGENT"),
     ({"MINDX_PROVE": "/x"}, Level.PROBLEM, "MINDX_PROVE is set", "unset"),
-    ({"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, Level.WARNING, "on gloo", "mindx-elastic run"),
     ({"SLURM_STEP_NUM_TASKS": "4"}, Level.PROBLEM, "one of several", "Start the job with"),
     ({"MS_ROLE": "MS_WORKER"}, Level.PROBLEM, "MS_SCHED_HOST is not set", ""),
-    ({"MINDX_JOB_KEY_FILE": "/no/such/file"}, Level.PROBLEM, "cannot be read", "chmod 600"),
 ]
 RIGHT = [
     {},
