@@ -7,7 +7,7 @@
 Each setting is a loop, its number of ranks and options of the agent. The faults are shared among the settings by their
 weights, and drawn as `mindx-elastic drill --random` draws them. Whatever is not exact is printed with its reason; the
 line in the log says which setting and seed made it, so that the same faults can be had again. While the pause file
-exists no run is begun. `--again` makes the rows of a log once more in which something was neither exact nor as said.
+exists no run is begun. `--again` makes the faults of a log once more whose result was neither exact nor as said.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from mindx_elastic.drill.drill import GOOD, Drill, Result, make_drill
 from mindx_elastic.drill.faults import Fault, parse_fault
 from mindx_elastic.drill.outside import Leftovers
-from mindx_elastic.drill.rows import make_rows
 from mindx_elastic.prove.runs import Command, Runs
 
 HERE = Path(__file__).parent
@@ -45,29 +44,28 @@ class Setting:
     """Options of the agent; None: the script is started by itself."""
     weight: int
     steps: int
-    in_a_row: int = 1
     faults: tuple[str, ...] = ()
     """Made besides the drawn ones, once a seed."""
 
 
 SETTINGS = {
-    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 90, 48, 10, ("stop:rank=1,step=20",)),
-    "words-3": Setting(W, 3, IN_PLACE, 90, 48, 10, ("stop:rank=2,step=20", "kill-in-save:rank=2,step=5,call=all")),
-    "words-4": Setting(W, 4, IN_PLACE, 80, 48, 10, ("stop:rank=3,step=20", "kill-in-save:rank=0,step=5,call=all")),
-    "words-4-restart": Setting(W, 4, AGAIN, 60, 48, 10, ("stop:rank=1,step=20",)),
-    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 90, 48, 10, ("stop:step=20",)),
-    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 90, 48, 10),
-    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48, 10, ("kill-in-save:rank=3,step=5,call=all",)),
-    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 40, 32, 7),
-    "example-3": Setting((*TRAIN, "--limit-train", "300"), 3, IN_PLACE, 30, 32, 7),
-    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 30, 32, 7),
-    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 60, 48, 10, ("stop:step=20",)),
-    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 30, 32, 7),
-    "words": Setting(W, 1, None, 60, 48, 10),
-    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 40, 48, 10),
-    "networks": Setting((NETWORKS, "out"), 1, None, 60, 48, 10),
-    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 40, 48, 10),
-    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 30, 32, 7),
+    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 90, 48, ("stop:rank=1,step=20",)),
+    "words-3": Setting(W, 3, IN_PLACE, 90, 48, ("stop:rank=2,step=20", "kill-in-save:rank=2,step=5,call=all")),
+    "words-4": Setting(W, 4, IN_PLACE, 80, 48, ("stop:rank=3,step=20", "kill-in-save:rank=0,step=5,call=all")),
+    "words-4-restart": Setting(W, 4, AGAIN, 60, 48, ("stop:rank=1,step=20",)),
+    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 90, 48, ("stop:step=20",)),
+    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 90, 48),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48, ("kill-in-save:rank=3,step=5,call=all",)),
+    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 40, 32),
+    "example-3": Setting((*TRAIN, "--limit-train", "300"), 3, IN_PLACE, 30, 32),
+    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 30, 32),
+    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 60, 48, ("stop:step=20",)),
+    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 30, 32),
+    "words": Setting(W, 1, None, 60, 48),
+    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 40, 48),
+    "networks": Setting((NETWORKS, "out"), 1, None, 60, 48),
+    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 40, 48),
+    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 30, 32),
 }
 
 
@@ -99,7 +97,6 @@ def run_setting(
             number=0 if named else number,
             seed=seed,
             steps=setting.steps,
-            in_a_row=setting.in_a_row,
             show=note,
             into=drill,
         )
@@ -126,34 +123,24 @@ def write_lines(log: Path, name: str, seed: int, results: Sequence[Result], writ
     return len(results)
 
 
-def read_bad_rows(log: Path) -> list[tuple[str, int, list[Fault]]]:
-    """Setting, seed and faults of each row of a `log` in which a result was not good: what stands in one row there is
-    in one job again. What cannot happen by itself is left out: a death in a copy on a rank that makes none."""
-    rows: list[tuple[str, int, list[Fault]]] = []
-    bad: set[int] = set()
+def read_bad_rows(log: Path) -> list[tuple[str, int, Fault]]:
+    """Setting, seed and fault of each line of a `log` whose result was not good. What cannot happen is left out: a
+    death in a copy on a rank that makes none."""
+    rows = []
     for line in log.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
         name, seed, text, *_, outcome = line.split(" ")
         fault = parse_fault(text)
-        last = rows[-1] if rows else None
-        if last is None or last[:2] != (name, int(seed)) or not _follows(last[2], fault):
-            rows.append((name, int(seed), []))
-        if not (fault.at == "copy" and fault.rank):
-            rows[-1][2].append(fault)
-        if outcome not in [good.replace(" ", "-") for good in GOOD]:
-            bad.add(len(rows) - 1)
-    return [row for number, row in enumerate(rows) if number in bad and row[2]]
+        is_bad = outcome not in [good.replace(" ", "-") for good in GOOD]
+        if is_bad and not (fault.at == "copy" and fault.rank):
+            rows.append((name, int(seed), fault))
+    return rows
 
 
-def _follows(row: Sequence[Fault], fault: Fault) -> bool:
-    together = make_rows([*row, fault], len(row) + 1)
-    return len(together) == 1 and (not row or together[0][-1] == fault)
-
-
-def again(row: tuple[str, int, list[Fault]], args: argparse.Namespace) -> int:
-    name, seed, faults = row
-    return run_setting(name, 0, seed, args.log.absolute(), args.pause_file, args.timeout, faults).exit_code
+def again(row: tuple[str, int, Fault], args: argparse.Namespace) -> int:
+    name, seed, fault = row
+    return run_setting(name, 0, seed, args.log.absolute(), args.pause_file, args.timeout, [fault]).exit_code
 
 
 def main() -> None:

@@ -33,9 +33,6 @@ _Faults = Annotated[
 ]
 _Random = Annotated[int, typer.Option("--random", min=0, metavar="N", help="N faults, drawn by --seed.")]
 _Seed = Annotated[int, typer.Option(help="Draws the faults of --random: kind, rank, step and place.")]
-_InARow = Annotated[
-    int, typer.Option("--in-a-row", min=1, metavar="K", help="Up to K faults in one job, one after another.")
-]
 _Steps = Annotated[
     int,
     typer.Option(min=0, metavar="M", help="Length of the runs; 0: as for mindx-elastic prove."),
@@ -56,7 +53,6 @@ def drill_command(
     fault: _Faults = None,
     random: _Random = 0,
     seed: _Seed = 0,
-    in_a_row: _InARow = 1,
     steps: _Steps = 0,
     fresh: _Fresh = False,
     timeout: _Timeout = 300.0,
@@ -106,13 +102,13 @@ def drill_command(
     drill, interrupted = Drill(), None
     try:
         with interruptible():
-            _drill(drill, script, agent, faults, random, seed, in_a_row, steps, fresh, timeout, keep)
+            _drill(drill, script, agent, faults, random, seed, steps, fresh, timeout, keep)
     except (KeyboardInterrupt, SystemExit) as error:
         if not drill.results:
             raise
         interrupted = error
         drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
-    line = _repeat(drill, script, agent, faults, random, seed, in_a_row, steps, fresh=fresh)
+    line = _repeat(drill, script, agent, faults, random, seed, steps, fresh=fresh)
     _tell(drill, [*agent, *(["--"] if agent else []), *script], time.monotonic() - began, line, as_json, junit, keep)
     if interrupted is not None:
         raise interrupted
@@ -142,7 +138,6 @@ def _drill(
     faults: Sequence[Fault],
     number: int,
     seed: int,
-    in_a_row: int,
     steps: int,
     fresh: bool,
     timeout_s: float,
@@ -170,7 +165,6 @@ def _drill(
                 number=number,
                 seed=seed,
                 steps=steps,
-                in_a_row=in_a_row,
                 show=show,
                 into=drill,
             )
@@ -183,7 +177,6 @@ def _repeat(
     faults: Sequence[Fault],
     number: int,
     seed: int,
-    in_a_row: int,
     steps: int,
     *,
     fresh: bool,
@@ -193,7 +186,6 @@ def _repeat(
     for each in faults:
         line += ["--fault", str(each)]
     line += ["--random", str(number), "--seed", str(seed)] if number else []
-    line += ["--in-a-row", str(in_a_row)] if in_a_row > 1 else []
     line += ["--steps", str(drill.proof.repeating_steps or steps)]
     return [*line, *["--fresh"] * fresh, *agent, "--", *script]
 

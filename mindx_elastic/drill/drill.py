@@ -3,9 +3,6 @@
 First the script runs twice without a fault, as for a proof. Then each fault is a job of its own, from its first step to
 the last one: a run with the fault, and the same command again as long as the job has not come to its end, as a person
 or an orchestrator would give it. Every step of all its processes is compared with the uninterrupted run.
-
-A job may have several faults, one after another (`rows`). Each one answers for what happens until the next. What comes
-behind the first that is not exact shows nothing, so those faults get another job.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,7 +18,6 @@ from typing import Any
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
 from mindx_elastic.drill.outside import Leftovers, adopt_orphans, flip_bit, note_fired, read_notes
 from mindx_elastic.drill.phases import Phases, all_events, find_phases
-from mindx_elastic.drill.rows import Share, Start, divide, make_rows
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
@@ -94,16 +89,13 @@ def make_drill(
     number: int = 0,
     seed: int = 0,
     steps: int = 0,
-    in_a_row: int = 1,
     show: Show = lambda done, planned, what: None,
     into: Drill,
 ) -> None:
-    """Make all runs: the `faults`, and `number` others by `seed`, up to `in_a_row` in one job. Raises UsageError for a
+    """Make all runs: the `faults`, and `number` others by `seed`, each in a job of its own. Raises UsageError for a
     fault that the script cannot have: a rank or a step that does not exist. `into`: gets each result at once, so that
     an interrupted drill has them."""
-    driller = _Driller(
-        command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, in_a_row=in_a_row, show=show
-    )
+    driller = _Driller(command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, show=show)
     into.proof, driller.result = driller.proof, into
     try:
         driller.drill()
@@ -159,15 +151,12 @@ class _Driller(Baseline):
         number: int,
         seed: int,
         steps: int,
-        in_a_row: int,
         show: Show,
     ) -> None:
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
         self._command, self._leftovers = command, leftovers
         self._faults, self._number, self._seed = list(faults), number, seed
-        self._in_a_row, self._made = in_a_row, 0
-        self._by_seed: set[Fault] = set()
-        """Drawn faults, whose system call was only a guess."""
+        self._made = 0
         self.result = Drill()
 
     def drill(self) -> None:
@@ -181,19 +170,15 @@ class _Driller(Baseline):
         if not self.is_deterministic(first):
             return
         drawn = self._by_chance(first)
-        waiting: deque[list[Fault]] = deque()
         for fault in self._faults:
             if fault.call == ALL_CALLS and "call" in fault.about.takes:
                 self._each_call(fault)
-        named = [fault for fault in self._faults if fault.call != ALL_CALLS or "call" not in fault.about.takes]
-        waiting += make_rows(named, self._in_a_row)
-        waiting += make_rows(drawn, self._in_a_row)
-        self._by_seed = set(drawn)
-        while waiting:
-            results, others = self._job(waiting.popleft())
-            self.result.results += results
-            if others:
-                waiting.appendleft(others)
+            else:
+                self.result.results.append(self._job(fault))
+        for fault in drawn:
+            result = self._job(fault)
+            other = _with_another_call(result)
+            self.result.results.append(result if other is None else self._job(other))
 
     def _by_chance(self, first: Outcome) -> list[Fault]:
         steps = self.steps_of(first)
@@ -243,47 +228,44 @@ class _Driller(Baseline):
     def _each_call(self, fault: Fault) -> None:
         """One run for each system call, until a save has no call of that number."""
         for call in range(1, _MOST_CALLS + 1):
-            (result,), _ = self._job([replace(fault, call=call)])
+            result = self._job(replace(fault, call=call))
             if call > 1 and result.outcome == "not fired":
                 return
             self._planned += 2
             self.result.results.append(result)
 
-    def _job(self, faults: Sequence[Fault]) -> tuple[list[Result], list[Fault]]:
-        """One job with these faults. Returns what became of them, and those that must be made again in another one."""
-        faults = [replace(fault, folder=str(self._make_folder())) for fault in faults]
-        config = Path(faults[0].folder) / "config"
+    def _job(self, fault: Fault) -> Result:
+        """One job with this fault, started again until it has come to its end."""
+        fault = replace(fault, folder=str(self._make_folder()))
+        config = Path(fault.folder) / "config"
         config.mkdir()
         self._leftovers.processes.clear()
-        chain, starts = self.runs.chain(), list[Start]()
-        offset = time.time() - time.monotonic()
-        reports = any(fault.kind == "fault-report" for fault in faults)
-        env = {"MINDX_FAULT_DIR": str(config)} if reports else None
-        contents = [asdict(fault) for fault in faults]
-        fruitless = 0
+        chain, codes, offset = self.runs.chain(), list[int](), time.time() - time.monotonic()
+        env = {"MINDX_FAULT_DIR": str(config)} if fault.kind == "fault-report" else None
+        first, fruitless = 0, 0
         while fruitless < _MOST_STARTS - 1:
-            new = [number for number, fault in enumerate(faults) if _fired(fault) is None]
-            what = f"{faults[new[0]]}, until it fires" if new and not fruitless else f"{faults[-1]}, again"
-            outcome = self.run(chain, what, faults=contents, last=self.last, hashes=len(starts), env=env)
-            new = [number for number in new if _fired(faults[number]) is not None]
-            starts.append(Start(code=outcome.code, fired=new, left=[*self._leftovers.processes]))
-            self._leftovers.processes.clear()
-            newest = faults[new[-1]] if new else None
-            if newest is not None and newest.kind == "bit-flip":
-                said = flip_bit(chain.directories, newest.rank, newest.seed)
+            had_fired = _fired(fault) is not None
+            what = f"{fault}, until it fires" if not had_fired and not fruitless else f"{fault}, again"
+            outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=len(codes), env=env)
+            has_just_fired = not had_fired and _fired(fault) is not None
+            first = len(codes) if has_just_fired else first
+            codes.append(outcome.code)
+            if has_just_fired and fault.kind == "bit-flip":
+                said = flip_bit(chain.directories, fault.rank, fault.seed)
                 if said:
-                    note_fired(Path(newest.folder), call=said)
-            if outcome.hung_s or self._is_over(chain) or (_flipped(faults) and _has_nothing_left(outcome)):
+                    note_fired(Path(fault.folder), call=said)
+            has_flipped = fault.kind == "bit-flip" and _fired(fault) is not None
+            if outcome.hung_s or self._is_over(chain) or (has_flipped and _has_nothing_left(outcome)):
                 break
-            fruitless = 0 if new else fruitless + 1
-            if newest is not None and newest.kind == "lose-node":
+            fruitless = 0 if has_just_fired else fruitless + 1
+            if has_just_fired and fault.kind == "lose-node":
                 self._clear_memory()
             for report in config.iterdir():  # the platform has replaced the device
                 report.unlink()
-        judged = self._judge_all(faults, chain, starts, offset)
+        result = self._judge(fault, chain, codes[first:], offset)
         self.runs.drop(chain)
         self._clear_memory()
-        return judged
+        return result
 
     def _make_folder(self) -> Path:
         self._made += 1
@@ -302,68 +284,29 @@ class _Driller(Baseline):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _judge_all(
-        self, faults: Sequence[Fault], chain: Chain, starts: Sequence[Start], offset: float
-    ) -> tuple[list[Result], list[Fault]]:
-        lives = [life for run in chain.runs for life in run.lives]
-        shares = divide([_fired(fault) for fault in faults], starts, lives)
-        events = all_events([chain.directories, *(run.folder for run in chain.runs)])
-        results: list[Result] = []
-        others: list[Fault] = []
-        for number, (fault, share) in enumerate(zip(faults, shares, strict=True)):
-            if share is None and results and not _is_done(starts, chain, shares[number:]):
-                return results, [*others, *faults[number:]]
-            result = self._judge(fault, share, chain, starts, events, offset)
-            if again := self._with_another_call(result):
-                others.append(again)
-                continue
-            results.append(result)
-            waits = share is None and not any(shares[number:])  # for this one: the others could not happen
-            if waits or result.outcome not in ("exact", "not fired"):
-                return results, [*others, *faults[number + 1 :]]
-        return results, others
-
-    def _with_another_call(self, result: Result) -> Fault | None:
-        """A drawn death in a save that has made fewer system calls: the same one, at a call that there is."""
-        fault = result.fault
-        if fault.kind != "kill-in-save" or result.outcome != "not fired" or not result.calls:
-            return None
-        if replace(fault, folder="") not in self._by_seed or fault.call <= result.calls:
-            return None
-        self._by_seed.discard(replace(fault, folder=""))
-        return replace(fault, call=1 + fault.seed % result.calls, folder="")
-
-    def _judge(
-        self,
-        fault: Fault,
-        share: Share | None,
-        chain: Chain,
-        starts: Sequence[Start],
-        events: Sequence[Mapping[str, Any]],
-        offset: float,
-    ) -> Result:
+    def _judge(self, fault: Fault, chain: Chain, codes: Sequence[int], offset: float) -> Result:
+        """`codes`: of all starts from the one in which it happened."""
         notes = read_notes(Path(fault.folder))
         fired, hits = _fired(fault), [note for note in notes if note["what"] == "hit"]
-        result = Result(fault=fault, outcome="exact", calls=len(hits))
-        if share is None or fired is None:
-            result = replace(result, codes=[start.code for start in starts], compared=0)
+        result = Result(fault=fault, outcome="exact", calls=len(hits), codes=codes)
+        if fired is None:
             missed = self._missed(result, None, hits, notes)
             assert missed is not None
             return missed
-        lives = share.lives
-        result = replace(result, codes=share.codes, compared=count_steps(lives), leftovers=share.left)
-        result = self._with_loss(result, share.until, fired["clock"])
-        late = share.end + offset
-        own = [dict(event) for event in events if share.begin + offset - 0.001 <= event["time"] <= late]
+        lives = [life for run in chain.runs for life in run.lives]
+        result = replace(result, compared=count_steps(lives), leftovers=[*self._leftovers.processes])
+        result = self._with_loss(result, lives, fired["clock"])
+        events = all_events([chain.directories, *(run.folder for run in chain.runs)])
+        events = [event for event in events if fired["clock"] + offset - 0.001 <= event["time"]]
         if fault.kind != "clock-jump":
-            result = replace(result, phases=find_phases(own, lives, fired=fired["clock"], offset=offset))
+            result = replace(result, phases=find_phases(events, lives, fired=fired["clock"], offset=offset))
         wrong = (
             self._missed(result, fired, hits, notes)
-            or (_refused(result, chain, own) if share.is_last else None)
-            or self._failed(result, chain, share)
-            or self._differs(result, lives, chain, own)
+            or _refused(result, chain, events)
+            or self._failed(result, chain)
+            or self._differs(result, lives, chain, events)
             or self._lost(result, fired)
-            or self._left(result, chain, share)
+            or self._left(result, chain, lives)
         )
         return wrong or result
 
@@ -394,16 +337,13 @@ class _Driller(Baseline):
 
     # --- what can be wrong; None: it is not ---
 
-    def _failed(self, result: Result, chain: Chain, share: Share) -> Result | None:
-        odd = list(share.codes)
-        if share.is_last:
-            last = chain.runs[-1]
-            verdict = failure(last, "the run after the fault" if len(share.codes) > 1 else "the run")
-            verdict = verdict or self.length(_together(chain))
-            if verdict is not None:
-                return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
-            odd = odd[:-1]
-        odd = [code for code in odd if code not in result.fault.about.codes]
+    def _failed(self, result: Result, chain: Chain) -> Result | None:
+        last = chain.runs[-1]
+        verdict = failure(last, "the run after the fault" if len(result.codes) > 1 else "the run")
+        verdict = verdict or self.length(_together(chain))
+        if verdict is not None:
+            return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
+        odd = [code for code in result.codes[:-1] if code not in result.fault.about.codes]
         if odd:
             known = ", ".join(map(str, result.fault.about.codes))
             what = f"the job ended with exit code {odd[0]}, which no orchestrator is told to expect here ({known})"
@@ -484,11 +424,9 @@ class _Driller(Baseline):
             return int(every)
         return None
 
-    def _left(self, result: Result, chain: Chain, share: Share) -> Result | None:
-        found = [*result.leftovers]
-        if share.is_last:
-            lives = [life for run in chain.runs for life in run.lives]
-            found += self._leftovers.files(chain.directories, self.runs.memory, (life.pid for life in lives))
+    def _left(self, result: Result, chain: Chain, lives: Iterable[Life]) -> Result | None:
+        pids = (life.pid for life in lives)
+        found = [*result.leftovers, *self._leftovers.files(chain.directories, self.runs.memory, pids)]
         if not found:
             return None
         what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
@@ -513,20 +451,17 @@ def _fired(fault: Fault) -> Mapping[str, Any] | None:
     return next((note for note in read_notes(Path(fault.folder)) if note["what"] == "fired"), None)
 
 
-def _flipped(faults: Sequence[Fault]) -> bool:
-    """The newest fault that has happened is a bit that has flipped."""
-    newest = [fault for fault in faults if _fired(fault) is not None][-1:]
-    return bool(newest) and newest[0].kind == "bit-flip"
-
-
-def _is_done(starts: Sequence[Start], chain: Chain, shares: Sequence[Share | None]) -> bool:
-    """Whether the job went on behind a fault that has not happened: to its end, or to a later fault."""
-    return starts[-1].code == 0 or any(share is not None for share in shares)
-
-
 def _together(chain: Chain) -> Outcome:
     """All starts of a job as one run."""
     return replace(chain.runs[-1], lives=[life for run in chain.runs for life in run.lives])
+
+
+def _with_another_call(result: Result) -> Fault | None:
+    """A drawn death in a save that has made fewer system calls: the same one, at a call that there is."""
+    fault = result.fault
+    if fault.kind != "kill-in-save" or result.outcome != "not fired" or not 0 < result.calls < fault.call:
+        return None
+    return replace(fault, call=1 + fault.seed % result.calls)
 
 
 def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) -> Result | None:

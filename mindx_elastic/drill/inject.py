@@ -1,10 +1,9 @@
-"""Carries out faults inside a rank of a run that `mindx-elastic drill` has started.
+"""Carries out a fault inside a rank of a run that `mindx-elastic drill` has started.
 
-The witness of the rank's guard (`guard.witness`) makes an `Injector` where the control file names faults, and tells it
-of boundaries and forwards. The faults come one after another: each rank waits for the first one that has not happened.
-What a fault does is real: signals, exceptions, a process that is gone in the middle of a copy. Only a broken disk or
-clock cannot be had without rights on the machine: there the functions of `os`, `time` and libc that this process calls
-are replaced, for files of the checkpoint directories alone.
+The witness of the rank's guard (`guard.witness`) makes an `Injector` where the control file names a fault, and tells it
+of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the middle of a
+copy. Only a broken disk or clock cannot be had without rights on the machine: there the functions of `os`, `time` and
+libc that this process calls are replaced, for files of the checkpoint directories alone.
 
 Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
 agent starts again does not do it again. Training thread, but for the calls of a save, which may come from any.
@@ -21,8 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,34 +55,26 @@ class DrillError(RuntimeError):
 class Injector:
     """One per guard that is entered."""
 
-    def __init__(self, contents: Sequence[Mapping[str, Any]], rank: int, directories: Path) -> None:
-        """`contents`: of the control file. `directories`: hold the checkpoints of the run."""
+    def __init__(self, content: Mapping[str, Any], rank: int, directories: Path) -> None:
+        """`content`: of the control file. `directories`: hold the checkpoints of the run."""
         self._rank, self._directories = rank, os.path.realpath(directories)
-        self._left: deque[Fault] = deque(map(fault_from, contents))
-        """The first one is the next to happen, on whichever rank."""
-        self._is_armed = False
-        self._acting: Fault | None = None
-        """What this process has begun to do."""
+        self._fault = fault_from(content)
+        self._mark = Path(self._fault.folder) / _FIRED
+        self._is_armed = self._fault.rank == rank and not self._mark.exists()
+        self._is_acting = False
+        """This process has begun to do it."""
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._modules: Mapping[str, nn.Module] = {}
         self._calls, self._counting = 0, threading.Lock()  # several threads write a file
         self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
-        self._look()
-
-    def _look(self) -> None:
-        """Which fault is the next one; make ready for it if it is this rank's."""
-        while self._left and (Path(self._left[0].folder) / _FIRED).exists():
-            self._left.popleft()
-            self._is_armed = False
-        if not self._left or self._is_armed or self._left[0].rank != self._rank:
+        if not self._is_armed:
             return
-        fault, self._is_armed = self._left[0], True
-        if fault.kind == "full-memory":
-            _refuse_memory(self, fault)
-        elif fault.at == "update":
+        if self._fault.kind == "full-memory":
+            _refuse_memory(self)
+        elif self._fault.at == "update":
             _Update(self)
-        elif fault.at == "copy":
+        elif self._fault.at == "copy":
             snapshots.reach = self._in_copy
 
     # --- what the witness says ---
@@ -93,11 +83,9 @@ class Injector:
         """The guard is entered at the boundary `step`."""
         self._series, self._passed, self._stop_signal = series, step, stop_signal
         self._modules = modules
-        self._look()
 
     def at_forward(self) -> None:
         """The first forward of a step begins."""
-        self._look()
         if self.is_due("forward"):
             self.fire()
         elif self.is_due("backward"):
@@ -108,15 +96,14 @@ class Injector:
     def at_boundary(self, step: int) -> bool:
         """Returns whether a stop is on its way, which the boundary may wait for."""
         self._passed, self._has_updated = step, False
-        self._look()
         if not self.is_due("boundary"):
             return False
         return self.fire()
 
     def is_due(self, place: str) -> bool:
-        if not self._is_armed or self._left[0].at != place or self._left[0].guard != self._series:
+        if not self._is_armed or self._fault.at != place or self._fault.guard != self._series:
             return False
-        return self._passed >= self._left[0].boundaries_before
+        return self._passed >= self._fault.boundaries_before
 
     def fire_once(self, place: str) -> None:
         if self.is_due(place):
@@ -131,21 +118,19 @@ class Injector:
 
     def _in_copy(self, stage: str) -> None:
         # The step may be passed, or not: a copy goes on beside the next one.
-        if stage != "copying" or not self._is_armed or self._left[0].at != "copy":
+        if stage != "copying" or not self._is_armed:
             return
-        if self._left[0].guard == self._series and self._passed + 1 >= self._left[0].step:
+        if self._fault.guard == self._series and self._passed + 1 >= self._fault.step:
             self.fire()
 
     # --- what it does ---
 
     def fire(self) -> bool:
         """Returns whether a stop is on its way."""
-        fault = self._acting = self._left.popleft()
-        self._is_armed, self._calls = False, 0
-        mark = Path(fault.folder) / _FIRED
+        self._is_armed, self._is_acting = False, True
         with suppress(FileExistsError):
-            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            return self._act(fault)
+            os.close(os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            return self._act(self._fault)
         return False
 
     def _act(self, fault: Fault) -> bool:
@@ -209,8 +194,7 @@ class Injector:
         folder, _, file = path.rpartition("/")
         if not f"{folder}/".startswith(f"{self._directories}/") or file.startswith(_NOT_A_SAVE):
             return
-        fault = self._acting
-        assert fault is not None  # the disk breaks when it fires
+        fault = self._fault
         with self._counting:
             self._calls += 1
             call = self._calls
@@ -231,13 +215,11 @@ class Injector:
         self.note("hit", call=name, file=os.path.basename(path))
         raise OSError(code, os.strerror(code), path)
 
-    def note(self, what: str, fault: Fault | None = None, **content: object) -> None:
-        """`fault`: whose note it is; None: of the one that this process has begun."""
-        fault = fault or self._acting
-        if fault is None or (what == "hit" and self._calls > _MOST_HITS):
+    def note(self, what: str, **content: object) -> None:
+        if what == "hit" and self._calls > _MOST_HITS:
             return
         line = {"what": what, "rank": self._rank, "pid": os.getpid(), "clock": time.monotonic(), **content}
-        notes = os.open(Path(fault.folder) / NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        notes = os.open(Path(self._fault.folder) / NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _WRITE(notes, json.dumps(line).encode() + b"\n")
         finally:
@@ -370,7 +352,7 @@ def _path_of(file: Any, at: int | None) -> str:
     )
 
 
-def _refuse_memory(injector: Injector, fault: Fault) -> None:
+def _refuse_memory(injector: Injector) -> None:
     """Shared memory has no room for this process: the arenas' files cannot be made larger."""
     original = os.posix_fallocate
     base = os.path.realpath(os.environ.get("MINDX_ARENA_DIR", "/dev/shm"))
@@ -378,7 +360,7 @@ def _refuse_memory(injector: Injector, fault: Fault) -> None:
     def call(fd: int, offset: int, length: int) -> None:
         path = _path_of(fd, None)
         if path.startswith(f"{base}/") and "/agent-" not in path:  # not what it tells its agent
-            injector.note("hit", fault, call="posix_fallocate")
+            injector.note("hit", call="posix_fallocate")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(fd, offset, length)
 

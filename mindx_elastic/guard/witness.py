@@ -83,12 +83,12 @@ def open_witness(ranks: RankInfo) -> Witness | None:
 
 
 def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
-    """What carries out the faults of this run; None: it has none."""
-    if not control.faults:
+    """What carries out the fault of this run; None: it has none."""
+    if control.fault is None:
         return None
     from mindx_elastic.drill.inject import Injector  # it replaces functions: no other run even loads it
 
-    return Injector(control.faults, ranks.rank, control.directories)
+    return Injector(control.fault, ranks.rank, control.directories)
 
 
 class Witness:

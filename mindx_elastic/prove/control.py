@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ class Control:
     last: tuple[int, int] | None = None
     """Series and step of the last boundary; None: see `steps`."""
     alarm: Alarm | None = None
-    faults: Sequence[Mapping[str, Any]] = ()
-    """What `drill` breaks, one after another; see `drill.faults`."""
+    fault: Mapping[str, Any] | None = None
+    """What `drill` breaks; see `drill.faults`."""
 
     def is_last(
         self, series: int, step: int, passed: int, num_batches: int, took_s: float | None, *, in_all: int
@@ -95,7 +95,7 @@ def read_control(path: Path) -> Control:
             streams=paths["streams"],
             last=None if last is None else (int(last[0]), int(last[1])),
             alarm=None if alarm is None else Alarm(**alarm),
-            faults=tuple(content.get("faults", ())),
+            fault=content.get("fault"),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(

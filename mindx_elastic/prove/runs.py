@@ -169,7 +169,7 @@ class Runs:
         steps: int = 0,
         last: tuple[int, int] | None = None,
         alarm: Alarm | None = None,
-        faults: Sequence[Mapping[str, Any]] = (),
+        fault: Mapping[str, Any] | None = None,
         hashes: int = 0,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
@@ -187,7 +187,7 @@ class Runs:
             steps=steps,
             last=last,
             alarm=alarm,
-            faults=faults,
+            fault=fault,
         )
         variables = {**os.environ, **(env or {})}
         variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), "PYTHONDONTWRITEBYTECODE": "1"}

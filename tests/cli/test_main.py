@@ -35,7 +35,6 @@ def test_the_option_set() -> None:
             *(
                 "--fault",
                 "--fresh",
-                "--in-a-row",
                 "--json",
                 "--junit",
                 "--keep",

@@ -19,15 +19,11 @@ words-2 2 full-memory:rank=0,step=30  1 exact
 """
 
 
-def test_the_rows_in_which_something_went_wrong_are_made_again(tmp_path: Path) -> None:
+def test_the_faults_that_went_wrong_are_made_again(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(LOG)
-    rows = [
-        (name, seed, [str(fault) for fault in faults]) for name, seed, faults in read_bad_rows(tmp_path / "log.txt")
-    ]
-    assert rows == [
-        ("words", 1, ["kill:rank=0,step=5,at=forward", "exception:rank=0,step=9,at=update"]),
-        ("words-2", 1, ["bit-flip:rank=0,step=7"]),  # its copy is made by rank 0
-        ("words-2", 2, ["full-memory:rank=0,step=20", "kill:rank=1,step=26,at=boundary"]),
+    assert [(name, seed, str(fault)) for name, seed, fault in read_bad_rows(tmp_path / "log.txt")] == [
+        ("words", 1, "exception:rank=0,step=9,at=update"),  # a death in a copy: it is made by rank 0
+        ("words-2", 2, "full-memory:rank=0,step=20"),
     ]
 
 
