@@ -25,6 +25,7 @@ from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.said_once import said_once
 from mindx_elastic.core.values import real
 
 __all__ = [
@@ -98,14 +99,22 @@ _MAX_WAITING = 1000  # lines kept in memory for a log that hangs
 
 
 class RankFilter(logging.Filter):
-    """Puts rank, step and attempt in front of every line of the package's console handler."""
+    """Puts rank, step and attempt in front of every line of the package's console handler, and leaves out what another
+    rank has said (see `said_once`; errors come from each)."""
 
     def __init__(self, *, rank: int = 0, world_size: int = 1, attempt: int = 0) -> None:
         super().__init__()
         self.rank, self.world_size, self.attempt = rank, world_size, attempt
         self.step: int | None = None
+        self.events: EventLog | None = None
+        """It knows the run; None, or before it has an id: every line comes."""
+        self.said = said_once
 
     def filter(self, record: logging.LogRecord) -> bool:
+        events = self.events if self.world_size > 1 and record.levelno < logging.ERROR else None
+        run = f"{events.run_id}/{events.attempt}" if events is not None and events.run_id else ""
+        if run and not self.said.is_first(run, record.getMessage()):
+            return False
         where = [] if self.world_size == 1 else [f"rank {self.rank}"]
         where += [] if self.step is None else [f"step {self.step}"]
         where += [f"attempt {self.attempt}"] if self.attempt else []

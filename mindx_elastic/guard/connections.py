@@ -196,7 +196,7 @@ class Connections:
             # The nodes that held its copies may have lost them.
             self.mirror.submit(resumed.path, resumed.checkpoint.info.step)
         if self.link is not None:
-            self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas)
+            self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas, self.home)
 
     def at_boundary(
         self,

@@ -98,7 +98,7 @@ class Opening:
         self._open_directories(stack)
         loaders.begin(stack)
         self._copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
-        self._folders = RankDirectories(self._directories, self._trust, apart=self._copies > 1)
+        self._folders = RankDirectories(self._directories, self._trust, ranks, apart=self._copies > 1)
         self._open_saver()
 
     def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
@@ -183,6 +183,7 @@ class Opening:
         self._events = EventLog(
             first / EVENTS_FILE, attempt=ranks.attempt, rank=ranks.rank, owners=self._trust.of(first)
         )
+        self.log_filter.events = self._events
         stack.callback(self._events.close)
         self._events.write_aside()
 

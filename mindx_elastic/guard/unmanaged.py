@@ -14,9 +14,11 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 
-__all__ = ["MODES", "Unmanaged"]
+__all__ = ["MODES", "ONLY_THE_CHOICE", "Unmanaged"]
 
 MODES = ("error", "warn")
+ONLY_THE_CHOICE = "the choice of the best may differ"
+"""In notes that leave the weights of each step as they are."""
 _MOST_NOTES = 32
 _MOST_CHARACTERS = 400
 

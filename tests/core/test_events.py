@@ -26,6 +26,7 @@ from mindx_elastic.core.events import (
     read_events,
 )
 from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.said_once import SaidOnce
 from tests.harness import events
 
 
@@ -298,6 +299,29 @@ def test_the_prefix_says_who_speaks() -> None:
     everything = RankFilter(rank=1, world_size=2, attempt=3)
     everything.step = 7
     assert prefix(everything) == "mindx_elastic rank 1 step 7 attempt 3"
+
+
+def test_a_line_of_all_ranks_comes_once_and_as_often_as_a_rank_says_it(tmp_path: Path) -> None:
+    """What differs by the rank's folder or a measured time is the same line; what names a rank, and errors, is not."""
+    log = EventLog(tmp_path / "events.jsonl", run_id=f"run-{tmp_path}", attempt=1)
+    ranks = [RankFilter(rank=rank, world_size=3) for rank in range(3)]
+    for each in ranks:
+        each.said = SaidOnce()  # as in processes of their own
+
+    def said(text: str, level: int = logging.WARNING) -> int:
+        return sum(
+            each.filter(logging.LogRecord("mindx_elastic", level, "", 0, text.format(each.rank), (), None))
+            for each in ranks
+        )
+
+    assert said("too early to know the run") == 3
+    for each in ranks:
+        each.events = log
+    assert said("saved in /c/rank_{0}/a.safetensors (0.{0}1 s after the alarm)") == 1
+    assert said("SIGTERM heard") == said("SIGTERM heard") == 1
+    assert said("rank {0} has no file") == said("failed", logging.ERROR) == 3
+    log.attempt = 2
+    assert said("SIGTERM heard") == 1
 
 
 def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[str]) -> None:

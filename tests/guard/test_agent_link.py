@@ -36,9 +36,9 @@ class Agent:
         self.folder, self.run_dir = folder / "agent", folder / "run"
         self.folder.mkdir()
 
-    def link(self, **more: Any) -> AgentLink:
+    def link(self, *, rank: int = 1, **more: Any) -> AgentLink:
         info = AgentInfo(**{"folder": self.folder, "pid": 1, "run_dir": self.run_dir, "attempt": 2, **more})
-        return AgentLink(info, RankInfo(rank=1, world_size=4))
+        return AgentLink(info, RankInfo(rank=rank, world_size=4))
 
     def page(self) -> Status:
         found = read_page(page_path(self.folder, 1))
@@ -69,7 +69,7 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     link.announce(7, Path("/ckpt/a"))
     assert (agent.page().resumed_step, agent.page().resumed_path) == (7, "/ckpt/a")
     assert agent.page().phase == WorkerPhase.STARTING, "loading it may be what kills the process"
-    link.enter(7, "run-a", Path("/dev/shm/x"))
+    link.enter(7, "run-a", Path("/dev/shm/x"), Path("/c"))
     page = agent.page()
     assert (page.phase, page.step, page.run_id, page.arena) == (WorkerPhase.TRAINING, 7, "run-a", "/dev/shm/x")
     assert page.entered_ns > 0 and page.boundary_ns == 0
@@ -82,7 +82,7 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
 
 def test_the_page_tells_a_finished_training(agent: Agent) -> None:
     link = agent.link()
-    link.enter(None, "run-a", None)
+    link.enter(None, "run-a", None, Path("/c"))
     link.finish()
     link.close()
     assert (agent.page().phase, agent.page().finished) == (WorkerPhase.LEFT, 1)
@@ -90,15 +90,32 @@ def test_the_page_tells_a_finished_training(agent: Agent) -> None:
 
 def test_a_fresh_start_without_memory(agent: Agent) -> None:
     link = agent.link()
-    link.enter(None, "run-a", None)
+    link.enter(None, "run-a", None, Path("/c"))
     page = agent.page()
     assert (page.step, page.resumed_step, page.resumed_path, page.arena) == (0, -1, "", "")
     link.close()
 
 
+@pytest.mark.parametrize(
+    ("later", "told"),
+    [([(None, "b")], 1), ([(7, "b")], 0), ([(None, "a")], 0), ([(None, "a"), (None, "c")], 0)],
+)
+def test_a_restart_that_saves_elsewhere_and_begins_anew_is_told(
+    agent: Agent, later: list[tuple[int | None, str]], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two guards of a program may have two directories: only an attempt's first one counts."""
+    for attempt, entries in ((0, [(None, "a")]), (1, later)):
+        for step, directory in entries:
+            link = agent.link(rank=0, attempt=attempt)
+            link.enter(step, "run-a", None, Path("/c") / directory)
+            link.close()
+    lines = [line for line in caplog.messages if "saves in /c/b, and the job had saved in /c/a" in line]
+    assert (len(lines), len(caplog.messages)) == (told, told), caplog.text
+
+
 def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
     link = agent.link()
-    link.enter(None, "run-a", None)
+    link.enter(None, "run-a", None, Path("/c"))
     with link.between_steps():
         assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
     link.page.pass_boundary(1)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE
-from mindx_elastic.core.owners import find_owners
-from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UnsafeDirectoryError
-from mindx_elastic.guard.directories import hold_directories, prepare_directories
+from mindx_elastic.core.owners import Trust, find_owners
+from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UnsafeDirectoryError, UsageError
+from mindx_elastic.guard.directories import RankDirectories, hold_directories, prepare_directories
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_policy
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory
@@ -165,3 +166,32 @@ def test_an_event_log_that_cannot_be_looked_at_is_refused_by_name(
     monkeypatch.setattr(os, "lstat", fail)
     with pytest.raises(UnsafeDirectoryError, match=r"events\.jsonl.*Input/output error"):
         prepare_directories([tmp_path], RankInfo(), SharingSettings())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_right"),
+    [
+        ("ckpt_of_rank/0", "ckpt_of_rank/1", True),
+        ("nvme0/rank_00", "nvme1/rank_01", True),
+        ("one", "one", True),
+        ("2026-11-29/10-00-49", "2026-11-29/10-00-50", False),
+        ("data0/10-00-07/0", "data0/10-00-08/1", False),
+        ("tmp4xk2", "tmpq81s", False),
+    ],
+)
+def test_ranks_of_a_job_have_one_directory_or_one_by_their_number(
+    tmp_path: Path, first: str, second: str, is_right: bool
+) -> None:
+    parts = []
+    for rank, name in enumerate((first, second)):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        ranks = RankInfo(rank=rank, world_size=2, local_rank=rank)
+        parts.append(RankDirectories([tmp_path / name], Trust(), ranks, apart=False))
+    said = [part.say() for part in parts]
+    if is_right:
+        for part in parts:
+            part.hear(Answer(parts[0].merge(said).common, None, lambda keys: []))
+            assert {tmp_path / first, tmp_path / second} >= set(part.all)
+        return
+    with pytest.raises(UsageError, match=rf"differ: rank 0 saves in .*{first}, rank 1 in .*{second}\. Give one"):
+        parts[0].merge(said)

@@ -132,7 +132,7 @@ def test_several_ranks(
     whole = uninterrupted(reference, scenario, tmp_path, ranks)
     run_job("changing.py", tmp_path / "ckpt", scenario, "--stop-at", step, ranks=ranks, code=1)
     resumed = run_job("changing.py", tmp_path / "ckpt", scenario, ranks=ranks)
-    assert len(resumed.matches(r"INFO resumed from")) == ranks
+    assert len(resumed.matches(r"INFO resumed from")) == 1
     assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
 
 

@@ -138,7 +138,7 @@ def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Refer
     resumed = place.run(*LONG, ranks=ranks, every=1)
     (step,) = resumed_from(resumed)
     assert step.isdecimal() and int(step) >= min(passed(job).values()), f"{job.report()}\n{resumed.report()}"
-    assert len(resumed.matches("INFO resumed from .*/shm/.*/slot_.*because of snapshot")) == ranks, resumed.report()
+    assert len(resumed.matches("INFO resumed from .*/shm/.*/slot_.*because of snapshot")) == 1, resumed.report()
     assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
 
 
@@ -155,7 +155,7 @@ def test_save_every_keeps_steps_on_disk_for_a_plain_program(place: Place, refere
     assert step.isdecimal() and int(step) >= 12 and int(step) % 4 == 0, f"{job.report()}\n{resumed.report()}"
     assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
     assert not job.matches("nothing is saved between the stops"), job.report()
-    assert len(resumed.matches("resumed from .*because of periodic")) == ranks, resumed.report()
+    assert len(resumed.matches("resumed from .*because of periodic")) == 1, resumed.report()
 
 
 @pytest.mark.drill
@@ -194,7 +194,7 @@ def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
     resumed = run_job("loop.py", tmp_path, *LONG, ranks=2, env=env)
     (step,) = resumed_from(resumed)
     assert step.isdecimal() and int(step) >= min(passed(job).values()), f"{job.report()}\n{resumed.report()}"
-    assert len(resumed.matches("INFO resumed from .*/slot_.*because of snapshot")) == 2, resumed.report()
+    assert len(resumed.matches("INFO resumed from .*/slot_.*because of snapshot")) == 1, resumed.report()
     assert resumed.hashes() == reference(2, *LONG).hashes(), resumed.report()
     assert not job_arenas.exists()
 

@@ -35,7 +35,7 @@ def saved_steps(directory: Path) -> dict[int, int]:
 
 def resume(directory: Path, ranks: int, *args: object, fresh: bool = False) -> Job:
     job = run_job("loop.py", directory, *args, ranks=ranks, fresh=fresh)
-    assert len(job.matches(r"INFO resumed from")) == ranks, job.report()
+    assert len(job.matches(r"INFO resumed from")) == 1, job.report()
     return job
 
 
@@ -92,7 +92,7 @@ def test_sigterm_in_mid_epoch(
 ) -> None:
     """All as users start it, and the very same command again."""
     before = stopped(ranks, target, *args)
-    assert len(before.job.matches("Graceful exit is triggered, stop training.")) == ranks
+    assert len(before.job.matches("Graceful exit is triggered, stop training.")) == 1
     steps = saved_steps(before.directory)
     assert sorted(steps) == list(range(ranks)), before.job.report()
     assert len(set(steps.values())) == 1, f"the ranks saved different steps: {steps}"
@@ -104,7 +104,7 @@ def test_sigterm_in_mid_epoch(
 def test_at_three_ranks_the_bucket_order_matters(reference: Reference, stopped: Callable[..., Stopped]) -> None:
     """The cure is needed: without it the resumed run differs, so equal hashes elsewhere prove something."""
     broken = run_job("loop.py", stopped(3, "torchrun").copy, ranks=3, env={"LOOP_NO_REPLAY": "1"})
-    assert len(broken.matches("INFO resumed from")) == 3, broken.report()
+    assert len(broken.matches("INFO resumed from")) == 1, broken.report()
     assert len(broken.matches("REPLAY LEFT OUT")) == 3
     assert broken.hashes() != reference(3).hashes()
 
@@ -212,7 +212,7 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
         job.wait_for("is not readable JSON yet", count=ranks)
         flag.write_text(json.dumps({"GracefulExit": 1}))
         job.expect(75 if ranks == 1 else 1)
-        assert len(job.matches("Graceful exit is triggered, stop training.")) == ranks
+        assert len(job.matches("Graceful exit is triggered, stop training.")) == 1
         assert len(job.matches("is not readable JSON yet")) == ranks, "a warning once, not one a poll"
     # The flag is still set: the restart goes on all the same.
     resumed = resume(tmp_path, ranks, *args)

@@ -61,7 +61,7 @@ from mindx_elastic.guard.checks.training_words import (
     sets_a_rate,
     trains,
 )
-from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.guard.unmanaged import ONLY_THE_CHOICE, Unmanaged
 
 __all__ = ["CarriedVariables", "steers"]
 
@@ -611,7 +611,7 @@ def _words(one: _Variable, value: Any) -> tuple[str, str]:
         what = (
             f"the variable {name} ({one.place}) decides in line {one.line} of {file} what is saved as the best, and is "
         )
-        what += "not kept: a resumed run takes the next value for the best"
+        what += f"not kept: in a resumed run {ONLY_THE_CHOICE}"
     if one.is_sum:
         what = f"the variable {name} ({one.place}) adds up over the steps of an epoch, steers the training in line "
         what += (
