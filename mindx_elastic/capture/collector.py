@@ -14,7 +14,7 @@ import torch
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.buffer_looks import BufferLook, look_at_buffers
 from mindx_elastic.capture.changed_settings import GivenSettings
-from mindx_elastic.capture.compiled_calls import CompiledCalls
+from mindx_elastic.capture.compilations import Compilations
 from mindx_elastic.capture.components import (
     AdaptedComponent,
     Component,
@@ -88,9 +88,7 @@ class Collector:
         self.gradient_order: dict[str, list[int]] = {}
         self.broadcasts = BufferBroadcasts()
         """Of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
-        self.compiled = CompiledCalls(targets)
-        """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
-        self._compiled_calls = b""
+        self.compiled = Compilations()
         self._settings = GivenSettings(self.components)
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         self._structures = [module.structure for module in self._modules.values()]  # each one for life
@@ -225,8 +223,7 @@ class Collector:
             copy()
         self.broadcasts.copy()
         self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move
-        compiled, devices = self.compiled, self.devices
-        compiled.is_same_step, self._compiled_calls = False, compiled.kept
+        devices = self.devices
         self.position, self._loop = position, self.loop
         if devices.is_used:
             # Kernels of this boundary's update may still run, and a reader in another thread waits for those only.
@@ -280,7 +277,7 @@ class Collector:
     def kept(self) -> Any:
         """The copies of the boundary just copied. Nothing in them is changed later, but for tensors on a device: in the
         order of its queue, so not before it has left the boundary."""
-        own = self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct, self.broadcasts.seen
+        own = self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen
         return own, {name: component.kept() for name, component in self.components.items()}
 
     def go_back(self, boundary: PassedBoundary) -> None:
@@ -288,7 +285,7 @@ class Collector:
         not go on: what the program has done since is lost. Raises UnsupportedStateError where it cannot be."""
         self.devices.hold(boundary)
         own, components = boundary.kept
-        self.position, self._loop, self.rng, self._compiled_calls, self.forecast_correct, self.broadcasts.seen = own
+        self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen = own
         self._is_at_boundary = False
         for name, kept in components.items():
             self.components[name].go_back(kept)
@@ -324,8 +321,6 @@ class Collector:
         state["gradient_order"] = self.gradient_order
         if broadcasts := self.broadcasts.state():
             state["buffer_broadcasts"] = broadcasts
-        if self._compiled_calls:
-            state["compiled_calls"] = self._compiled_calls
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
         if settings := self._settings.kept:
             state["settings_given"] = settings
@@ -365,8 +360,6 @@ class Collector:
             state["extras"] = extras
         if loose := {name: own for name, component in modules if (own := component.own_loose())}:
             state["loose"] = loose
-        if self._compiled_calls:
-            state["compiled_calls"] = self._compiled_calls
         return state
 
     @property
@@ -448,8 +441,6 @@ class Collector:
             state["loose"] = loose
         if self._forecast.epochs:
             state["epochs"] = self._forecast.epochs
-        if self.compiled.kept:
-            state["compiled_calls"] = self.compiled.kept
         return state
 
     def forecast_came_true(self) -> bool | None:
@@ -501,8 +492,6 @@ class Collector:
             own.pop("buffer_broadcasts", None)
             if broadcasts := volatile["buffer_broadcasts"]:
                 own["buffer_broadcasts"] = broadcasts
-        if volatile.get("compiled_calls"):
-            own["compiled_calls"] = volatile["compiled_calls"]
         return own
 
     def with_weights_of(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

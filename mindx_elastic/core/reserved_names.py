@@ -9,7 +9,7 @@ RESERVED_NAMES = (
     "progress",
     "gradient_order",
     "buffer_broadcasts",
-    "compiled_calls",
+    "compiled_calls",  # of older versions
     "module_extras",
     "neighbours",
     "tensor_devices",

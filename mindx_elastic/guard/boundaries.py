@@ -105,8 +105,7 @@ class Boundaries:
             self._unreduced.at_boundary()
         self.copy(position)
         self._trial.at_boundary()
-        if self._collector.compiled.problems:
-            tell_of_compiled(self._collector, self._unmanaged)
+        tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(position.step)
 
     def copy(self, position: Position) -> None:

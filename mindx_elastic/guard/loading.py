@@ -78,9 +78,9 @@ def load(
     *,
     tail: TailSide,
     with_flags: bool,
-) -> tuple[bytes, Callable[[], None]]:
-    """Load the state, and copy the boundary. Returns the calls that torch.compile had compiled (empty where they do not
-    count), and what puts everything back as it was at the boundary, before the first batch (see `capture.loop_head`).
+) -> Callable[[], None]:
+    """Load the state, and copy the boundary. Returns what puts everything back as it was at the boundary, before the
+    first batch (see `capture.loop_head`).
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
@@ -118,7 +118,7 @@ def load(
     restore_streams()
     collector.at_first_boundary = end
     collector.copy(collector.position)
-    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), put_back
+    return put_back
 
 
 def _put_back(

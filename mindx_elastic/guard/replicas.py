@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.compiled_calls import named_modules_of
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.living import living_objects
@@ -78,7 +77,7 @@ def _alone(targets: Mapping[str, Any], found: DdpModules) -> bool:
 
 def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[str, DistributedDataParallel]]:
     """DDP modules anywhere in the process around a module of `targets`."""
-    modules = named_modules_of(targets)
+    modules = _named_modules(targets)
     paths = {id(module): path for path, module in modules.items()}
     living = [each for each in living_objects(DistributedDataParallel) if id(each) not in known]
     found: dict[str, DistributedDataParallel] = {}
@@ -89,6 +88,16 @@ def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[st
         if path is not None:
             found[path] = module  # of two around one module the later one
     return sorted(found.items())
+
+
+def _named_modules(targets: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Every module of the job by its path, without the wrappers (DDP, torch.compile) around a whole component."""
+    return {
+        f"{name}.{place}" if place else name: module
+        for name, target in targets.items()
+        if isinstance(target, nn.Module)
+        for place, module in unwrap_module(target).named_modules()
+    }
 
 
 def outermost_replicas(targets: Mapping[str, Any], ddp: DdpModules) -> list[nn.Module]:

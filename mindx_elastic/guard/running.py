@@ -407,7 +407,7 @@ def _home(rank: int) -> Path | None:
 
 def _problem(saver: Saver) -> str:
     """Why the ranks cannot go on in place from one boundary; empty: they can."""
-    if saver.collector.compiled.kept:
+    if saver.collector.compiled.any:
         return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
     return ""
 

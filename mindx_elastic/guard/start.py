@@ -8,7 +8,7 @@ here       the machine and disk of each rank; whole shapes of by-hand layouts; t
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
 tail       on which side of the code behind an epoch each rank's state is
-loaded     the state is in the live objects, on every rank; which calls torch.compile had compiled
+loaded     the state is in the live objects, on every rank
 entered    every rank is ready to train
 =========  ===================================================================================================
 
@@ -38,7 +38,6 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.strategy import LayoutRecord, Strategy
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError
-from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import RankDirectories
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
@@ -167,7 +166,7 @@ def start_job(
     events.run_id, events.attempt = plan.run_id, plan.attempt
     saver.coordinates["generation"] = plan.generation
     flags = AnsweredFlagsPart(saver.flags)
-    collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
+    restore = None
     known = unmanaged.notes
     if found is None:
         logger.info("fresh start in %s", directories[0])
@@ -179,10 +178,8 @@ def start_job(
             replay_orders(found, ddp, unmanaged)
         tail = TailSide(found)
         meet(exchange, "tail", [tail])
-        kept, restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
-    compiled = CompiledPart(kept)
-    meet(exchange, "loaded", [flags, compiled])
-    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
+        restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
+    meet(exchange, "loaded", [flags])
     if found is not None:
         _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
     watch = PeerWatch(peers.identities, rank=ranks.rank)
@@ -228,7 +225,6 @@ def start_again(
     around.announce(found)
     saver.events.run_id, saver.events.attempt = plan.run_id, plan.attempt
     saver.coordinates["generation"] = plan.generation
-    collector.compiled.only_names = collector.is_sharded
     layouts = LayoutRecord.from_json(found.checkpoint.layout).job if entry.live is None else entry.layouts
     collector.layouts.set_job_layouts(layouts)
     known = unmanaged.notes
@@ -237,19 +233,18 @@ def start_again(
         meet(around.exchange, "tail", [tail])
     else:
         tail.go_back()
-    kept, restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
+    restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
 
     faults, peers, lengths = FaultsPart(), PeersPart(ranks), LoaderLengthsPart(targets)
-    flags, compiled = AnsweredFlagsPart(saver.flags), CompiledPart(kept)
+    flags = AnsweredFlagsPart(saver.flags)
     flags.own = info.flags
-    parts = [folders, faults, peers, lengths, *around.parts(), plan, flags, compiled, *last_parts()]
+    parts = [folders, faults, peers, lengths, *around.parts(), plan, flags, *last_parts()]
     meet(around.exchange, "again", parts)
     if folders.home != entry.home:
         raise MismatchError(
             f"this rank's directory is {folders.home}, and the ranks that live on have {entry.home}", path=folders.home
         )
     around.connect()
-    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
     watch = PeerWatch(peers.identities, rank=ranks.rank)
     return Start(plan.run_id, plan.attempt, found, watch, restore, faults.known.report, uneven=lengths.uneven)

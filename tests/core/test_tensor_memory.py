@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindx_elastic.capture.call_arguments import describe_arguments
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.plain_state import _digest
 from mindx_elastic.guard.checks.rebound import content_of
@@ -53,7 +52,6 @@ def test_nothing_and_a_tensor_without_memory() -> None:
 def test_a_tensor_that_was_looked_at_can_still_be_resized() -> None:
     looks: list[Callable[[torch.Tensor], object]] = [
         *(digest, content_of, _sample, lambda tensor: _digest(tensor, [0])),
-        lambda tensor: describe_arguments((tensor,), {}),
         lambda tensor: [bytes(piece) for piece in pack_state({"a": tensor})],
     ]
     for look in looks:
