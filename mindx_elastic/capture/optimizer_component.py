@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.exact_load import exact_loads, restore_types
 from mindx_elastic.capture.own_attributes import OwnAttributes
-from mindx_elastic.capture.parameter_names import arrange_groups
+from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, originals
 from mindx_elastic.core.looks import asked
 from mindx_elastic.core.printable import listed
@@ -291,9 +292,10 @@ class OptimizerComponent:
             state["state"] = self._originals(state["state"])
         groups, values = self.local.param_groups, self.local.state
         before = _tensors_by_place(self.local)
-        self.local.load_state_dict(state)
+        with exact_loads([self.local, *optimizers_inside(self.local)]):
+            self.local.load_state_dict(state)
         _keep_objects(self.local, groups, values)
-        self._undo_casts(state)
+        restore_types(self.local, state)
         for place, values in retired.items():
             if (parameter := self._parameters.get(place)) is not None:
                 self.local.state[parameter] = {
@@ -333,17 +335,6 @@ class OptimizerComponent:
             if index in laid_out:
                 laid_out[index] = _laid_out(laid_out[index], str(index), places, parameter)
         return {**state, "state": laid_out}
-
-    def _undo_casts(self, state: dict[str, Any]) -> None:
-        """Undo the casts of `Optimizer.load_state_dict` to the parameter's dtype, in which fp32 moments lose bits."""
-        parameters = self.parameters
-        indices = [i for group in state["param_groups"] for i in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            saved = state["state"].get(index, {})
-            loaded = self.local.state.get(parameter, {})
-            for key, value in saved.items():
-                if key in loaded:
-                    loaded[key] = _with_dtypes_of(value, loaded[key])
 
 
 def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
@@ -471,16 +462,3 @@ def _laid_out(value: Any, place: str, places: set[str], like: torch.Tensor) -> A
     if type(value) in (list, tuple):
         return type(value)(_laid_out(item, f"{place}.{n}", places, like) for n, item in enumerate(value))
     return value
-
-
-def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
-    """`loaded`, with its tensors of another type than in `saved` replaced."""
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device, copy=True)
-    if type(saved) is not type(loaded):
-        return loaded
-    if type(saved) in (list, tuple):
-        return type(saved)(_with_dtypes_of(s, t) for s, t in zip(saved, loaded, strict=True))
-    if type(saved) is dict:
-        return {key: _with_dtypes_of(saved[key], value) for key, value in loaded.items()}
-    return loaded

@@ -25,11 +25,19 @@ from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError
 
-__all__ = ["Groups", "arrange_groups", "group_lists", "grouped", "names_in_groups", "places_in_states"]
+__all__ = [
+    "Groups",
+    "arrange_groups",
+    "group_lists",
+    "grouped",
+    "names_in_groups",
+    "optimizers_inside",
+    "places_in_states",
+]
 
 Groups = list[dict[str, Any]]
 """``param_groups``."""
-_DEEPEST = 3
+_DEEPEST, _MANY = 4, 4096
 _SAME_OBJECTS = 'use the same objects as the run that wrote it, or start anew with resume="never" in another directory'
 
 
@@ -48,26 +56,33 @@ def grouped(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
 def group_lists(target: object, others: Collection[int]) -> list[Groups]:
     """The lists of parameter groups in `target` and in what it holds, apart from `others` (by id)."""
     found: dict[int, Groups] = {}
-    seen: set[int] = set()
-
-    def look(value: Any, depth: int) -> None:
-        if depth > _DEEPEST or id(value) in others or id(value) in seen or isinstance(value, (nn.Module, torch.Tensor)):
-            return
-        seen.add(id(value))
-        if isinstance(value, (list, tuple, dict)):
-            inside: Any = value.values() if isinstance(value, dict) else value
-        else:
-            inside = getattr(value, "__dict__", {})
-            groups = inside.get("param_groups") if type(inside) is dict else None
-            if isinstance(groups, list) and all(isinstance(g, dict) and "params" in g for g in groups):
-                found.setdefault(id(groups), groups)
-            inside = inside.values() if type(inside) is dict else ()
-        for each in list(inside):
-            if isinstance(each, (list, tuple, dict)) or hasattr(type(each), "__dict__"):
-                look(each, depth + 1)
-
-    look(target, 0)
+    for each in _held(target, others):
+        groups = vars(each).get("param_groups")
+        if isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups):
+            found.setdefault(id(groups), groups)
     return list(found.values())
+
+
+def optimizers_inside(target: object) -> list[torch.optim.Optimizer]:
+    """Torch's optimizers in what `target` holds."""
+    return [each for each in _held(target, ()) if isinstance(each, torch.optim.Optimizer) and each is not target]
+
+
+def _held(target: object, others: Collection[int]) -> Iterator[Any]:
+    """`target` and the objects with attributes in it, a few levels deep; runs no code of theirs."""
+    level, seen = [target], set(others)
+    for _ in range(_DEEPEST + 1):
+        below: list[Any] = []
+        for value in level:
+            if id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, type)):
+                continue
+            seen.add(id(value))
+            if isinstance(value, (list, tuple, dict)):
+                below += () if len(value) > _MANY else value.values() if isinstance(value, dict) else value
+            elif type(inside := getattr(value, "__dict__", None)) is dict:
+                yield value
+                below += inside.values()
+        level = below
 
 
 def places_in_states(states: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

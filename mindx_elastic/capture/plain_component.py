@@ -14,9 +14,12 @@ from torch.optim.swa_utils import SWALR
 
 from mindx_elastic.capture.adapters import Adapter, TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree
+from mindx_elastic.capture.exact_load import exact_loads, other_types
+from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, originals
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import has_method
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UnsupportedStateError
 
 __all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "InParts", "PlainComponent", "Stateful", "is_stateful"]
@@ -151,10 +154,17 @@ class PlainComponent:
     def load(self, state: Any) -> None:
         self.put_back(state)
         self.copy()
+        if changed := list(other_types(state, self.seen)):
+            logger.warning(
+                "%s: its load_state_dict() gives other types than were saved: %s. The resumed run may differ",
+                self.name,
+                listed(changed, 3),
+            )
 
     def put_back(self, state: Any) -> None:
         """Make the target as `state` says, which `look` or `state` has given."""
-        self._stateful.load_state_dict(originals(copy_tree(state), self._parameters))
+        with exact_loads(optimizers_inside(self.target)):
+            self._stateful.load_state_dict(originals(copy_tree(state), self._parameters))
 
 
 class _OldSwaScheduler:

@@ -24,7 +24,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
-from mindx_elastic.guard.compilation import tell_of_compiled
+from mindx_elastic.guard.compilation import tell_of_compiled, tell_of_script_functions
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
 from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -81,6 +81,7 @@ class Boundaries:
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.unseen = UnseenUpdates(collector, unmanaged)
         self._is_exposed, self.has_warned_of_window = is_exposed, False
+        self._has_scripts, self._graph = False, torch._C._last_executed_optimized_graph()
         """`warn_of_window` has nothing left to do."""
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -106,6 +107,8 @@ class Boundaries:
         self.copy(position)
         self._trial.at_boundary()
         tell_of_compiled(self._collector, self._unmanaged)
+        if not self._has_scripts:
+            self._has_scripts = tell_of_script_functions(self._graph, self._unmanaged)
         self._window.at_boundary(position.step)
 
     def copy(self, position: Position) -> None:

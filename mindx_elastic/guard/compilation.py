@@ -11,7 +11,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["tell_of_compiled", "tell_of_torchscript"]
+__all__ = ["tell_of_compiled", "tell_of_script_functions", "tell_of_torchscript"]
 
 
 def tell_of_compiled(collector: Collector, unmanaged: Unmanaged) -> None:
@@ -34,14 +34,28 @@ def tell_of_torchscript(targets: Mapping[str, object], unmanaged: Unmanaged) -> 
     }
     scripted = [name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)]
     scripted = [name for name in scripted if name.rpartition(".")[0] not in scripted]
-    if not scripted:
-        return
+    if scripted:
+        _tell_of_measuring(listed(scripted, 3), unmanaged)
+
+
+def tell_of_script_functions(before: object, unmanaged: Unmanaged) -> bool:
+    """At a boundary: the same for functions, which libraries have. Returns whether there is nothing more to tell.
+    `before`: the graph that had run last when the guard was entered."""
+    if any(note.startswith("TorchScript runs") for note in unmanaged.notes):
+        return True
+    if torch._C._last_executed_optimized_graph() is before:
+        return False
+    _tell_of_measuring("functions of a library that the training uses", unmanaged)
+    return True
+
+
+def _tell_of_measuring(what: str, unmanaged: Unmanaged) -> None:
     set_strategy = torch._C._jit_set_fusion_strategy  # the public one warns and cannot be asked
     strategy = set_strategy([])
     set_strategy(strategy)
     if strategy:
         unmanaged.risk(
-            f"TorchScript runs {listed(scripted, 3)}: it measures the first calls of a process and then runs other, "
+            f"TorchScript runs {what}: it measures the first calls of a process and then runs other, "
             "fused code, so a resumed run may differ in the last bits",
             "Write torch.jit.set_fusion_strategy([]) before the first call",
         )

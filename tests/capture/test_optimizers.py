@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -114,6 +116,32 @@ class Float32Momentum(torch.optim.Optimizer):
 
 def test_float32_state_beside_bfloat16_parameters_keeps_its_bits() -> None:
     assert_resumes(lambda seed: TinyJob(on(Float32Momentum, lr=0.05), seed=seed, dtype=torch.bfloat16))
+
+
+class OddState(o.Adam):
+    """Keeps what torch's load makes something else of: whole numbers where Adam has tensors, float64, numpy's numbers,
+    texts and arrays."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = count = state.get("step", 0) + 1
+                assert type(count) is int
+                state["even"], state["half"] = count % 2 == 0, np.float32(count / 3)
+                state["note"], state["sums"] = f"step {count}", np.full(2, count / 7)
+                state["recent"] = deque([*state.get("recent", ()), count], maxlen=3)
+                exact = state.setdefault("exact", torch.zeros_like(p, dtype=torch.float64))
+                exact += p.grad.double() / (3 * count + float(state["half"]) + state["sums"][0] + sum(state["recent"]))
+                p.sub_(group["lr"] * exact.to(p.dtype))
+        return loss
+
+
+def test_every_leaf_comes_back_with_its_type() -> None:
+    assert_resumes(lambda seed: TinyJob(on(OddState, lr=0.05), seed=seed))
 
 
 def test_bfloat16_parameters_with_a_stock_optimizer() -> None:

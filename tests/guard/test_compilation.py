@@ -204,3 +204,16 @@ def test_torchscript_is_named_unless_it_always_runs_the_same_code() -> None:
         assert not unmanaged.notes
     finally:
         torch._C._jit_set_fusion_strategy(before)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_script_functions_that_run_are_told_with_what_helps(tmp_path: Path) -> None:
+    network, scripted = Network(), torch.jit.script(scale)
+    job = Job(network, lambda x: scripted(network(x)), network)
+    job.run(tmp_path / "told")
+    (line,) = [line for line in job.warnings if line.startswith("TorchScript")]
+    assert "torch.jit.set_fusion_strategy([])" in line and len(job.notes) == 1

@@ -1,0 +1,102 @@
+"""Loads into optimizers so that each leaf of their state has the type, class and dtype that was saved.
+
+`torch.optim.Optimizer.load_state_dict` casts tensors to the parameter's dtype, makes tensors of Adam's whole numbers,
+and other objects of texts, arrays and named tuples. Its own hooks let us put the saved leaves in their places, also in
+optimizers inside of others. Devices are those that it chooses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindx_elastic.capture.copying import copy_tree
+
+__all__ = ["exact_loads", "other_types", "restore_types"]
+
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple, deque)
+_NUMBERS = (bool, int, float, complex, np.generic, torch.Tensor)
+
+
+@contextmanager
+def exact_loads(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside of it, what these optimizers load comes back as it was saved."""
+    saved: dict[int, Any] = {}
+
+    def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        saved[id(optimizer)] = state
+        return {**state, "state": {key: _castable(value) for key, value in state["state"].items()}}
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        restore_types(optimizer, saved.pop(id(optimizer)))
+
+    handles = []
+    for each in optimizers:
+        if "_optimizer_load_state_dict_pre_hooks" in vars(each):  # a wrapper may not have called the base's __init__
+            handles += [each.register_load_state_dict_pre_hook(before), each.register_load_state_dict_post_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _castable(value: Any) -> Any:
+    """`value` without what torch would take apart: it calls the type of anything that can be iterated over."""
+    if type(value) is dict:
+        return {key: _castable(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_castable(item) for item in value)
+    return value if isinstance(value, torch.Tensor) or not isinstance(value, Iterable) else None
+
+
+def restore_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Give the leaves of what `optimizer` has loaded from `state` their saved types, as far as it still has them."""
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        saved, loaded = state["state"].get(number), optimizer.state.get(parameter)
+        if isinstance(saved, dict) and isinstance(loaded, dict):
+            for key in loaded.keys() & saved.keys():
+                loaded[key] = _as_saved(saved[key], loaded[key], saved[key] if key == "step" else parameter)
+
+
+def _as_saved(saved: Any, loaded: Any, near: Any) -> Any:
+    """`loaded`, where it is as `saved`; else a copy of that, its tensors on the device of `loaded` or of `near`."""
+    kind = type(saved)
+    if isinstance(saved, torch.Tensor):
+        if type(loaded) is kind and loaded.dtype == saved.dtype:
+            return loaded
+        device = next((each.device for each in (loaded, near) if isinstance(each, torch.Tensor)), saved.device)
+        moved = saved.detach().to(device, copy=True)
+        return torch.nn.Parameter(moved, saved.requires_grad) if kind is torch.nn.Parameter else moved
+    if kind in _MAPPINGS:
+        have = loaded if isinstance(loaded, dict) else {}
+        return kind((key, _as_saved(item, have.get(key), near)) for key, item in saved.items())
+    if kind in _SEQUENCES:
+        there = [*loaded] if isinstance(loaded, _SEQUENCES) and len(loaded) == len(saved) else [None] * len(saved)
+        made = [_as_saved(item, each, near) for item, each in zip(saved, there, strict=True)]
+        return deque(made, saved.maxlen) if isinstance(saved, deque) else kind(made)
+    return copy_tree(saved)
+
+
+def other_types(saved: Any, now: Any, place: str = "") -> Iterator[str]:
+    """The numbers and tensors of `saved` that are of another type in `now`, in words."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in saved.keys() & now.keys():
+            yield from other_types(saved[key], now[key], f"{place}.{key}" if place else str(key))
+    elif isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
+        for number, (one, other) in enumerate(zip(saved, now, strict=False)):
+            yield from other_types(one, other, f"{place}.{number}")
+    elif isinstance(saved, _NUMBERS) and isinstance(now, _NUMBERS) and _kind(saved) != _kind(now):
+        yield f"{place} was {_kind(saved)} and is {_kind(now)}"
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
