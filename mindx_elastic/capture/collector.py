@@ -21,6 +21,7 @@ from mindx_elastic.capture.components import (
     ModuleComponent,
     OptimizerComponent,
     PlainComponent,
+    WrapperComponent,
     component_for,
     unwrap_optimizer,
 )
@@ -144,8 +145,10 @@ class Collector:
         return self._modules.keys()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The named ones, and the one that a ZeroRedundancyOptimizer steps on each rank."""
-        return list({id(o): o for c in self._optimizers.values() for o in (c.optimizer, c.local)}.values())
+        """The named ones, those inside of wrappers, and the one that a ZeroRedundancyOptimizer steps."""
+        found = [o for c in self._optimizers.values() for o in (c.optimizer, c.local)]
+        found += [o for _, c in self._plain if isinstance(c, WrapperComponent) for o in c.optimizers]
+        return list({id(o): o for o in found}.values())
 
     def look_at_buffers(self) -> dict[str, BufferLook]:
         """The saved buffers of all modules, by place, as they are now."""

@@ -9,6 +9,7 @@ the program (`capture.device_progress`).
   copied
 * an optimizer: its state is stable; the options of its groups (learning rate) are copied, schedulers change them
   between
+* an optimizer around others whose state has another form: by its own two methods, its tensors in place
 * everything else with ``state_dict``, or with an adapter (`capture.adapters`): copied whole
 """
 
@@ -21,12 +22,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mindx_elastic.capture.adapters import adapted
+from mindx_elastic.capture.adapters import adapted, paired
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
-from mindx_elastic.capture.optimizer_component import OptimizerComponent, unwrap_optimizer
-from mindx_elastic.capture.plain_component import AdaptedComponent, PlainComponent, Stateful, is_stateful
+from mindx_elastic.capture.optimizer_component import OptimizerComponent, has_state_of_torch, unwrap_optimizer
+from mindx_elastic.capture.parameter_names import optimizers_inside
+from mindx_elastic.capture.plain_component import (
+    AdaptedComponent,
+    PlainComponent,
+    Stateful,
+    WrapperComponent,
+    is_stateful,
+)
 from mindx_elastic.capture.scaler_component import ScalerComponent, is_plain_scaler
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import UsageError
 
 __all__ = [
@@ -36,6 +44,7 @@ __all__ = [
     "OptimizerComponent",
     "PlainComponent",
     "Stateful",
+    "WrapperComponent",
     "component_for",
     "unwrap_module",
     "unwrap_optimizer",
@@ -65,12 +74,18 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
     """
     if isinstance(target, nn.Module):
         return ModuleComponent(name, target)
-    if isinstance(target, torch.optim.Optimizer):
+    if isinstance(target, torch.optim.Optimizer) and has_state_of_torch(target):
         return OptimizerComponent(name, target)
     if is_plain_scaler(target):
         return ScalerComponent(name, target)
     if is_stateful(target):
-        return PlainComponent(name, target)
+        # A wrapper around optimizers, also one that is one of torch's and has a state of another form.
+        steps = isinstance(target, torch.optim.Optimizer) or (
+            has_method(target, "step") and has_method(target, "zero_grad") and bool(optimizers_inside(target))
+        )
+        return WrapperComponent(name, target) if steps else PlainComponent(name, target, others=others)
+    if (pair := paired(name, target)) is not None:
+        return AdaptedComponent(name, target, pair)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
         return AdaptedComponent(name, target, adapter)
     raise UsageError(

@@ -24,7 +24,7 @@ from mindx_elastic.core.looks import asked
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["OptimizerComponent", "unwrap_optimizer"]
+__all__ = ["OptimizerComponent", "has_state_of_torch", "unwrap_optimizer"]
 
 _params_of = itemgetter("params")
 
@@ -35,6 +35,28 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(inner := asked(optimizer, "_wrapped_optimizer"), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+def has_state_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is that of torch's optimizers: by numbers of parameters, beside its groups. That of a wrapper
+    may have any form."""
+    optimizer = unwrap_optimizer(optimizer)
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict or _is_spread(optimizer):
+        return True
+    if not all(
+        isinstance(getattr(optimizer, name, None), kind) for name, kind in (("param_groups", list), ("state", dict))
+    ):
+        return False
+    state = optimizer.state_dict()
+    return (
+        isinstance(state, dict) and isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list)
+    )
+
+
+def _is_spread(optimizer: torch.optim.Optimizer) -> bool:
+    """ZeRO: the optimizer inside updates this rank's share of the parameters and has the state of those."""
+    # By name: importing it runs torch.jit, which takes a second and is deprecated.
+    return any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__)
 
 
 @dataclass(frozen=True)
@@ -58,9 +80,7 @@ class OptimizerComponent:
         self.name = name
         self.optimizer = unwrap_optimizer(optimizer)
         self._own = OwnAttributes(self.optimizer)
-        # ZeRO: the optimizer inside updates this rank's share of the parameters and has the state of those.
-        # By name: importing it runs torch.jit, which takes a second and is deprecated.
-        self.is_spread = any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(self.optimizer).__mro__)
+        self.is_spread = _is_spread(self.optimizer)
         self._sizes = self._look_sizes()
         self._built: list[list[str]] | None = None
         self._named: list[list[str]] | None = None

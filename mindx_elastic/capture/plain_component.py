@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
 from mindx_elastic.capture.adapters import Adapter, TensorAdapter
-from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree
+from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
+from mindx_elastic.capture.nested_states import NestedStates
 from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, originals
 from mindx_elastic.core.events import logger
@@ -22,7 +23,16 @@ from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["AdaptedComponent", "BeginsEpochs", "GivesCopies", "InParts", "PlainComponent", "Stateful", "is_stateful"]
+__all__ = [
+    "AdaptedComponent",
+    "BeginsEpochs",
+    "GivesCopies",
+    "InParts",
+    "PlainComponent",
+    "Stateful",
+    "WrapperComponent",
+    "is_stateful",
+]
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
@@ -93,8 +103,8 @@ class PlainComponent:
     is_on_device = False
     """Its copy is on a device, and to read it waits for that; every replica has the same."""
 
-    def __init__(self, name: str, target: Any, stateful: Stateful | None = None) -> None:
-        """`stateful`: has the two methods, if `target` has not."""
+    def __init__(self, name: str, target: Any, stateful: Stateful | None = None, others: Collection[int] = ()) -> None:
+        """`stateful`: has the two methods, if `target` has not. others: ids of what is kept by itself."""
         self.name = name
         self.target = target
         if isinstance(target, SWALR) and "anneal_func" in target.state_dict():
@@ -105,6 +115,9 @@ class PlainComponent:
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
+        nested = NestedStates(name, others)
+        self._nested = nested if stateful is None and nested.are_in(target.state_dict()) else None
+        """Where its state has objects in it."""
         self.copy()
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -115,27 +128,28 @@ class PlainComponent:
     def check(self) -> None:
         """Look once at what the state has. Raises UnsupportedStateError for an object that would not come back."""
         if not self.is_heavy and self._giver is None:
-            state = self._stateful.state_dict()
+            state = self.live_state()
             check_objects(state, self.name, self._parameters)
             self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
-        if self._is_scheduler:
+        if self._is_scheduler and self._nested is None:
             variables = vars(self.target)
             if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
                 # What its state_dict would give, which makes a dict in a loop of Python's.
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
-        state = self._stateful.state_dict()
+        state = self.live_state()
         self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     def live_state(self) -> Any:
-        """What its `state_dict` gives."""
-        return self._stateful.state_dict()
+        """What its `state_dict` gives, the objects in it taken apart."""
+        state = self._stateful.state_dict()
+        return state if self._nested is None else self._nested.taken_apart(state)
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
-        return copy_state(self._stateful.state_dict())
+        return copy_state(self.live_state())
 
     @property
     def seen(self) -> Any:
@@ -164,7 +178,29 @@ class PlainComponent:
     def put_back(self, state: Any) -> None:
         """Make the target as `state` says, which `look` or `state` has given."""
         with exact_loads(optimizers_inside(self.target)):
-            self._stateful.load_state_dict(originals(copy_tree(state), self._parameters))
+            own = originals(copy_tree(state), self._parameters)
+            if self._nested is not None:
+                own = self._nested.put_together(own, self._stateful.state_dict())
+            self._stateful.load_state_dict(own)
+
+
+class WrapperComponent(PlainComponent):
+    """An optimizer around others, by its own `state_dict` and `load_state_dict`. As of an optimizer, its tensors are
+    the live ones, which only a step changes; numbers and single values are copied at each boundary."""
+
+    is_on_device = True  # not worth a copy: every replica has the same
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Itself, if it is one of torch's, and those inside."""
+        own = [self.target] if isinstance(self.target, torch.optim.Optimizer) else []
+        return [*own, *optimizers_inside(self.target)]
+
+    def copy(self) -> None:
+        self._copy = self.look()
+
+    def look(self) -> Any:
+        return map_tensors(map_containers(self.live_state()), lambda t: t if t.dim() else t.detach().clone())
 
 
 class _OldSwaScheduler:

@@ -81,8 +81,8 @@ class Boundaries:
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.unseen = UnseenUpdates(collector, unmanaged)
         self._is_exposed, self.has_warned_of_window = is_exposed, False
-        self._has_scripts, self._graph = False, torch._C._last_executed_optimized_graph()
         """`warn_of_window` has nothing left to do."""
+        self._has_scripts, self._graph = False, torch._C._last_executed_optimized_graph()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:

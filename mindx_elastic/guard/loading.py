@@ -53,7 +53,7 @@ MISSING: Any = object()
 _THEIRS = object()
 _OF_MODULES = {"buffers": "the buffers", "extras": "the extra state", "loose": "the non-persistent buffers"}
 """What modules have beside their parameters, as `Collector.volatile` names it."""
-_FOLLOWS_THE_STEPS = re.compile(r"(loader|lr_scheduler|scaler)(_\d+)?")
+_FOLLOWS_THE_STEPS = re.compile(r"(loader|optimizer|lr_scheduler|scaler)(_\d+)?")
 """Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
 
 

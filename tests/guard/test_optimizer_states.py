@@ -1,9 +1,12 @@
-"""A start whose lists of parameters have another order, or others in them, than in the run that it goes on from."""
+"""Optimizers and what is built around them, over a stop: lists of parameters in another order than in the run that a
+start goes on from, and states of other forms than torch's."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
 from mindx_elastic.errors import MismatchError
+from tests.guarded import no_traces, plain_environment
 
 RATES = {"a": 0.1, "b": 0.01, "out": 0.03}
 _x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(_x, _x.sum(1, keepdim=True))
 
 Make = Callable[["Net"], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
 
 
 class Net(nn.Module):
@@ -78,6 +89,88 @@ class Agent:
         self._net.load_state_dict(state["net"])
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """As pytorch_optimizer's Lookahead: one of torch's by its class, without its constructor, with another state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.slow = [p.detach().clone() for p in inner.param_groups[0]["params"]]
+        self.count = 0
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        if self.count % 3 == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {(0, number): {"slow": slow} for number, slow in enumerate(self.slow)}
+        return {"own": own, "count": self.count, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.slow = [each["slow"] for each in state["own"].values()]
+        self.count = state["count"]
+        self.inner.load_state_dict(state["inner"])
+
+
+class CountingAdam(torch.optim.Adam):
+    """Its steps are whole numbers, as geoopt's are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            assert type(state["step"]) is int
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / state["step"])
+
+
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """As GradualWarmupScheduler: the one behind it is an attribute, so its state_dict has the whole object."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, steps: int, then: torch.optim.lr_scheduler.LRScheduler
+    ) -> None:
+        self.steps, self.then, self.behind = steps, then, False
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch <= self.steps:
+            return [rate * (self.last_epoch + 1) / (self.steps + 1) for rate in self.base_lrs]
+        self.then.step()
+        return self.then.get_last_lr()
+
+
+class Noise:
+    """A state by other names; draws once in each step."""
+
+    def __init__(self, net: Net) -> None:
+        self._states, self._at = [0.1, -0.2, 0.3, 0.05, -0.15, 0.25, 0.07], [0]
+        self._lock = threading.Lock()
+        net.register_forward_pre_hook(self.add)
+
+    def add(self, net: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        self._at[0] += 1
+        return inputs[0] + self._states[self._at[0] % 7]
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self._at[0]}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._at[0] = state["at"]
+
+
 def listed(*names: str) -> Make:
     """One list of the parameters of these parts."""
     return lambda net: torch.optim.AdamW([p for n in names for p in net.get_submodule(n).parameters()], lr=0.05)
@@ -100,6 +193,23 @@ def averaged(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net, "stateful": {"averaged": Averaged(optimizer)}}
 
 
+def slow(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": net, "optimizer": SlowWeights(optimizer)}
+
+
+def slow_and_inner(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": net, "optimizer": [optimizer, SlowWeights(optimizer)]}
+
+
+def warmed_up(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    then = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    return {"model": net, "optimizer": optimizer, "lr_scheduler": Warmup(optimizer, 4, then)}
+
+
+def noisy(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": net, "optimizer": optimizer, "stateful": {"noise": Noise(net)}}
+
+
 def agent(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"optimizer": optimizer, "stateful": {"agent": Agent(net)}}
 
@@ -111,6 +221,7 @@ def train(
     net = Net(order)
     given = objects(net, make(net))
     optimizer = given.get("optimizer") or given["stateful"]["averaged"]
+    optimizer = optimizer[-1] if isinstance(optimizer, list) else optimizer
     loader = DataLoader(DATA, batch_size=8)
     guard = mx.Guard(**given, loader=loader, directory=directory, prefix="a", unmanaged="warn")
     try:
@@ -121,6 +232,8 @@ def train(
                     loss = (net(x) - y).square().mean()
                     loss.backward()
                     optimizer.step()
+                    if "lr_scheduler" in given:
+                        given["lr_scheduler"].step()
                     if guard.step + 1 == stop:
                         guard.request_stop("the test")
                     guard.step_end(loss=loss)
@@ -196,3 +309,19 @@ def test_parameters_of_no_named_object_go_by_their_order_and_that_is_said(
     with caplog.at_level(logging.WARNING):
         train(tmp_path, with_loose, stop=6)
     assert "optimizer: the state of 2 of its parameters goes back by their order" in caplog.text
+
+
+@pytest.mark.parametrize("objects", [slow, slow_and_inner, warmed_up, noisy])
+def test_states_of_other_forms_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: Callable[..., dict[str, Any]]
+) -> None:
+    def make(net: Net) -> torch.optim.Optimizer:
+        return CountingAdam(net.parameters(), lr=0.05)
+
+    whole = train(tmp_path / "whole", make, objects)
+    for stop in (5, 10):
+        train(tmp_path / "cut", make, objects, stop=stop)
+    resumed = train(tmp_path / "cut", make, objects)
+    for name, tensor in whole.items():
+        assert torch.equal(resumed[name], tensor), name
+    assert "other types" not in caplog.text
