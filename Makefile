@@ -3,7 +3,7 @@
 # make help    the rest
 #
 # Settings, as in `make demo PYTHON=python3.12`:
-#   PYTHON            the interpreter that .venv is made from (3.10 to 3.13)
+#   PYTHON            the interpreter that .venv is made from (3.10 to 3.14)
 #   TORCH_INDEX_URL   where to take torch from, if not from where pip looks anyway (e.g. torch's own CPU index)
 #   PIP_ARGS          further arguments for every `pip install`
 #   PYTEST_ARGS       further arguments for pytest, as in `make fast PYTEST_ARGS="-k catalog"`
@@ -26,6 +26,16 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
+# .venv is made once: another PYTHON= would be passed over in silence.
+ifeq ($(origin PYTHON),command line)
+ifneq ($(wildcard $(BIN)/python),)
+WHICH := -c 'import os, sys; print(os.path.realpath(sys._base_executable), *sys.version_info[:3])'
+ifneq ($(shell $(PYTHON) $(WHICH)),$(shell $(BIN)/python $(WHICH)))
+$(error $(VENV) is there and was not made from PYTHON=$(PYTHON). To use it, remove $(VENV) first; to keep $(VENV), leave PYTHON= out)
+endif
+endif
+endif
+
 .PHONY: help venv wheel demo test lint types pytest fast drill trainers format proto bench docs clean
 .DELETE_ON_ERROR:
 
@@ -46,8 +56,8 @@ help:
 # --- what is installed in .venv; a file in $(DONE) stands for each part ---
 
 $(DONE)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
-	  echo "make: PYTHON=$(PYTHON) is not Python 3.10 to 3.13; give another, as in: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { \
+	  echo "make: PYTHON=$(PYTHON) is not Python 3.10 to 3.14; give another, as in: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "make: $(PYTHON) cannot make virtual environments; install Debian's python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

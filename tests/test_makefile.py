@@ -48,3 +48,22 @@ def test_every_part_of_the_drill_runs_and_the_end_names_those_that_failed(tmp_pa
     for line, name in zip(named, failing.split(), strict=True):
         assert f" -m {name} " in line and "exit code 7" in line
     assert ("drill: all three parts passed" in done.stdout) == (failing == "")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_another_python_than_that_of_the_venv_is_refused(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for path, says in [(".venv/bin/python", "/usr/bin/python3.11 3 11 7"), ("other", "/usr/bin/python3.12 3 12 1")]:
+        (tmp_path / path).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / path).chmod(0o755)
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "help", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    refused = make("PYTHON=./other")
+    assert refused.returncode == 2
+    assert ".venv is there and was not made from PYTHON=./other. To use it, remove .venv first" in refused.stderr
+    assert make().returncode == make("PYTHON=.venv/bin/python").returncode == 0
+    shutil.rmtree(tmp_path / ".venv")
+    assert make("PYTHON=./other").returncode == 0

@@ -131,7 +131,7 @@ class Inside(Noisy):
         return torch.tensor([blocked, default, signal.set_wakeup_fd(-1)])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])  # the last one: the default of Python 3.14
 def test_signals_inside_and_outside(method: str) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
