@@ -15,6 +15,7 @@ classes that torch does not know: no code of DeepSpeed or of the file runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,13 +27,15 @@ import torch
 from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.torch_file import read_torch_file
+from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import CorruptCheckpointError, ForeignCheckpointError, UsageError
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, UsageError
 
 __all__ = ["deepspeed_folder", "is_rank_file", "read_deepspeed"]
 
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{2,7})_model_states\.pt\Z")
 _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{2,7})_optim_states\.pt\Z")
+_MOST_TAG_BYTES = 4096
 _STATES = ("model_states.pt", "optim_states.pt")
 
 
@@ -40,7 +43,10 @@ def deepspeed_folder(path: Path) -> Path | None:
     """The folder of the step that `path` is, or that its ``latest`` names; None: it is no folder of DeepSpeed."""
     latest = path / "latest"
     if latest.is_file():
-        tag = latest.read_text("utf-8", "replace").strip()
+        try:
+            tag = read_small(latest, _MOST_TAG_BYTES).decode(errors="replace").strip()
+        except OSError as error:
+            raise CheckpointError(f"{latest}: cannot be read: {error.strerror or error}", path=latest) from error
         if tag and "/" not in tag and tag not in (".", "..") and (path / tag).is_dir():
             path = path / tag
     there = path.is_dir() and any(each.name.endswith(_STATES[0]) for each in path.iterdir())
@@ -100,10 +106,17 @@ class _Folder:
         return {name: tuple(shape) for group in groups or () for name, shape in group.items()}
 
     def _trained(self, shapes: Mapping[str, Size]) -> dict[str, torch.Tensor]:
-        ranks = self._all_of(self.optims, "optim_states.pt", None)
-        states = [_mapping(_contents(file)["optimizer_state_dict"], "optimizer_state_dict", file) for file in ranks]
-        counts = states[0]["partition_count"]
-        self._all_of(self.optims, "optim_states.pt", max(counts) if isinstance(counts, list) else counts)
+        if not self.optims:
+            self._all_of(self.optims, "optim_states.pt", 1)
+        counts = _optimizer_state(self.optims[min(self.optims)])["partition_count"]
+        count = max(counts) if isinstance(counts, list) else counts
+        if max(self.optims) >= count:
+            raise CorruptCheckpointError(
+                f"{self.path}: {count} ranks have written it, and there is a file of rank {max(self.optims)}: an older "
+                "checkpoint lies under it. Remove the older files",
+                path=self.path,
+            )
+        states = [_optimizer_state(file) for file in self._all_of(self.optims, "optim_states.pt", count)]
         stage3 = "fp32_flat_groups" in states[0]
         found = self._stage_3(shapes, states) if stage3 else self._stages_1_and_2(shapes, states)
         whole: dict[str, torch.Tensor] = {}
@@ -113,13 +126,12 @@ class _Folder:
             whole[name] = put_together(size, torch.float32, parts, self.scratch).view(shapes[name])
         return whole
 
-    def _all_of(self, files: Mapping[int, Path], what: str, count: int | None) -> list[Path]:
+    def _all_of(self, files: Mapping[int, Path], what: str, count: int) -> list[Path]:
         """The files of ranks 0 to `count`, exclusive. Raises CorruptCheckpointError where one is missing."""
-        count = max(files, default=0) + 1 if count is None else count
-        missing = [rank for rank in range(count) if rank not in files]
+        missing = list(itertools.islice((rank for rank in range(count) if rank not in files), 8))
         if missing:
             raise CorruptCheckpointError(
-                f"{self.path}: the {what} of rank {listed([str(rank) for rank in missing], 8)} of {count} is missing: "
+                f"{self.path}: the {what} of rank {listed([str(rank) for rank in missing], 7)} of {count} is missing: "
                 "its part of the weights is in no other file. Copy it here; of stages 1 and 2, "
                 "mp_rank_00_model_states.pt by its name has the weights that the model computes with",
                 path=self.path,
@@ -142,7 +154,7 @@ class _Folder:
                 for name, place in places.items():
                     piece = flat[place.start : place.start + place.numel]
                     parts[name].append(Part((done[name],), (place.numel,), _reader(piece)))
-                    if piece.shape != (place.numel,):
+                    if place.start < 0 or piece.shape != (place.numel,):
                         raise ValueError(f"{name!s:.80} ends outside of its partition")
                     done[name] += place.numel
         yield from parts.items()
@@ -211,6 +223,10 @@ def _slice(flat_groups: list[torch.Tensor], start: int, length: int) -> torch.Te
 
 def _contents(file: Path) -> Mapping[str, Any]:
     return _mapping(read_torch_file(file, stand_ins=True), "content", file)
+
+
+def _optimizer_state(file: Path) -> Mapping[str, Any]:
+    return _mapping(_contents(file)["optimizer_state_dict"], "optimizer_state_dict", file)
 
 
 def _mapping(value: Any, what: str, path: Path) -> Mapping[str, Any]:

@@ -8,9 +8,10 @@ tensors into ``shard-{rank}-model-*``, with the offset of each part in the file'
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,16 @@ def numbered_files(files: list[Path]) -> list[Path] | None:
         shown = listed([f"{stem}-*-of-{count}{suffix}" for stem, count, suffix in sorted(sets)], 4)
         raise UsageError(f"{files[0].parent} holds several sets of files: {shown}; leave the one that you want")
     ((stem, count, suffix),) = sets
-    wanted = [f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
+    wanted = (f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, int(count) + 1))
     there = sorted(file.name for file in files if _NUMBERED.match(file.name))
-    if len(there) != len(wanted):
+    if len(there) != int(count):
         _check_there(files[0].parent, wanted, "the other names say that there is")
     return [files[0].parent / name for name in there]
 
 
-def _check_there(folder: Path, files: list[str], who: str) -> None:
-    missing = [file for file in files if not (folder / file).is_file()]
+def _check_there(folder: Path, files: Iterable[str], who: str) -> None:
+    """`files` may be very many: the first ones that are missing are named."""
+    missing = list(itertools.islice((file for file in files if not (folder / file).is_file()), 5))
     if missing:
         raise CorruptCheckpointError(
             f"{folder}: {who} {listed(missing, 4)}, which is not there: the weights are not complete. Copy it here, "
@@ -135,9 +137,9 @@ def read_shards_of_dcp(files: list[PlainFile], scratch: Scratch) -> _Tensors:
     Raises CorruptCheckpointError where parts are missing. The files do not say how large the whole is: what the last
     rank alone held, it cannot be missed by. That is in the notes.
     """
-    numbers = sorted({int(match[1]) for file in files if (match := _SHARD.match(file.path.name))})
+    numbers = {int(match[1]) for file in files if (match := _SHARD.match(file.path.name))}
     folder = files[0].path.parent
-    absent = [f"shard-{number:05}-*" for number in range(1, max(numbers, default=0)) if number not in numbers]
+    absent = (f"shard-{number:05}-*" for number in range(1, max(numbers, default=0)) if number not in numbers)
     _check_there(folder, absent, "torch's writer numbers its files, and there must be")
     parts: dict[str, dict[tuple[int, ...], Part]] = {}
     dtypes: dict[str, torch.dtype] = {}

@@ -167,6 +167,14 @@ def test_a_missing_rank_is_named_and_one_alone_is_refused(tmp_path: Path, stage:
     assert not (tmp_path / "w.pt").exists()
 
 
+def test_files_of_an_older_job_with_more_ranks(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "ds", 2, 2)
+    older = write_folder(tmp_path / "older", 2, 3) / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    older.rename(folder / older.name)
+    with pytest.raises(CorruptCheckpointError, match="2 ranks have written it, and there is a file of rank 2"):
+        convert(Request(source=folder, destination=tmp_path / "w.pt"))
+
+
 def test_a_name_whose_tensor_is_nowhere_is_told(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "ds", 3, 2, shared_params={})
     result = convert(Request(source=folder, destination=tmp_path / "w.pt"))
