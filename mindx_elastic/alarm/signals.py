@@ -90,9 +90,10 @@ def release_signals() -> None:
 class SignalHandlers:
     """Context manager: while it is open, `signals` go to `watcher` and do not end the process.
 
-    Enter and leave it in the main thread. A signal that was ignored when it is entered (``nohup``; a background job of
-    a shell ignores SIGINT) stays ignored. Predecessors that are Python functions are called on leaving, except Python's
-    own KeyboardInterrupt handler. Restored on leaving, also after a failure half-way.
+    Enter and leave it in the main thread; in another one it hears nothing. A signal that was ignored when it is entered
+    (``nohup``; a background job of a shell ignores SIGINT) stays ignored. Predecessors that are Python functions are
+    called on leaving, except Python's own KeyboardInterrupt handler. Restored on leaving, also after a failure
+    half-way.
     """
 
     def __init__(
@@ -131,10 +132,7 @@ class SignalHandlers:
     def __enter__(self) -> SignalHandlers:
         global _active, _holding
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError(
-                f"signal handlers can only be installed from the main thread, not from "
-                f"{threading.current_thread().name!r}; enter the guard (or call Model.train) in the main thread"
-            )
+            return self
         try:
             self._previous_fd = signal.set_wakeup_fd(self._watcher.wakeup_fd, warn_on_full_buffer=False)
             self._installed = True

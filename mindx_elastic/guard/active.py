@@ -1,12 +1,14 @@
-"""Which guard of this process is entered: one at a time, and in the main thread."""
+"""Which guard of this process is entered: one at a time, and in the main thread if it is to hear signals."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mindx_elastic.config import AgentInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.rejoin.trial import pass_trial
 
@@ -41,13 +43,21 @@ def check_that_it_is_not_active(guard: object) -> None:
         raise UsageError("this guard is active already: write `with guard:` once around the loop")
 
 
-def check_that_one_may_enter() -> None:
-    """Raises UsageError in another thread, and while a guard is active."""
+def check_that_one_may_enter(*, hears_signals: bool) -> None:
+    """Raises UsageError while a guard is active, and in another thread than the main one.
+
+    There it may be entered without signals (`hears_signals`), and where whatever runs the thread answers SIGTERM.
+    """
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
-            "signal handlers can only be installed there. Start the training from the main thread"
-        )
+        problem = ""
+        if AgentInfo.from_env() is not None:
+            problem = "Under mindx-elastic run the agent stops its workers by signals. "
+        if problem or (hears_signals and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+            raise UsageError(
+                f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: signal "
+                f"handlers can only be installed there. {problem}Start the training from the main thread"
+                + ("" if problem else ", or give signals=[]: then a flag file or request_stop() stops it, no SIGTERM")
+            )
     if _active:
         raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")
 

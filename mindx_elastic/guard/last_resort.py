@@ -84,6 +84,7 @@ class LastResort:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._stopper: Stopper | None = None
+        self._is_main = True
         self._alarm_of: Callable[[int], Alarm | None] = lambda signum: None
         self._alarm: Alarm | None = None
         self._save_at = math.inf
@@ -105,8 +106,9 @@ class LastResort:
         return self._thread.ident
 
     def start(self, stopper: Stopper) -> None:
-        """Main thread, at entry. Raises RuntimeError when the process can have no more threads."""
+        """Training thread, at entry. Raises RuntimeError when the process can have no more threads."""
         self._stopper = stopper
+        self._is_main = threading.current_thread() is threading.main_thread()
         self._thread.start()
 
     def watch_signals(self, alarm_of: Callable[[int], Alarm | None]) -> None:
@@ -137,7 +139,9 @@ class LastResort:
 
     @property
     def _lingers(self) -> bool:
-        return self._alarm is not None and self._stopper is not None and self._stopper.salvage.is_coming_out
+        if self._alarm is None or self._stopper is None or not self._is_main:  # another thread's end is no process's
+            return False
+        return self._stopper.salvage.is_coming_out
 
     def _linger(self) -> None:
         assert self._alarm is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -30,6 +31,10 @@ from mindx_elastic.platforms.launchers import at_a_stop
 __all__ = ["Listeners"]
 
 _FAULT_POLL_S = 1.0
+_IN_A_THREAD = (
+    "this guard is in thread %r, where no signal is heard: a flag file, request_stop() or the death of another rank "
+    'stops it; what a SIGTERM would cost is bounded by Guard(save_every="10min")'
+)
 
 
 class Listeners:
@@ -73,6 +78,8 @@ class Listeners:
         if self._ranks.rank == 0:
             for fact, remedy in at_a_stop(os.environ):
                 logger.info("%s. %s", fact, remedy)
+        if threading.current_thread() is not threading.main_thread() and self._ranks.rank == 0:
+            logger.info(_IN_A_THREAD, threading.current_thread().name)
         if os.getpid() == 1:
             logger.info("%s. %s", DROPPED, WITH_AN_INIT)
 

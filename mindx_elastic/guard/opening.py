@@ -85,11 +85,11 @@ class Opening:
             self._problem = error
 
     def _prepare(self, stack: ExitStack, loaders: Loaders) -> None:
-        check_that_one_may_enter()
         options, ranks = self._options, self._ranks
         self.settings = options.settings()
         self.unmanaged = Unmanaged(self.settings.unmanaged)
         self.policies, self.periodic = options.exit_policies(), options.periodic_policies()
+        check_that_one_may_enter(hears_signals=any(policy.signals for policy in self.policies))
         """What this guard really saves: not all that `options` say, under `prove` and as a guest of a training."""
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""

@@ -14,14 +14,15 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import (
+    GracefulExit,
     MismatchError,
     NoUsableCheckpointError,
     UnsafeDirectoryError,
     UnsupportedStateError,
     UsageError,
 )
-from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped
-from tests.harness import events
+from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
+from tests.harness import events, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +67,47 @@ def test_another_thread_is_refused(tmp_path: Path) -> None:
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert isinstance(errors[0], UsageError) and "main thread" in str(errors[0])
+    assert isinstance(errors[0], UsageError) and "main thread" in str(errors[0]) and "signals=[]" in str(errors[0])
     with Job(tmp_path).guard:
         pass
+
+
+@pytest.mark.parametrize("way", ["host", "asked"])
+def test_a_thread_whose_host_answers_signals_trains_stops_and_resumes(tmp_path: Path, way: str) -> None:
+    """Ray Train runs the loop in a thread, and has a SIGTERM handler. `asked`: ``signals=[]``."""
+
+    def stop(job: Job, step: int) -> None:
+        if step == 7:
+            job.guard.stopper.request("the pool shrinks", 75)
+            wait_until(lambda: job.guard.stopper.agreed_step is not None, "the agreement")
+
+    def train(**hooks: Any) -> tuple[Job, list[object]]:
+        options: dict[str, Any] = {"signals": []} if way == "asked" else {}
+        job = Job(tmp_path / "job", **options)
+        codes: list[object] = []
+
+        def run() -> None:
+            try:
+                job.run(**hooks)
+            except GracefulExit as error:
+                codes.append(error.code)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return job, codes
+
+    before = signal.getsignal(signal.SIGTERM)
+    if way == "host":
+        signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    try:
+        assert train(middle=stop)[1] == [75]
+        resumed, codes = train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (resumed.guard.resumed_from_step, codes) == (7, [])
+    found, expected = resumed.weights(), weights_of_uninterrupted(tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class Holding:
