@@ -24,7 +24,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
-from mindx_elastic.guard.compilation import tell_of_compiled, tell_of_script_functions
+from mindx_elastic.guard.compilation import tell_of_compiled, tell_of_script_functions, tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
 from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -82,6 +82,7 @@ class Boundaries:
         self.unseen = UnseenUpdates(collector, unmanaged)
         self._is_exposed, self.has_warned_of_window = is_exposed, False
         """`warn_of_window` has nothing left to do."""
+        tell_of_torchscript(targets, unmanaged)
         self._has_scripts, self._graph = False, torch._C._last_executed_optimized_graph()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:

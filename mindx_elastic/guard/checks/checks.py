@@ -59,6 +59,7 @@ from mindx_elastic.guard.checks.movements import (
     TensorsLook,
     is_sharded_in_part,
 )
+from mindx_elastic.guard.checks.optimizer_wrappers import tell_of_wrappers
 from mindx_elastic.guard.checks.own_numbers import OwnNumbers
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.own_tensors import OwnTensors
@@ -83,7 +84,6 @@ from mindx_elastic.guard.checks.surroundings import (
 )
 from mindx_elastic.guard.checks.switches import Switches
 from mindx_elastic.guard.checks.weight_copies import WeightCopies
-from mindx_elastic.guard.compilation import tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -180,8 +180,8 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
-        tell_of_torchscript(self._targets, self._unmanaged)
         tell_of_cudnn_dropout(self._targets, self._unmanaged)
+        tell_of_wrappers(self._named_optimizers(), self._targets, sys._getframe(1), self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
         position = self._collector.position
