@@ -438,13 +438,14 @@ def render(
     records: Sequence[AttemptRecord],
     recoveries: Sequence[RecoveryRecord] = (),
     *,
+    still_open: str = "running",
     width: int = WIDTH,
 ) -> str:
     """The attempts, the recoveries in place and the totals as plain text of at most `width` columns, without a line
-    break at the end."""
+    break at the end. `still_open`: as for `draw`."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(draw(records, still_open="running", width=width))
+    console.print(draw(records, still_open=still_open, width=width))
     if recoveries:
         console.print()
         console.print(Text("\n".join(as_lines(recoveries))))

@@ -11,13 +11,16 @@ import socket
 import stat
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
 
 from mindx_elastic.core.printable import printable
 
@@ -46,6 +49,7 @@ __all__ = [
     "is_folder",
     "is_running",
     "make_console",
+    "make_table",
     "nothing_found",
     "parse_size",
     "tell_error",
@@ -174,6 +178,18 @@ def make_console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     wide = not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit()
     return Console(file=stream, width=_PIPE_WIDTH if wide else None, highlight=False, markup=False, emoji=False)
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: str, wraps: str = "") -> Table:
+    """A table in the style of all commands. left, wraps: names of columns, with | between, that are not aligned to the
+    right, and that may take several lines. Cells that are no `Text` come from others and are escaped."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        justify: JustifyMethod = "left" if name in left.split("|") else "right"
+        table.add_column(name, justify=justify, no_wrap=name not in wraps.split("|"), overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
+    return table
 
 
 def nothing_found(directory: str, quarantined: int, *, usable: str = "") -> str:

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from mindx_elastic.cli.common import JsonOption, fail, make_console
+from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed, printable
@@ -224,13 +221,8 @@ def _print(console: Console, drill: Drill, seconds: float, repeat: Sequence[str]
                 text = f"{row.name}: {line}" if not index else f"  {line}"
                 console.print(printable(text), style="bold red" if not index else "", soft_wrap=True)
             return
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, name in enumerate(COLUMNS):
-        is_number = 0 < index < len(COLUMNS) - 1
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
-    for result in drill.results:
-        table.add_row(*(Text(printable(cell)) for cell in cells(result)))
-    console.print(table)
+    rows = [cells(result) for result in drill.results]
+    console.print(make_table(COLUMNS, rows, left="fault|result", wraps="fault|result"))
     console.print()
     for result in drill.results:
         if said := describe(result):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +25,7 @@ from mindx_elastic.cli.common import (
     human_size,
     is_folder,
     make_console,
+    make_table,
     nothing_found,
 )
 from mindx_elastic.cli.verify import check_entries, entries_at
@@ -210,7 +210,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         branched = _is_branched(report, run_id)
         rows = [_cells(step, with_attempt=branched) for step in steps]
         if _table_width(rows) <= console.width:
-            console.print(_table(rows))
+            cells = [tuple(row.values()) for row in rows]
+            console.print(make_table(list(rows[0]), cells, left="reason|ranks|complete?|verified?", wraps="reason"))
             continue
         for row in rows:
             console.print("  ".join(f"{name} {cell}" for name, cell in row.items()), soft_wrap=True)
@@ -227,16 +228,6 @@ def _table_width(rows: Sequence[_Row]) -> int:
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     widths["reason"] = _REASON_WIDTH
     return sum(widths.values()) + 2 * (len(widths) - 1)
-
-
-def _table(rows: Sequence[_Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        right = name in ("attempt", "step", "epoch", "size", "age")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason", overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
 
 
 def _cells(step: dict[str, Any], *, with_attempt: bool) -> _Row:

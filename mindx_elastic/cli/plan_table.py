@@ -12,12 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, human_size
+from mindx_elastic.cli.common import human_age, human_size, make_table
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
@@ -182,12 +180,7 @@ def _print_rows(console: Console, rows: Sequence[tuple[str, str, str, str]]) -> 
         for ranks, what, size, path in cells:
             console.print(f"rank{'' if ranks.isdigit() else 's'} {ranks}: {what}, {size} each ({path})", soft_wrap=True)
         return
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if name == "each" else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    console.print(make_table(_COLUMNS, cells, left="ranks|read|from"))
 
 
 def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], directory: str) -> None:

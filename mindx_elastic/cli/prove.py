@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from mindx_elastic.cli.common import JsonOption, fail, make_console
+from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import check_line, interruptible, script_of
 from mindx_elastic.core.printable import listed, printable
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["prove_command"]
 
 _STOPS = 5
+_COLUMNS = ("run", "resumed from", "steps compared", "result")
 
 _Stops = Annotated[str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")]
 _Steps = Annotated[
@@ -179,22 +177,13 @@ def _tell(proof: Proof, wanted: _Wanted, seconds: float, *, as_json: bool, junit
 
 def _print(proof: Proof, wanted: _Wanted, seconds: float, repeat: Sequence[str]) -> None:
     console = make_console()
-    console.print(_table(proof))
+    rows = [_cells(row, proof) for row in proof.rows]
+    console.print(make_table(_COLUMNS, rows, left="run|result", wraps="run|result"))
     console.print()
     _print_result(console, proof, seconds)
     _print_notes(console, proof, wanted)
     if proof.repeating_steps and not wanted.steps:
         console.print(printable(f"the same runs again: {shlex.join(repeat)}"), soft_wrap=True)
-
-
-def _table(proof: Proof) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("run", "resumed from", "steps compared", "result"):
-        is_number = name in ("resumed from", "steps compared")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for row in proof.rows:
-        table.add_row(*(Text(printable(cell)) for cell in _cells(row, proof)))
-    return table
 
 
 def _print_result(console: Console, proof: Proof, seconds: float) -> None:

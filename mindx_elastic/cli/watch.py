@@ -27,7 +27,7 @@ from mindx_elastic.core.printable import printable
 if TYPE_CHECKING:
     from mindx_elastic.agent.run_log import AgentRun
 
-__all__ = ["watch"]
+__all__ = ["Look", "print_frame", "watch"]
 
 _TAIL_BYTES = 1 << 17
 _MOST_ALARMS = 3
@@ -40,7 +40,7 @@ def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
 
     The terminal is as it was when this returns or is left by SIGTERM or SIGHUP. Main thread.
     """
-    look = _Look(path)
+    look = Look(path)
     console = make_console()
     try:
         first = _wait_for_agent(path, look, interval_s)
@@ -48,7 +48,7 @@ def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
             _print_frames(console, look, first, interval_s, as_json=as_json)
         else:
             last = _show_live(console, look, first, interval_s)
-            _print_frame(console, last)
+            print_frame(console, last, look.run)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
@@ -57,7 +57,7 @@ def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
     return 0
 
 
-def _wait_for_agent(path: Path, look: _Look, interval_s: float) -> dict[str, Any]:
+def _wait_for_agent(path: Path, look: Look, interval_s: float) -> dict[str, Any]:
     told = False
     while True:
         # The folder of a job that is about to be started may not be there yet.
@@ -71,7 +71,7 @@ def _wait_for_agent(path: Path, look: _Look, interval_s: float) -> dict[str, Any
         time.sleep(interval_s)
 
 
-class _Look:
+class Look:
     """Reads everything that a frame shows. The log is read again only when it has changed."""
 
     def __init__(self, path: Path) -> None:
@@ -79,6 +79,11 @@ class _Look:
         self._rates, self._disk = Rates(), DiskWatch()
         self._log_state: object = None
         self._runs: list[AgentRun] = []
+
+    @property
+    def run(self) -> AgentRun:
+        """The newest, once `take` has found one."""
+        return self._runs[-1]
 
     def take(self) -> dict[str, Any] | None:
         """The document of `status`, with `rates`, `outlook` and `alarms`; None where no agent has run."""
@@ -137,12 +142,12 @@ def _is_over(report: dict[str, Any]) -> bool:
 # --- into a pipe, a file, or a terminal that can do nothing ---
 
 
-def _print_frames(console: Console, look: _Look, report: dict[str, Any], interval_s: float, *, as_json: bool) -> None:
+def _print_frames(console: Console, look: Look, report: dict[str, Any], interval_s: float, *, as_json: bool) -> None:
     while True:
         if as_json:
             print(json.dumps(report), flush=True)
         else:
-            _print_frame(console, report)
+            print_frame(console, report, look.run)
         if _is_over(report):
             return
         if not as_json:
@@ -151,8 +156,8 @@ def _print_frames(console: Console, look: _Look, report: dict[str, Any], interva
         report = look.take() or report
 
 
-def _print_frame(console: Console, report: dict[str, Any]) -> None:
-    for line in draw_frame(report, width=console.width, height=None):
+def print_frame(console: Console, report: dict[str, Any], run: AgentRun, *, with_clock: bool = True) -> None:
+    for line in draw_frame(report, run, width=console.width, height=None, with_clock=with_clock):
         console.print(line, soft_wrap=True)
     sys.stdout.flush()
 
@@ -160,13 +165,13 @@ def _print_frame(console: Console, report: dict[str, Any]) -> None:
 # --- live ---
 
 
-def _show_live(console: Console, look: _Look, report: dict[str, Any], interval_s: float) -> dict[str, Any]:
+def _show_live(console: Console, look: Look, report: dict[str, Any], interval_s: float) -> dict[str, Any]:
     """The last report, when the agent has ended."""
     live = Live(console=console, screen=True, auto_refresh=False)
     with _signals(live), live:
         while True:
             size = console.size
-            lines = draw_frame(report, width=size.width, height=size.height)
+            lines = draw_frame(report, look.run, width=size.width, height=size.height)
             live.update(Text("\n").join(lines), refresh=True)
             if _is_over(report):
                 return report

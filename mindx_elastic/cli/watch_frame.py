@@ -1,10 +1,10 @@
-"""One frame of `status --watch`: a document in, lines out, for a terminal of any size. Reads nothing."""
+"""What `status` and `top` show: a document in, lines out, for a terminal of any size. Reads nothing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -12,31 +12,41 @@ from mindx_elastic.cli.common import human_age
 from mindx_elastic.cli.status_report import agent_line
 from mindx_elastic.core.printable import printable
 
+if TYPE_CHECKING:
+    from mindx_elastic.agent.run_log import AgentRun
+
 __all__ = ["draw_frame"]
 
-_MOST_ATTEMPTS, _MOST_RECOVERIES = 4, 3
+_MOST_ATTEMPTS, _MOST_RECOVERIES = 4, 3  # in the live view
 _STYLES = {"training": "green", "between": "cyan", "starting": "cyan", "paused": "cyan", "stopping": "yellow"}
 _LATE_S = 30.0
 
 
-def draw_frame(report: dict[str, Any], *, width: int, height: int | None) -> list[Text]:
-    """At most `height` lines (None: as many as needed) of at most `width` columns.
+def draw_frame(
+    report: dict[str, Any], run: AgentRun, *, width: int, height: int | None, with_clock: bool = True
+) -> list[Text]:
+    """At most `height` lines (None: as many as needed, and all attempts) of at most `width` columns. `run`: whose
+    `report` it is.
 
     Where there are too few lines, the ranks that are as they should be are left out first.
     """
-    clock = time.strftime("%H:%M:%S", time.localtime(report["time"]))
-    head = [Text(printable(f"{clock}  {agent_line(report['agent'])}"), style="bold")]
-    rest = [*_outlook(report), *_attempts(report), *_recoveries(report), *_alarms(report)]
+    clock = time.strftime("%H:%M:%S  ", time.localtime(report["time"])) if with_clock else ""
+    head = [Text(printable(f"{clock}{agent_line(report['agent'])}"), style="bold")]
+    rest = [*_pause(report), *_saves(report), *_outlook(report)]
+    rest += [*_attempts(report, run, width, everything=height is None), *_alarms(report)]
+    rest += [Text(printable(line)) for line in report["remarks"]]
     workers = report["workers"]
+    ended = report["agent"]["running"] is False
     if height is not None:
         room = max(1, height - len(head) - len(rest) - 1)
-        ranks = _ranks(workers, room)
+        ranks = [] if ended else _ranks(workers, room)
         rest = rest[: max(0, height - len(head) - len(ranks))]
     else:
-        ranks = _ranks(workers, None)
+        ranks = [] if ended else _ranks(workers, None)
     lines = [*head, *ranks, *rest]
-    for line in lines:
-        line.truncate(max(width, 1), overflow="ellipsis")
+    if height is not None:
+        for line in lines:
+            line.truncate(max(width, 1), overflow="ellipsis")
     return lines
 
 
@@ -107,48 +117,41 @@ def _loss(what: str, steps: int, rate: float | None, why: str) -> Text:
     return line.append(f"; {why}")
 
 
-def _attempts(report: dict[str, Any]) -> list[Text]:
-    attempts = report["attempts"]
-    lines = []
-    if hidden := max(0, len(attempts) - _MOST_ATTEMPTS):
-        lines.append(Text(f"{hidden} earlier attempts"))
-    for record in attempts[-_MOST_ATTEMPTS:]:
-        words = [f"attempt {record['attempt']}: "]
-        if record["outcome"] is None:
-            words.append(_beginning(record, report["workers"]))
-        else:
-            cause = record["cause"] or ""
-            rank = "" if record["cause_rank"] is None else f"rank {record['cause_rank']}: "
-            words.append(f"{record['outcome']}{f', {rank}{cause}' if cause else ''}")
-            if record["steps_lost"] is not None:
-                words.append(f"; {record['steps_lost']} steps lost")
-            if record["pause_s"] is not None:
-                words.append(f"; {_short(record['pause_s'])} not training")
-        is_bad = record["outcome"] == "failed"
-        lines.append(Text(printable("".join(words)), style="red" if is_bad else ""))
-    return lines
+def _attempts(report: dict[str, Any], run: AgentRun, width: int, *, everything: bool) -> list[Text]:
+    """The attempts and recoveries in place, or the newest of them, and the totals of all."""
+    from mindx_elastic.agent.ledger import add_up, render, totals_line
+
+    records, workers = run.records, report["workers"]
+    if records and records[-1].resumed_step is None and any(worker["step"] >= 0 for worker in workers):
+        records[-1].resumed_step = min(worker["resumed_step"] for worker in workers)  # its record says so at its end
+    still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[report["agent"]["running"]]
+    shown = records if everything else records[-_MOST_ATTEMPTS:]
+    recoveries = run.recoveries if everything else run.recoveries[-_MOST_RECOVERIES:]
+    lines = render(shown, recoveries, still_open=still_open, width=width).split("\n")
+    lines[-1] = totals_line(add_up(records))
+    if hidden := len(records) - len(shown):
+        lines.insert(0, f"{hidden} earlier attempts are not shown here")
+    return [Text(""), *map(Text, lines)]
 
 
-def _beginning(record: dict[str, Any], workers: Sequence[dict[str, Any]]) -> str:
-    """From where the attempt that runs goes on; its record says so at its end only, the workers before."""
-    resumed = record["resumed_step"]
-    if resumed is None and any(worker["step"] >= 0 for worker in workers):
-        resumed = min(worker["resumed_step"] for worker in workers)
-    return {None: "starting", -1: "runs, from the beginning"}.get(resumed, f"runs, from step {resumed}")
-
-
-def _recoveries(report: dict[str, Any]) -> list[Text]:
-    records = report["recoveries"]
-    if not records:
+def _pause(report: dict[str, Any]) -> list[Text]:
+    pause, workers = report["pause"], report["workers"]
+    if pause is None:
         return []
-    done = sum(record["outcome"] == "in place" for record in records)
-    lines = [Text(f"recovered in place: {done} of {len(records)}")]
-    for record in records[-_MOST_RECOVERIES:]:
-        ranks = ", ".join(map(str, record["ranks"][:8]))
-        took = "" if record["duration_s"] is None else f", {_short(record['duration_s'])}"
-        reason = f": {record['reason']}" if record["outcome"] != "in place" and record["reason"] else ""
-        text = f"  rank {ranks}: {record['cause'] or 'gone'}; {record['outcome']}{reason}{took}"
-        lines.append(Text(printable(text)))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pause["since"]))
+    who = "every rank" if len(pause["ranks"]) == len(workers) else f"{len(pause['ranks'])} of {len(workers)} ranks"
+    return [
+        Text(f"paused at step {pause['step']} since {since} ({human_age(pause['seconds'])}): {who} of this machine")
+    ]
+
+
+def _saves(report: dict[str, Any]) -> list[Text]:
+    """How often the job saves."""
+    lines = []
+    if seconds := next(filter(None, (worker["save_every_s"] for worker in report["workers"])), None):
+        lines.append(Text(f"a periodic checkpoint every {human_age(seconds)}, by what it costs (auto)"))
+    if every := next(filter(None, (worker["snapshot_every"] for worker in report["workers"])), None):
+        lines.append(Text(f"a snapshot in memory {'at every step' if every == 1 else f'every {every} steps'}"))
     return lines
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from xml.etree import ElementTree
 
-from mindx_elastic.core.printable import printable
 from mindx_elastic.drill.drill import GOOD, Drill, Result
-from mindx_elastic.prove.report import describe_cause, describe_run
+from mindx_elastic.prove.report import Case, case_of, describe_cause, junit
 from mindx_elastic.prove.report import to_json as proof_to_json
 
 __all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json", "to_junit"]
@@ -91,33 +89,15 @@ def _fault(result: Result) -> dict[str, Any]:
 
 def to_junit(drill: Drill, *, command: Sequence[str], seconds: float) -> str:
     """One test case a run without a fault and a fault; an error where nothing could be shown, else a failure."""
-    cases = [
-        ("uninterrupted", row.name, row.verdict.outcome, row.verdict.outcome == "equal", describe_run(row))
-        for row in drill.proof.rows
-    ]
+    cases = [case_of(row, "mindx_elastic.drill.uninterrupted") for row in drill.proof.rows]
     cases += [
-        ("fault", str(result.fault), result.outcome, result.outcome in GOOD, [*describe(result), *result.lines])
+        Case(
+            group="mindx_elastic.drill.fault",
+            name=str(result.fault),
+            outcome=result.outcome,
+            is_good=result.outcome in GOOD,
+            said=[*describe(result), *result.lines],
+        )
         for result in drill.results
     ]
-    bad = [
-        "error" if outcome in ("not fired", "refused", "fails") else "failure"
-        for *_, outcome, good, _ in cases
-        if not good
-    ]
-    suite = ElementTree.Element(
-        "testsuite",
-        name=f"mindx-elastic drill {printable(' '.join(command))}",
-        tests=str(len(cases)),
-        failures=str(bad.count("failure")),
-        errors=str(bad.count("error")),
-        time=f"{seconds:.1f}",
-    )
-    kinds = iter(bad)
-    for group, name, outcome, good, said in cases:
-        case = ElementTree.SubElement(suite, "testcase", classname=f"mindx_elastic.drill.{group}", name=name)
-        if not good:
-            lines = [printable(line) for line in said]
-            problem = ElementTree.SubElement(case, next(kinds), type=outcome, message=lines[0] if lines else "")
-            problem.text = "\n".join(lines)
-    ElementTree.indent(suite)
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+    return junit("drill", command, cases, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
@@ -10,9 +11,10 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.prove.baseline import Proof, Row
 from mindx_elastic.prove.causes import Explained
 
-__all__ = ["SCHEMA", "describe", "describe_cause", "describe_run", "to_json", "to_junit"]
+__all__ = ["SCHEMA", "Case", "case_of", "describe", "describe_cause", "describe_run", "junit", "to_json", "to_junit"]
 
 SCHEMA = 1
+_ERRORS = ("not fired", "refused", "fails")
 
 
 def describe(row: Row) -> list[str]:
@@ -80,22 +82,42 @@ def _row(row: Row) -> dict[str, Any]:
 
 def to_junit(proof: Proof, *, command: Sequence[str], seconds: float) -> str:
     """One test case a run; an error where nothing could be proved, else a failure."""
-    kinds = {"refused": "error", "fails": "error"}
-    bad = [kinds.get(row.verdict.outcome, "failure") for row in proof.rows if row.verdict.outcome != "equal"]
+    return junit("prove", command, [case_of(row, "mindx_elastic.prove") for row in proof.rows], seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One test case of JUnit's XML."""
+
+    group: str
+    name: str
+    outcome: str
+    is_good: bool
+    said: Sequence[str]
+    """Why it is not good."""
+
+
+def case_of(row: Row, group: str) -> Case:
+    outcome = row.verdict.outcome
+    return Case(group=group, name=row.name, outcome=outcome, is_good=outcome == "equal", said=describe_run(row))
+
+
+def junit(what: str, command: Sequence[str], cases: Sequence[Case], seconds: float) -> str:
+    """The XML of ``--junit``: an error where nothing could be shown, else a failure."""
+    kinds = [None if case.is_good else "error" if case.outcome in _ERRORS else "failure" for case in cases]
     suite = ElementTree.Element(
         "testsuite",
-        name=f"mindx-elastic prove {printable(' '.join(command))}",
-        tests=str(len(proof.rows)),
-        failures=str(bad.count("failure")),
-        errors=str(bad.count("error")),
+        name=f"mindx-elastic {what} {printable(' '.join(command))}",
+        tests=str(len(cases)),
+        failures=str(kinds.count("failure")),
+        errors=str(kinds.count("error")),
         time=f"{seconds:.1f}",
     )
-    for row in proof.rows:
-        case = ElementTree.SubElement(suite, "testcase", classname="mindx_elastic.prove", name=row.name)
-        if row.verdict.outcome != "equal":
-            lines = [printable(line) for line in (*describe(row), *row.verdict.lines)]
-            kind = kinds.get(row.verdict.outcome, "failure")
-            problem = ElementTree.SubElement(case, kind, type=row.verdict.outcome, message=lines[0] if lines else "")
+    for case, kind in zip(cases, kinds, strict=True):
+        element = ElementTree.SubElement(suite, "testcase", classname=case.group, name=case.name)
+        if kind is not None:
+            lines = [printable(line) for line in case.said]
+            problem = ElementTree.SubElement(element, kind, type=case.outcome, message=lines[0] if lines else "")
             problem.text = "\n".join(lines)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
