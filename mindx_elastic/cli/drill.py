@@ -6,16 +6,23 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
+from mindx_elastic.cli.common import JsonOption, fail, make_table
 from mindx_elastic.cli.progress import progress_of_runs
-from mindx_elastic.cli.scripts import check_line, interruptible, script_of
-from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.cli.scripts import (
+    Asked,
+    FreshOption,
+    JunitOption,
+    KeepOption,
+    StepsOption,
+    TimeoutOption,
+    interruptible,
+)
+from mindx_elastic.core.printable import printable
 from mindx_elastic.drill.faults import Fault, describe_kinds, parse_fault
 from mindx_elastic.errors import UsageError
 
@@ -30,19 +37,7 @@ _Faults = Annotated[
 ]
 _Random = Annotated[int, typer.Option("--random", min=0, metavar="N", help="N faults, drawn by --seed.")]
 _Seed = Annotated[int, typer.Option(help="Draws the faults of --random: kind, rank, step and place.")]
-_Steps = Annotated[
-    int,
-    typer.Option(min=0, metavar="M", help="Length of the runs; 0: as for mindx-elastic prove."),
-]
-_Fresh = Annotated[bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")]
-_Timeout = Annotated[
-    float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
-]
-_Keep = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
-]
 _List = Annotated[bool, typer.Option("--list", help="List the faults, with one line each, and exit.")]
-_Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
 
 
 def drill_command(
@@ -50,13 +45,13 @@ def drill_command(
     fault: _Faults = None,
     random: _Random = 0,
     seed: _Seed = 0,
-    steps: _Steps = 0,
-    fresh: _Fresh = False,
-    timeout: _Timeout = 300.0,
-    keep: _Keep = None,
+    steps: StepsOption = 0,
+    fresh: FreshOption = False,
+    timeout: TimeoutOption = 300.0,
+    keep: KeepOption = None,
     list_faults: _List = False,
     as_json: JsonOption = False,
-    junit: _Junit = None,
+    junit: JunitOption = None,
 ) -> None:
     """Break your script in named ways; say what was lost, how long it took to go on, and whether it is still the same.
 
@@ -87,26 +82,24 @@ def drill_command(
         return
     began = time.monotonic()
     faults = [_parsed(text) for text in fault or []]
-    script, agent = script_of(ctx), list(ctx.args)
-    check_line("drill", script, agent, junit, [name for each in ctx.command.params for name in each.opts])
+    asked = Asked.of("drill", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json, junit=junit)
     if not faults and not random:
         fail("name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all")
     for each in faults:
-        if each.about.agent and not agent:
+        if each.about.agent and not asked.agent:
             fail(f"--fault {each}: only under mindx-elastic run; give one of its options, such as --nproc-per-node 1")
     from mindx_elastic.drill.drill import Drill
 
     drill, interrupted = Drill(), None
     try:
         with interruptible():
-            _drill(drill, script, agent, faults, random, seed, steps, fresh, timeout, keep)
+            _drill(drill, asked, faults, random, seed)
     except (KeyboardInterrupt, SystemExit) as error:
         if not drill.results:
             raise
         interrupted = error
         drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
-    line = _repeat(drill, script, agent, faults, random, seed, steps, fresh=fresh)
-    _tell(drill, [*agent, *(["--"] if agent else []), *script], time.monotonic() - began, line, as_json, junit, keep)
+    _tell(drill, asked, faults, random, seed, time.monotonic() - began)
     if interrupted is not None:
         raise interrupted
     raise typer.Exit(drill.exit_code)
@@ -128,21 +121,10 @@ def _print_kinds(as_json: bool) -> None:
         typer.echo(f"{name}\n    {says}")
 
 
-def _drill(
-    drill: Drill,
-    script: Sequence[str],
-    agent: Sequence[str],
-    faults: Sequence[Fault],
-    number: int,
-    seed: int,
-    steps: int,
-    fresh: bool,
-    timeout_s: float,
-    keep: Path | None,
-) -> None:
+def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed: int) -> None:
     from mindx_elastic.drill.drill import make_drill
     from mindx_elastic.drill.outside import Leftovers
-    from mindx_elastic.prove.runs import Command, Runs
+    from mindx_elastic.prove.runs import Runs
 
     leftovers = Leftovers()
     with progress_of_runs() as bar:
@@ -150,66 +132,28 @@ def _drill(
         def show(done: int, planned: int, what: str) -> None:
             bar.update(completed=done, total=max(planned, done), description=what)
 
-        command = Command(script=tuple(script), agent=tuple(agent) or None)
-        runs = Runs(command, fresh=fresh, keep=keep, timeout_s=timeout_s, as_given=True, on_end=leftovers.after_run)
+        options: dict[str, Any] = {"fresh": asked.fresh, "keep": asked.keep, "timeout_s": asked.timeout}
+        runs = Runs(asked.command, as_given=True, on_end=leftovers.after_run, **options)
         with runs:
             leftovers.known |= runs.own_processes
-            make_drill(
-                command,
-                runs,
-                leftovers,
-                faults=faults,
-                number=number,
-                seed=seed,
-                steps=steps,
-                show=show,
-                into=drill,
-            )
+            drawn: dict[str, Any] = {"number": number, "seed": seed, "steps": asked.steps}
+            make_drill(asked.command, runs, leftovers, faults=faults, show=show, into=drill, **drawn)
 
 
-def _repeat(
-    drill: Drill,
-    script: Sequence[str],
-    agent: Sequence[str],
-    faults: Sequence[Fault],
-    number: int,
-    seed: int,
-    steps: int,
-    *,
-    fresh: bool,
-) -> list[str]:
-    """The line that makes the same drill again, on a machine of any speed."""
-    line = ["mindx-elastic", "drill"]
-    for each in faults:
-        line += ["--fault", str(each)]
-    line += ["--random", str(number), "--seed", str(seed)] if number else []
-    line += ["--steps", str(drill.proof.repeating_steps or steps)]
-    return [*line, *["--fresh"] * fresh, *agent, "--", *script]
-
-
-def _tell(
-    drill: Drill,
-    command: Sequence[str],
-    seconds: float,
-    repeat: Sequence[str],
-    as_json: bool,
-    junit: Path | None,
-    keep: Path | None,
-) -> None:
+def _tell(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed: int, seconds: float) -> None:
     from mindx_elastic.drill.report import to_json, to_junit
 
-    if as_json:
-        typer.echo(json.dumps(to_json(drill, command=command, seconds=seconds, repeat=repeat), indent=2))
-    else:
-        _print(make_console(), drill, seconds, repeat, keep)
-    if junit is not None:
-        try:
-            junit.write_text(to_junit(drill, command=command, seconds=seconds), encoding="utf-8")
-        except OSError as error:
-            fail(f"--junit {junit}: {error.strerror}")
+    own = ["drill", *(word for each in faults for word in ("--fault", str(each)))]
+    own += ["--random", str(number), "--seed", str(seed)] if number else []
+    repeat = asked.repeat(*own, "--steps", str(drill.proof.repeating_steps or asked.steps))
+    asked.tell(
+        to_json(drill, command=asked.words, seconds=seconds, repeat=repeat),
+        lambda: to_junit(drill, command=asked.words, seconds=seconds),
+        lambda console: _print(console, drill, asked, seconds, repeat),
+    )
 
 
-def _print(console: Console, drill: Drill, seconds: float, repeat: Sequence[str], keep: Path | None) -> None:
+def _print(console: Console, drill: Drill, asked: Asked, seconds: float, repeat: Sequence[str]) -> None:
     from mindx_elastic.drill.drill import GOOD
     from mindx_elastic.drill.report import COLUMNS, cells, describe, summary
     from mindx_elastic.prove.report import describe_run
@@ -234,10 +178,5 @@ def _print(console: Console, drill: Drill, seconds: float, repeat: Sequence[str]
     size = f"{proof.steps} steps{whole}, {proof.num_ranks} rank{'s' * (proof.num_ranks != 1)}"
     style = "bold green" if drill.exit_code == 0 else "bold red"
     console.print(f"{summary(drill)}; {size}, in {seconds:.0f} s", style=style, soft_wrap=True)
-    notes = [*proof.notes, *drill.notes]
-    notes += [f"the script itself has written to {listed(proof.writes, 3)}"] if proof.writes else []
-    for note in notes:
-        console.print(printable(f"note: {note}"), soft_wrap=True)
-    if keep is not None:
-        console.print(printable(f"logs and witnesses: {keep}"), soft_wrap=True)
+    asked.print_notes(console, [*proof.notes, *drill.notes], proof.writes)
     console.print(printable(f"the same drill again: {shlex.join(repeat)}"), soft_wrap=True)

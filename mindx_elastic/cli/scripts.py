@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
-from mindx_elastic.cli.common import fail
+from mindx_elastic.cli.common import fail, make_console
+from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["SCRIPT_SETTINGS", "ScriptCommand", "check_line", "interruptible", "script_of", "split_line"]
+if TYPE_CHECKING:
+    from mindx_elastic.prove.runs import Command
+
+__all__ = [
+    "SCRIPT_SETTINGS",
+    "Asked",
+    "FreshOption",
+    "JunitOption",
+    "KeepOption",
+    "ScriptCommand",
+    "StepsOption",
+    "TimeoutOption",
+    "interruptible",
+    "split_line",
+]
+
+StepsOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="M",
+        help="Length of the runs; 0: until the end, at most 30 steps, a little over an epoch, or 100 quick ones. "
+        "The result names the number that repeats it.",
+    ),
+]
+FreshOption = Annotated[
+    bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")
+]
+TimeoutOption = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
+]
+KeepOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
+]
+JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
 
 SCRIPT_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 _MARK = "--mindx-script--"  # stands between the agent's options and the script
@@ -44,15 +83,65 @@ def split_line(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(args), []
 
 
-def script_of(ctx: Any) -> list[str]:
-    """The script and its arguments, of a `ScriptCommand`."""
-    return list(ctx.meta[_MARK])
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says beside the command's own options; checked."""
+
+    script: list[str]
+    agent: list[str]
+    """Options of ``mindx-elastic run``; empty: without the agent."""
+    steps: int
+    fresh: bool
+    timeout: float
+    keep: Path | None
+    as_json: bool
+    junit: Path | None
+
+    @staticmethod
+    def of(name: str, ctx: Any, **options: Any) -> Asked:
+        """Of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last one."""
+        asked = Asked(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
+        own = [word for parameter in ctx.command.params for word in parameter.opts]
+        _check(name, asked.script, asked.agent, asked.junit, own)
+        return asked
+
+    @property
+    def command(self) -> Command:
+        from mindx_elastic.prove.runs import Command
+
+        return Command(script=tuple(self.script), agent=tuple(self.agent) or None)
+
+    @property
+    def words(self) -> list[str]:
+        """As a report names it."""
+        return [*self.agent, *(["--"] if self.agent else []), *self.script]
+
+    def repeat(self, *own: str) -> list[str]:
+        """The line that makes the same runs again, on a machine of any speed. `own`: the command and its options."""
+        return ["mindx-elastic", *own, *["--fresh"] * self.fresh, *self.agent, "--", *self.script]
+
+    def tell(self, document: dict[str, Any], xml: Callable[[], str], show: Callable[[Console], None]) -> None:
+        """The result in the forms that are asked for."""
+        if self.as_json:
+            typer.echo(json.dumps(document, indent=2))
+        else:
+            show(make_console())
+        if self.junit is not None:
+            try:
+                self.junit.write_text(xml(), encoding="utf-8")
+            except OSError as error:
+                fail(f"--junit {self.junit}: {error.strerror}")
+
+    def print_notes(self, console: Console, notes: Sequence[str], writes: Sequence[str]) -> None:
+        """`writes`: files that the script itself has written."""
+        lines = [f"note: {note}" for note in notes]
+        lines += [f"note: the script itself has written to {listed(writes, 3)}"] if writes else []
+        lines += [f"logs and witnesses: {self.keep}"] if self.keep is not None else []
+        for line in lines:
+            console.print(printable(line), soft_wrap=True)
 
 
-def check_line(
-    command: str, script: Sequence[str], agent: Sequence[str], junit: Path | None, own: Sequence[str]
-) -> None:
-    """Refuse at once what would otherwise be found out by each run, or after the last one."""
+def _check(command: str, script: Sequence[str], agent: Sequence[str], junit: Path | None, own: Sequence[str]) -> None:
     if not script:
         fail(f'name the script behind "--": mindx-elastic {command} -- train.py')
     if script[0] == "-m" and len(script) < 2:
