@@ -4,8 +4,10 @@ state and what no state_dict has (flags, masks, buffers that are not persistent)
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Mapping
+from itertools import islice
 from operator import getitem
 from typing import Any
 
@@ -19,6 +21,7 @@ from mindx_elastic.capture.copying import copy_state, equal_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
+from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.pruning import Masks, original_names
 from mindx_elastic.capture.stand_ins import originals
 from mindx_elastic.capture.structure import Structure
@@ -27,6 +30,9 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
 __all__ = ["ModuleComponent", "unwrap_module"]
+
+_MODEL = re.compile(r"model(_\d+)?")
+_MOST_PARTS = 64
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -73,6 +79,12 @@ class ModuleComponent:
         self._named = named
         self.flags = Flags(self.module, named, _wrappers_of(module))
         """`training` and `requires_grad`."""
+        parts = dict(islice(self.module.named_modules(), _MOST_PARTS + 1))
+        self.keeps_attributes = not _MODEL.fullmatch(name) and len(parts) <= _MOST_PARTS
+        """Plain attributes are state, too: of a memory bank, a metric. A copy of a model has too many parts to look
+        at in each step, and those of the model are mostly caches."""
+        self._own = OwnAttributes(is_stable=False)
+        self._own.set_owners(parts if self.keeps_attributes else {})
         self._is_broadcast = any(getattr(each, "broadcast_buffers", False) for each in _wrappers_of(module))
         self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
         self.structure = Structure(self.module, original_names(named, self._masks.places))
@@ -170,6 +182,8 @@ class ModuleComponent:
         if self._extras:
             self._extra_copies = self.look()
         self.flags.copy()
+        if self.keeps_attributes:
+            self._own.copy()
         if self._masks.are_used:
             self._masks.copy()
         if self._loose.are_used:
@@ -177,11 +191,11 @@ class ModuleComponent:
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
-        copies = self._masks.kept(), self._loose.kept()
+        copies = self._masks.kept(), self._loose.kept(), self._own.seen
         return places, self._slot_names, self._block, self._extra_copies, self.flags.seen, *copies
 
     def go_back(self, kept: Any) -> None:
-        places, self._slot_names, self._block, self._extra_copies, seen, masks, loose = kept
+        places, self._slot_names, self._block, self._extra_copies, seen, masks, loose, self._own.seen = kept
         if places != [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]:
             problem = "parameters have got other memory since the boundary, which the device has not filled yet"
             raise UnsupportedStateError(self.name, problem)
@@ -372,6 +386,7 @@ class ModuleComponent:
             "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
             "resized_buffers": self._resized(),
             "frozen_gradients": self._frozen_gradients(),
+            "attributes": self._own.state(),
         }
 
     def _resized(self) -> dict[str, str]:
@@ -450,6 +465,7 @@ class ModuleComponent:
         """After `load`: the rest of what `beside` gives, without the flags."""
         self._masks.load(beside.get("pruned", {}))
         self._loose.load(beside.get("buffers", {}))
+        self._own.load(beside.get("attributes", {}))
         for name, gradient in beside.get("frozen_gradients", {}).items():
             if (parameter := self._named.get(name)) is not None:
                 if gradient.shape != local_part(parameter).shape:

@@ -79,7 +79,9 @@ class OptimizerComponent:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = unwrap_optimizer(optimizer)
-        self._own = OwnAttributes(self.optimizer)
+        self._own = OwnAttributes(is_stable=True)
+        # Stock ones have none, and a look at each parameter of a large model is no longer nothing.
+        self._has_own = not type(self.optimizer).__module__.startswith("torch.")
         self.is_spread = _is_spread(self.optimizer)
         self._sizes = self._look_sizes()
         self._built: list[list[str]] | None = None
@@ -129,7 +131,8 @@ class OptimizerComponent:
 
     def copy(self) -> None:
         self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
-        self._own.copy()
+        if self._has_own:
+            self._own.copy()
         if self.keeps_host_state:
             self._host, self._is_back = self._copy_host_state(), False
 
@@ -141,10 +144,10 @@ class OptimizerComponent:
         return _HostState(state, live, self._host_reader.read())
 
     def kept(self) -> Any:
-        return self._groups, self._host, self._own.numbers
+        return self._groups, self._host, self._own.seen
 
     def go_back(self, kept: Any) -> None:
-        self._groups, self._host, self._own.numbers = kept
+        self._groups, self._host, self._own.seen = kept
         self._is_back = True
 
     def _look_sizes(self) -> list[int]:
@@ -182,7 +185,10 @@ class OptimizerComponent:
         return []
 
     def _tell_own(self) -> None:
-        self._own.set_parameters({self._places.get(id(p)) or f"#{n}": p for n, p in enumerate(self.parameters)})
+        if not self._has_own:
+            return
+        parameters = {self._places.get(id(p)) or f"#{n}": p for n, p in enumerate(self.parameters)}
+        self._own.set_owners({"": self.optimizer, **parameters})
 
     def _named_groups(self, names: Mapping[int, str]) -> list[list[str]]:
         return [[names.get(id(p), "") for p in group["params"]] for group in self.local.param_groups]
@@ -244,7 +250,7 @@ class OptimizerComponent:
             state["names"] = self._named
         if retired:
             state["retired"] = _with_local_parts(retired)
-        if own := self._own.state():
+        if own := self._own.state((*self.tensors(), *self.parameters)):
             state["own"] = own
         state["param_groups"] = [
             {**copied, "params": live["params"]}
@@ -329,7 +335,8 @@ class OptimizerComponent:
         # The process before has stepped it. Without this, torch warns of a wrong order when a scheduler steps before
         # the first update here (at an epoch's end).
         vars(self.optimizer)["_opt_called"] = True
-        self._own.load(own)
+        if own:
+            self._own.load(own)
         self.copy()
 
     def _originals(self, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -1,5 +1,6 @@
-"""What an optimizer of a library keeps in attributes of its own, and in attributes of its parameters: a wealth, a count
-of iterations, a generator, ``p.hess``. No state_dict has it.
+"""What objects of libraries keep in plain attributes, which no state_dict has: an optimizer (a wealth, a count, a
+generator), its parameters (``p.hess``), a module that was named by itself (the place in a memory bank, the sums of a
+metric).
 
 Most attributes are settings, and the program's own lines set those. So an attribute is state once it has changed since
 the guard was made; a run that goes on takes over what the run before has found.
@@ -7,13 +8,16 @@ the guard was made; a run that goes on takes over what the run before has found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from mindx_elastic.capture.adapters import generator_adapter
+from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
@@ -21,111 +25,112 @@ from mindx_elastic.errors import MismatchError
 
 __all__ = ["OwnAttributes"]
 
-_NUMBERS = (bool, int, float, str, type(None))
-_TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_opt_called", "_step_count"}
-_Key = tuple[str, str]  # the place of a parameter, empty for the optimizer, and the attribute's name
+_NUMBERS = (bool, int, float, type(None))
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
+_MOST_ITEMS = 4096
+_TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | frozenset(vars(nn.Module()))
+_TORCHS |= {"_opt_called", "_step_count"}
+_Key = tuple[str, str]  # the place of an owner, and the attribute's name
 
 
 class OwnAttributes:
-    """Of one optimizer: stable state as the rest of it, but for numbers, which the program may set between steps."""
+    """Of some owners, by place. Training thread, but for `state`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        # Stock optimizers have none, and a look at each parameter of a large model is no longer nothing.
-        self._is_stock = type(optimizer).__module__.startswith("torch.")
-        self._parameters: Mapping[str, torch.Tensor] = {}
+    def __init__(self, *, is_stable: bool) -> None:
+        """`is_stable`: tensors and generators change only inside of updates, so that `state` reads them in place."""
+        self._is_stable = is_stable
+        self._owners: Mapping[str, object] = {}
         self._moved: set[_Key] = set()
         self._first: dict[_Key, object] = {}
-        self.numbers: Mapping[_Key, Any] = {}
-        """Those that have changed, as they were at the boundary that counts."""
+        self.seen: Mapping[_Key, Any] = {}
+        """Those that have changed, as they were at the boundary that counts; without what is read in place."""
 
-    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """`parameters`: those that it updates, by place."""
-        self._parameters = {} if self._is_stock else parameters
+    def set_owners(self, owners: Mapping[str, object]) -> None:
+        self._owners = owners
         self.copy()
 
     def copy(self) -> None:
         """At a boundary."""
-        if self._is_stock:
+        if not self._owners:
             return
+        seen: dict[_Key, Any] = {}
         for key, value in self._items():
-            look = _look(value)
-            if key not in self._moved and self._first.setdefault(key, look) != look:
-                self._moved.add(key)
-        if self._moved:
-            self.numbers = {key: v for key, v in self._items() if key in self._moved and type(v) in _NUMBERS}
-
-    def state(self) -> dict[str, dict[str, Any]]:
-        """By place and name. Empty: there are none."""
-        found: dict[str, dict[str, Any]] = {}
-        shared = {id(t) for t in _tensors_of(self._optimizer)}
-        for place, name in sorted(self._moved):
-            value = self.numbers.get((place, name), self._owner(place).get(name))
-            if isinstance(value, torch.Tensor):
-                if id(value) in shared:
+            if key not in self._moved:
+                look = _look(value)
+                if self._first.setdefault(key, look) == look:
                     continue
-                value = local_part(value).detach()
-            elif (adapter := generator_adapter(name, value)) is not None:
-                value = {"generator": adapter.state_dict()}
-            found.setdefault(place, {})[name] = value
+                self._moved.add(key)
+            if not self._is_stable or type(value) in _NUMBERS:
+                seen[key] = _copied(key[1], value)
+        self.seen = seen
+
+    def state(self, but: Iterable[torch.Tensor] = ()) -> dict[str, dict[str, Any]]:
+        """By place and name. `but`: tensors that are kept elsewhere. Empty: there are none."""
+        found: dict[str, dict[str, Any]] = {}
+        others = set(map(id, but))
+        for place, name in sorted(self._moved & {key for key, _ in self._items()}):
+            value = attributes_of(self._owners[place]).get(name)
+            if id(value) in others:
+                continue
+            if isinstance(value, torch.Tensor) and self._is_stable:
+                found.setdefault(place, {})[name] = local_part(value).detach()
+            else:
+                key = place, name
+                found.setdefault(place, {})[name] = self.seen[key] if key in self.seen else _copied(name, value)
         return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put back what `state` has given. Raises MismatchError for parameters that are not there."""
-        if lost := [place for place in state if place and place not in self._parameters]:
-            raise MismatchError(f"the checkpoint has attributes of parameters that are not there: {listed(lost, 3)}")
+        """Put back what `state` has given. Raises MismatchError for owners that are not there."""
+        if lost := [place for place in state if place not in self._owners]:
+            raise MismatchError(f"the checkpoint has attributes of objects that are not there: {listed(lost, 3)}")
         for place, values in state.items():
-            own = self._owner(place)
+            owner = self._owners[place]
             for name, saved in values.items():
                 self._moved.add((place, name))
-                live, value = own.get(name), saved
-                if isinstance(saved, torch.Tensor):
-                    like = live if isinstance(live, torch.Tensor) else self._parameters.get(place, saved)
-                    value = saved.to(like.device, copy=True)
-                    if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (value.shape, value.dtype):
-                        value = live.copy_(value)
-                elif isinstance(saved, dict):
+                live = attributes_of(owner).get(name)
+                if isinstance(saved, dict) and "generator" in saved:
                     if (adapter := generator_adapter(name, live)) is None:
-                        raise MismatchError(f"the checkpoint has a generator for {name}, which the optimizer lacks")
+                        raise MismatchError(f"the checkpoint has a generator for {name}, which its object lacks")
                     adapter.load_state_dict(saved["generator"])
                     continue
-                object.__setattr__(self._parameters[place] if place else self._optimizer, name, value)
+                value = put_back(live, saved, name)
+                if value is not live and isinstance(value, torch.Tensor) and isinstance(owner, torch.Tensor):
+                    value = value.to(owner.device)
+                object.__setattr__(owner, name, value)
         self.copy()
 
-    def _owner(self, place: str) -> Mapping[str, Any]:
-        return attributes_of(self._parameters[place]) if place else attributes_of(self._optimizer)
-
     def _items(self) -> Iterator[tuple[_Key, Any]]:
-        for name, value in vars(self._optimizer).items():
-            if name not in _TORCHS and _is_state(value):
-                yield ("", name), value
-        for place, parameter in self._parameters.items():
-            for name, value in parameter.__dict__.items():
-                if type(value) in (float, int, torch.Tensor):
+        for place, owner in self._owners.items():
+            for name, value in owner.__dict__.items():
+                if name not in _TORCHS and _is_state(value):
                     yield (place, name), value
 
 
 def _is_state(value: object) -> bool:
+    if type(value) in (list, tuple, deque):
+        return len(value) <= _MOST_ITEMS and all(  # type: ignore[arg-type]
+            type(one) in _NUMBERS or type(one) is torch.Tensor
+            for one in value  # type: ignore[attr-defined]
+        )
     return type(value) in _NUMBERS or type(value) is torch.Tensor or isinstance(value, _GENERATORS)
-
-
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 
 
 def _look(value: Any) -> object:
     """Equal as long as the value is the same."""
     if type(value) is torch.Tensor:
-        return id(value), value._version
+        return id(value), 0 if value.is_inference() else value._version
+    if type(value) in (list, tuple, deque):
+        return tuple(map(_look, value))
     if isinstance(value, torch.Generator):
-        return bytes(value.get_state().numpy())
+        return value.get_state().numpy().tobytes()
     if isinstance(value, _GENERATORS):
-        return repr(generator_adapter("", value).state_dict())  # type: ignore[union-attr]
+        bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
+        state = bits.state if hasattr(bits, "state") else bits.get_state(legacy=False)
+        return tuple(each.tobytes() if isinstance(each, np.ndarray) else each for each in state["state"].values())
     return type(value), repr(value)
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-    """What is in its state, or trained: an attribute that is one of these is kept there."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tables = [values.values() for values in optimizer.state.values() if isinstance(values, dict)]
-    return [*parameters, *(value for table in tables for value in table if isinstance(value, torch.Tensor))]
+def _copied(name: str, value: Any) -> Any:
+    adapter: Any = generator_adapter(name, value)
+    return snapshot(value, name) if adapter is None else {"generator": snapshot(adapter.state_dict(), name)}

@@ -74,3 +74,37 @@ def test_a_stock_optimizer_has_none() -> None:
     optimizer.step()
     collector.copy(Position(step=1, epoch=1, step_in_epoch=1))
     assert "own" not in collector.state()["optimizer"]
+
+
+class Bank(nn.Module):
+    """As CrossBatchMemory, and as torchmetrics' metrics: a place, a flag, sums, in no state_dict."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(3, 2))
+        self.size, self.place, self.is_full, self.losses = size, 0, False, [torch.zeros(1)]
+        self.total, self.last = torch.zeros(2), None
+
+    def add(self, row: torch.Tensor) -> None:
+        self.get_buffer("rows")[self.place] = row
+        self.place = (self.place + 1) % self.size
+        self.is_full = self.is_full or self.place == 0
+        self.total += row
+        self.last = row.clone()  # type: ignore[assignment]
+        self.losses.append(row.sum().reshape(1))
+
+
+def test_a_module_that_is_named_by_itself_comes_back_whole() -> None:
+    bank, fresh = Bank(), Bank()
+    collector = Collector({"bank": bank})
+    for step in range(1, 5):
+        bank.add(torch.full((2,), float(step)))
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step))
+    saved = stored(collector.state())
+    bank.add(torch.ones(2))  # after the boundary
+    total = fresh.total
+    Collector({"bank": fresh}).load(saved)
+    assert (fresh.place, fresh.is_full, fresh.size) == (1, True, 3)
+    assert fresh.total is total and total.tolist() == [10.0, 10.0]
+    assert fresh.last is not None and fresh.last.tolist() == [4.0, 4.0]
+    assert [float(loss) for loss in fresh.losses] == [0.0, 2.0, 4.0, 6.0, 8.0]

@@ -614,9 +614,9 @@ class Checks:
                 )
 
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
-        named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
+        modules = {n: c for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
         for what, remedy in self._attributes.look(
-            named,
+            {name: component.module for name, component in modules.items() if not component.keeps_attributes},
             kept.has,
             lambda: [place.f_code.co_filename for place in program_frames(frame)],
             optimizers=self._named_optimizers(),

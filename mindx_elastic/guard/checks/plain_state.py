@@ -111,7 +111,7 @@ class PlainState:
         if now.replaced:
             return now, (
                 f"{found} gets other tensors or arrays from step to step, and is not kept",
-                f"If the training reads it (a pool of images), write {_line_of_owner(found)}",
+                f"If the training reads it (a pool of images), write {_line_of(found)}",
             )
         return now, (
             f"{found} grows from step to step, holds tensors or arrays, and is not kept",
@@ -120,19 +120,13 @@ class PlainState:
 
 
 def _line_of(found: Found) -> str:
-    """The line that keeps it: containers and objects of plain values can be named as they are."""
-    last = "".join(c for c in found.name.rpartition(".")[2] if c.isalnum() or c == "_") or "state"
-    key = f"own_{last}" if last in RESERVED_NAMES else last
-    return f'Guard(stateful={{"{key}": {found.name}}}, ...)'
-
-
-def _line_of_owner(found: Found) -> str:
-    """For a list in an object of the program's that can be named as it is: with what it counts beside."""
+    """The line that keeps it: with whatever else the object has that it is in, a count of updates or a place; such an
+    object can be named as it is. The program's own trainer has more than that."""
     owner, dot, _ = found.name.rpartition(".")
-    if not dot or "[" in owner:
-        return _line_of(found)
-    whole = _line_of(Found(owner, found.place, None))
-    return f"{_line_of(found)}, or {whole} if {owner} counts it, too"
+    name = owner if dot and "[" not in owner and owner.rpartition(".")[2] != "self" else found.name
+    last = "".join(c for c in name.rpartition(".")[2] if c.isalnum() or c == "_") or "state"
+    key = f"own_{last}" if last in RESERVED_NAMES else last
+    return f'Guard(stateful={{"{key}": {name}}}, ...)'
 
 
 def _elements_of(value: Sequence[Any]) -> list[weakref.ref[Any]]:
