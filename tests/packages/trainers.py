@@ -67,6 +67,7 @@ PARTS = (
         "fastai",
         "Learner.fit(start_epoch=)",
         """
+        import fastai.callback.progress
         from fastai.callback.core import Callback
         from fastai.data.core import DataLoaders
         from fastai.learner import Learner
@@ -181,9 +182,10 @@ PARTS = (
             default_hooks={"checkpoint": None, "sampler_seed": None},
             randomness={"seed": 0},
         )
-        place = mx.attributes(runner.train_loop, "_epoch", "_iter")
+        place = mx.attributes(runner.train_loop, "_epoch")
         guard = mx.Guard(model=net, optimizer=opt, loader=loader, stateful={"place": place}, directory=sys.argv[1])
         with guard:
+            runner.train_loop._iter = guard.step
             runner.train()
         """,
     ),
@@ -235,8 +237,11 @@ PARTS = (
                 return True
 
             def _on_rollout_start(self):
-                if self.model._n_updates > updates:  # the first one has nothing behind it
+                if self.model._n_updates > updates:  # the first one has no update behind it
                     guard.step_end()
+
+            def _on_training_end(self):
+                guard.step_end()
 
         agent = PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, n_epochs=2, seed=0, device="cpu")
         agent._setup_learn(32 * 24)
@@ -312,6 +317,7 @@ PARTS = (
         with guard:
             trainer.fit_generator(loader, epochs=3, initial_epoch=max(1, guard.position.epoch), callbacks=[Boundary()], verbose=False)
         """,
+        want="told",
     ),
     _recipe(
         "lightning-fabric",
@@ -360,33 +366,6 @@ PARTS = (
         want="refused",
     ),
     _recipe(
-        "torchtnt",
-        "AutoUnit with train()",
-        """
-        from torchtnt.framework.auto_unit import AutoUnit
-        from torchtnt.framework.callback import Callback
-        from torchtnt.framework.train import train
-
-        class Unit(AutoUnit):
-            def compute_loss(self, state, batch):
-                out = self.module(batch[0])
-                return F.cross_entropy(out, batch[1]), out
-
-            def configure_optimizers_and_lr_scheduler(self, module):
-                return opt, None
-
-        class Boundary(Callback):
-            def on_train_step_end(self, state, unit):
-                guard.step_end()
-
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        unit = Unit(module=model, device=torch.device("cpu"))
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, stateful={"progress": unit.train_progress}, directory=sys.argv[1])
-        with guard:
-            train(unit, loader, max_epochs=3, callbacks=[Boundary()])
-        """,
-    ),
-    _recipe(
         "tianshou",
         "ReplayBuffer in stateful",
         """
@@ -407,5 +386,6 @@ PARTS = (
                     opt.step()
                     guard.step_end(loss=loss)
         """,
+        want="refused",
     ),
 )

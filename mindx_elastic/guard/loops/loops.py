@@ -40,6 +40,7 @@ from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_sourc
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.foreign_loop import ForeignLoop
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.own_counters import find_counter_in_epoch, find_inner_counter, find_own_counter
 from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
@@ -80,6 +81,7 @@ class Loops:
         self._has_looped = False  # over `epochs` or `steps`
         self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
+        self._foreign = ForeignLoop()
         self._kept: frozenset[int] = frozenset()
         self._first = self._num_boundaries = 0
         self._restore: Callable[[], None] | None = None
@@ -187,6 +189,7 @@ class Loops:
             self._collector.loop = without_step(self._collector.loop)
         if self.step == self._first + 1:
             self._asked_first, self.asked = self.asked, False
+            self._foreign.at_first_boundary(sys._getframe(1), self._entry and self._entry[0])
         elif self.step == self._first + 2 and not self._has_looped:
             self._look_for_own_counter()
         if self._between.is_watching:
@@ -441,6 +444,10 @@ class Loops:
             return
         follows = any(self._copied(loader).get("batch") for loader in self.loaders)
         frame = sys._getframe(1)
+        told = self._foreign.at_second_boundary(frame, self._entry and self._entry[0])
+        if told is not None and not (self._asked_first or self.asked):
+            self._unmanaged.certain(*told)
+            return
         if not has_source(frame, self._entry):
             if not (self._asked_first or self.asked):
                 self._suspects_epochs = follows  # one pass over the loader goes on by itself
