@@ -31,43 +31,20 @@ from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
+from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.errors import MismatchError
 
-__all__ = ["Collector", "name_targets"]
+__all__ = ["Collector"]
 
 _MOST_KEPT = 64 << 20
 _HEADER_ROOM = 512
 """About the bytes that a tensor takes in a header, and the random generators."""
-
-
-def name_targets(
-    *, model: Any, optimizer: Any, lr_scheduler: Any, scaler: Any, loader: Any, stateful: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """One entry an object: ``model``, or ``model_0``, ``model_1`` for a list.
-
-    Raises UsageError for a name given twice.
-    """
-    if stateful is not None and not isinstance(stateful, Mapping):
-        raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
-    named: dict[str, Any] = {}
-    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "scaler": scaler, "loader": loader}
-    for name, value in objects.items():
-        if isinstance(value, (list, tuple)):
-            named.update({f"{name}_{index}": one for index, one in enumerate(value)})
-        elif value is not None:
-            named[name] = value
-    for name, value in (stateful or {}).items():
-        key = f"stateful.{name}" if name in RESERVED_NAMES else name  # "rng" is what people call theirs
-        if not isinstance(name, str) or key in named:
-            raise UsageError(f"stateful[{name!r}]: that name is taken or not a string; choose another")
-        named[key] = value
-    return named
 
 
 class Collector:
@@ -87,6 +64,8 @@ class Collector:
         """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
         self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
+        self.rank_weights: RankWeights | None = None
+        """Copies of weights that each rank may have otherwise; None: no other rank's are ever taken."""
         self.broadcasts = BufferBroadcasts()
         """Of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
         self.compiled = Compilations()
@@ -184,6 +163,8 @@ class Collector:
         self.structure_is_new = True
         self.layouts.forget()
         self.devices.follow(self._tensors())
+        if self.rank_weights is not None:
+            self.keep_rank_weights()
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
@@ -225,6 +206,8 @@ class Collector:
         for copy in self._copies:
             copy()
         self.broadcasts.copy()
+        if self.rank_weights is not None:
+            self.rank_weights.copy()
         self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move
         devices = self.devices
         self.position, self._loop = position, self.loop
@@ -261,6 +244,11 @@ class Collector:
         named = (c.target for c in self._adapted if isinstance(c.target, torch.Tensor))
         return [*(b for module in self._modules.values() for b in module.module.buffers()), *named]
 
+    def keep_rank_weights(self) -> None:
+        """From here on keep what `rank_weights` has."""
+        updated = {id(p) for optimizer in self._optimizers.values() for p in optimizer.parameters}
+        self.rank_weights = RankWeights(self._modules, updated)
+
     def keep_older_boundaries(self) -> None:
         """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
         if not self.devices.is_used:
@@ -281,13 +269,16 @@ class Collector:
         """The copies of the boundary just copied. Nothing in them is changed later, but for tensors on a device: in the
         order of its queue, so not before it has left the boundary."""
         own = self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen
-        return own, {name: component.kept() for name, component in self.components.items()}
+        weights = None if self.rank_weights is None else (self.rank_weights.kept, self.rank_weights.moves)
+        return own, {name: component.kept() for name, component in self.components.items()}, weights
 
     def go_back(self, boundary: PassedBoundary) -> None:
         """Let an older boundary count, which the devices hold. The caller holds the update gate, and the training does
         not go on: what the program has done since is lost. Raises UnsupportedStateError where it cannot be."""
         self.devices.hold(boundary)
-        own, components = boundary.kept
+        own, components, weights = boundary.kept
+        if self.rank_weights is not None and weights is not None:
+            self.rank_weights.kept, self.rank_weights.moves = weights
         self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen = own
         self._is_at_boundary = False
         for name, kept in components.items():
@@ -363,7 +354,7 @@ class Collector:
             state["extras"] = extras
         if loose := {name: own for name, component in modules if (own := component.own_loose())}:
             state["loose"] = loose
-        return state
+        return state if self.rank_weights is None else state | self.rank_weights.part()
 
     @property
     def loop_at_boundary(self) -> Mapping[str, Any]:
@@ -476,6 +467,7 @@ class Collector:
                 extras = volatile.get("extras", {}).get(name, {})
                 there = volatile.get("on_device", {}).get(name, {})
                 own[name] = component.with_buffers(state[name], volatile["buffers"].get(name), extras, there)
+                own[name] |= volatile.get("weights", {}).get(name, {})
             elif isinstance(component, OptimizerComponent):
                 groups = volatile.get("groups", {}).get(name)
                 if groups is not None:
@@ -501,6 +493,8 @@ class Collector:
         """This rank's `own` state of a boundary, with the weights and optimizer tensors of a replica's `state`."""
         made = dict(own)
         for name, component in self.components.items():
+            if self.rank_weights is not None and name in self.rank_weights:
+                continue
             if isinstance(component, ModuleComponent):
                 rest = {place: value for place, value in own[name].items() if place not in component.named}
                 made[name] = {**state[name], **rest}

@@ -59,6 +59,7 @@ class Boundaries:
         stack.callback(gate.unwatch)
         self._unreduced: UnreducedUpdates | None = None
         if world_size > 1:
+            collector.keep_rank_weights()
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
         self._hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)

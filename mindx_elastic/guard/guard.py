@@ -17,7 +17,7 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
-from mindx_elastic.capture.collector import name_targets
+from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout

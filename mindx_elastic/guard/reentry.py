@@ -94,7 +94,7 @@ class ReentryPart(FollowedPart):
             if own is not None and own.forecast and (foreseen == 0 or not (own.trusted or confirmed)):
                 own = None
             found = replace(found, own=own)
-        if found.own is None or found.own.forecast:
+        if found.own is None or not found.own.is_whole:
             found = replace(
                 found,
                 own_records=self._records(where, self._ranks.rank, moment, confirmed),

@@ -2,7 +2,8 @@
 
 There each rank may get another's weights: behind its death, or where its file is lost. DDP makes the weights that it
 wraps the same on all ranks. A copy that a program makes before that, with another seed on each rank (an average of the
-weights, as DeiT has it), begins with each rank's own and stays another. The files of a usual stop have all of them.
+weights, as DeiT has it), begins with each rank's own and stays another. The files of a usual stop have all of them, and
+small ones are in each rank's memory (`capture.rank_weights`).
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ class UnevenModules(Part):
 
     def tell(self, unmanaged: Unmanaged) -> None:
         kinds: Mapping[str, Any] = self._collector.components
+        kept = self._collector.rank_weights
         for name in self._names:
+            if kept is not None and name in kept:
+                continue
             component = kinds.get(name)
             kind = type(component.module).__name__ if isinstance(component, ModuleComponent) else "?"
             unmanaged.risk(
                 f'the weights of module "{name}" ({kind}) are not the same on all ranks, and a rank that is killed '
                 "gets those of another rank",
                 "Copy it from the module behind DDP, which gives all ranks the same weights "
-                "(copy.deepcopy(ddp.module)), or seed all ranks alike until it is made",
+                "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps rank 0's",
             )

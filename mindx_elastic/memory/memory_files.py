@@ -52,6 +52,12 @@ class OwnState:
     device_bytes: bytes = b""
     """What its device held of its buffers, see `memory.device_copies`; empty: nothing, or that is not known."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all that this rank may have otherwise than another: not where weights were too large for it.
+        Raises CorruptCheckpointError."""
+        return not self.forecast and not self.unpack().get("moves")
+
     def unpack(self) -> dict[str, Any]:
         """Raises CorruptCheckpointError."""
         state = unpack_sections(self.content)

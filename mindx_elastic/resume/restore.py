@@ -531,8 +531,8 @@ class PlanPart(FollowedPart):
         in_memory = bool(answer.common["only_in_memory"])
         own_from = None if own is None or share.small_from is None else Path(share.small_from[0].path)
         found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, own_from)
-        if donor is not None and not plan.resharded and (own is None or own.forecast):
-            # The file is of a rank that has passed the boundary.
+        if donor is not None and not plan.resharded and (own is None or not own.is_whole):
+            # The file is of a rank that has passed the boundary, or has weights that this rank may have otherwise.
             confirmed = plan.moment if checkpoint.info.coordinates.get("foreseen") == 1 else None
             found = replace(
                 found,

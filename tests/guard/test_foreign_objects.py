@@ -17,6 +17,10 @@ from mindx_elastic.core.looks import are_equal, asked, attributes_of, has_method
 from mindx_elastic.errors import UsageError
 
 
+class Stopped(Exception):
+    """Ends a training behind a boundary, which is saved."""
+
+
 class Hostile:
     """As the stand-in of a library for what is not built yet."""
 
@@ -102,7 +106,7 @@ def train(directory: Path, loader: Any, *, stop: int = 0) -> torch.Tensor:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.helper = helper
     guard = Guard(model=model, optimizer=optimizer, loader=loader, directory=directory)
-    with suppress(SystemExit), guard:
+    with suppress(Stopped), guard:
         for _ in guard.epochs(2):
             total = 0.0
             for x in loader:
@@ -111,9 +115,9 @@ def train(directory: Path, loader: Any, *, stop: int = 0) -> torch.Tensor:
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
-                if guard.step + 1 == stop:
-                    guard.request_stop("a test")
                 guard.step_end(loss=loss)
+                if guard.step == stop:
+                    raise Stopped
             helpers.append(Hostile())
     return model.linear.weight.detach().clone()
 

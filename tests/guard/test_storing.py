@@ -20,6 +20,10 @@ from mindx_elastic.errors import UnmanagedStateError, UsageError
 STEPS = 6
 
 
+class Stopped(Exception):
+    """Ends a training behind a boundary, which is saved."""
+
+
 class Projector:
     """As GaLore has one for each weight, in its state."""
 
@@ -127,16 +131,16 @@ def train(directory: Path, optimizer: Callable[[Any], Any], *, stop: int = 0, **
     outer = SlowWeights(own) if more.pop("slow", False) else None
     stateful = {**more.pop("stateful", {}), **({"slow": outer} if outer else {})}
     guard = Guard(model=model, optimizer=own, stateful=stateful, directory=directory, **more)
-    with suppress(SystemExit), guard:
+    with suppress(Stopped), guard:
         for step in guard.steps(STEPS):
             own.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             own.step()
             if outer is not None:
                 outer.sync()
-            if step == stop:
-                guard.request_stop("a test")
             guard.step_end()
+            if step == stop:
+                raise Stopped
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -19,7 +19,7 @@ def main() -> None:
     directory, when = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # the program's: other augmentation on each rank, and other first weights
-    network = nn.Linear(6, 4)
+    network = nn.Linear(6, 12000)  # larger than what each rank keeps of its own at each step
     average = copy.deepcopy(network)
     model = nn.parallel.DistributedDataParallel(network)
     if when == "behind":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_job
+from tests.harness import run_job, start_agent
 
 pytestmark = pytest.mark.slow
 
@@ -20,3 +20,18 @@ def test_an_average_of_each_ranks_own_first_weights_is_told(tmp_path: Path) -> N
 def test_one_that_is_made_behind_ddp_is_the_same_everywhere(tmp_path: Path) -> None:
     job = run_job("own_average.py", tmp_path, "behind", ranks=2)
     assert not job.matches("are not the same on all ranks"), job.report()
+
+
+def test_an_average_that_rank_0_alone_updates_is_its_own_or_told_behind_its_death(tmp_path: Path) -> None:
+    averages = r"AVERAGES (\d) (\S+) (\S+)"
+    whole = run_job("rank_zero_average.py", tmp_path / "whole", ranks=2)
+    expected = {m[1]: m[2] for m in whole.matches(averages)}
+    assert len({*expected.values()}) == 2, whole.report()
+    with start_agent("rank_zero_average.py", tmp_path / "job", 5, ranks=2, run_dir=tmp_path / "run") as job:
+        job.expect(0)
+    assert (tmp_path / "job.killed").exists()
+    assert {m[1]: m[2] for m in job.matches(averages)} == expected, job.report()
+    told = job.matches(
+        r"rank 0 was killed before it had kept all .* the weights of (\w+) \(only some ranks change them"
+    )
+    assert {m[1] for m in told} == {"large"}, job.report()
