@@ -42,7 +42,7 @@ from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.start import Start, start_again, start_job
+from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.uneven_modules import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -97,8 +97,8 @@ class Opening:
         self.witness = _open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
-        self._copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
-        self._folders = RankDirectories(self._directories, self._trust, ranks, apart=self._copies > 1)
+        copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
+        self._folders = RankDirectories(self._directories, self._trust, ranks, apart=copies > 1)
         self._open_saver()
 
     def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
@@ -108,17 +108,9 @@ class Opening:
         self._exchange, self._last_parts = exchange, last_parts
         if self._is_ahead:
             self._hold_directories()
-        ranks, options, place, copies = self._ranks, self._options, self._place, self._copies
-        entry, home = None if place is None else place.entry, None
-        self._entry = entry
-        self._meets_once = entry is not None and self.saver.replicated and copies == 1 and not options.layouts
-        """Nothing is left to tell the others once the state is back; see `start_again`."""
-        if entry is not None and entry.verdict.rewinds:  # a rank may read another one's snapshot only when that has it
-            self._meets_once = False
-        if self._meets_once and entry is not None and entry.home is not None:
-            home = entry.home
-        elif ranks.world_size > 1:
-            self._meets_once = False
+        options, place = self._options, self._place
+        self._entry = None if place is None else place.entry
+        if self._ranks.world_size > 1:
             meet(exchange, "directories", [self._folders])
         stack.callback(self.collector.leave_head)
         self.around = Connections(
@@ -128,7 +120,7 @@ class Opening:
             options.snapshot_every,
             options.redundancy,
             exchange,
-            home=home or self._folders.home,
+            home=self._folders.home,
             evaluates=self.evaluates,
             member=None if place is None else place.member,
         )
@@ -261,10 +253,9 @@ class Opening:
 
     def meet_last(self) -> None:
         """Every rank is ready to train."""
-        if not self._meets_once:
-            meet(self._exchange, "entered", self._parts())
-            if self._uneven is not None:
-                self._uneven.tell(self.unmanaged)
+        meet(self._exchange, "entered", self._parts())
+        if self._uneven is not None:
+            self._uneven.tell(self.unmanaged)
         trains = self.witness is None and self._entry is None and not self.around.is_guest
         if self._ranks.rank == 0 and trains and not self._saves_on_the_way:
             by_callbacks = self._options.policies is not None
@@ -274,19 +265,9 @@ class Opening:
                 "A ModelCheckpoint among the callbacks" if by_callbacks else 'Guard(save_every="10min")',
             )
 
-    def _start(self) -> Start:
-        if self._entry is not None and self._meets_once:
-            return start_again(
-                collector=self.collector,
-                targets=self._targets,
-                saver=self.saver,
-                around=self.around,
-                unmanaged=self.unmanaged,
-                folders=self._folders,
-                entry=self._entry,
-                last_parts=self._parts,
-            )
-        return start_job(
+    def _restore(self) -> Start:
+        """Meet the other ranks and load what they have planned together."""
+        start = start_job(
             self._directories,
             look_in=self._folders.all,
             collector=self.collector,
@@ -298,10 +279,6 @@ class Opening:
             ddp=self.ddp,
             entry=self._entry,
         )
-
-    def _restore(self) -> Start:
-        """Meet the other ranks and load what they have planned together."""
-        start = self._start()
         self.log_filter.attempt = start.attempt
         if (resumed := start.resumed) is None:
             self._begin_saver(start)

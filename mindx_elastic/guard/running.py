@@ -443,7 +443,6 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 groups=groups.digest(),
                 orders=collector.gradient_order,
                 problem=problem_of_devices or _problem(saver) or begun.problem,
-                home=str(around.home),
                 peers=None if saver.replicated else collector.layouts.same_parts(),
                 base=saver.base,
                 saved=saver.newest_step,
@@ -468,7 +467,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
 
     return Host(
         report=report,
-        live=lambda: (collector.state(), saver.describe("snapshot"), collector.layouts.job),
+        live=lambda: (collector.state(), saver.describe("snapshot")),
         donate=donate,
         receive=receive,
         memory_folder=memory_folder,

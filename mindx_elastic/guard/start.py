@@ -12,8 +12,7 @@ loaded     the state is in the live objects, on every rank
 entered    every rank is ready to train
 =========  ===================================================================================================
 
-After a recovery in place, where all ranks hold the same state, the ranks meet once (`start_again`), or twice where some
-had come to the end of the code behind an epoch.
+After a recovery in place the ranks meet likewise; what to go on from is agreed on already (`guard.reentry`).
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ from mindx_elastic.config import FaultPaths, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.core.strategy import LayoutRecord, Strategy
+from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.directories import RankDirectories
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.loading import load, replay_orders
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
@@ -66,7 +64,6 @@ __all__ = [
     "LoaderLengthsPart",
     "PeersPart",
     "Start",
-    "start_again",
     "start_job",
 ]
 
@@ -192,62 +189,6 @@ def start_job(
         group_info.write(layouts)
     report = faults.known.report
     return Start(plan.run_id, plan.attempt, found, watch, restore, report, first_save, lengths.uneven)
-
-
-def start_again(
-    *,
-    collector: Collector,
-    targets: Mapping[str, Any],
-    saver: Saver,
-    around: Connections,
-    unmanaged: Unmanaged,
-    folders: RankDirectories,
-    entry: Entry,
-    last_parts: Callable[[], Sequence[Part]],
-) -> Start:
-    """Load, and meet the others. Main thread, all ranks together. `last_parts`: more for the meeting.
-
-    What to go on from is agreed on already (`rejoin.protocol`), so the ranks meet once, and not six times: when the
-    state is back on every rank, and all process groups have their new connections. What a start has to know earlier is
-    known here: the directory that names the folder in shared memory (the survivors' reports say it, `Report.home`), and
-    the layouts of all tensors (those of the donor's file, or of this process before: the state is the same on all
-    ranks, and so are the groups, or there would be no recovery in place). Files are not looked for: nobody reads them.
-
-    Raises CorruptCheckpointError, MismatchError, and what `Collector.load` raises.
-    """
-    began, ranks = time.perf_counter(), saver.ranks
-    plan = ReentryPart(entry, ranks, around.arenas, saver.trust, collector.module_names)
-    plan.follow()
-    found = plan.resumed
-    assert found is not None
-    info = found.checkpoint.info
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy=False)
-    around.announce(found)
-    saver.events.run_id, saver.events.attempt = plan.run_id, plan.attempt
-    saver.coordinates["generation"] = plan.generation
-    layouts = LayoutRecord.from_json(found.checkpoint.layout).job if entry.live is None else entry.layouts
-    collector.layouts.set_job_layouts(layouts)
-    known = unmanaged.notes
-    tail = TailSide(found)
-    if entry.verdict.behind_tail:
-        meet(around.exchange, "tail", [tail])
-    else:
-        tail.go_back()
-    restore = load(found, collector, ranks, unmanaged, tail=tail, with_flags=not around.is_guest)
-
-    faults, peers, lengths = FaultsPart(), PeersPart(ranks), LoaderLengthsPart(targets)
-    flags = AnsweredFlagsPart(saver.flags)
-    flags.own = info.flags
-    parts = [folders, faults, peers, lengths, *around.parts(), plan, flags, *last_parts()]
-    meet(around.exchange, "again", parts)
-    if folders.home != entry.home:
-        raise MismatchError(
-            f"this rank's directory is {folders.home}, and the ranks that live on have {entry.home}", path=folders.home
-        )
-    around.connect()
-    _tell(found, saver, began, entry, [note for note in unmanaged.notes if note not in known])
-    watch = PeerWatch(peers.identities, rank=ranks.rank)
-    return Start(plan.run_id, plan.attempt, found, watch, restore, faults.known.report, uneven=lengths.uneven)
 
 
 def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes: Sequence[str]) -> None:

@@ -80,10 +80,6 @@ class Entry:
     """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
-    layouts: Sequence[Any] = ()
-    """With `live`: a tensor of every layout that the job has."""
-    home: Path | None = None
-    """The directory that names the folder in shared memory, where the survivors' is the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +87,8 @@ class Host:
     """What a member needs of its guard while that is open."""
 
     report: Callable[[], Report]
-    live: Callable[[], tuple[Mapping[str, Any], Any, Sequence[Any]]]
-    """The state of the last boundary, its header facts, and the layouts of the job. The update gate is held."""
+    live: Callable[[], tuple[Mapping[str, Any], Any]]
+    """The state of the last boundary, and its header facts. The update gate is held."""
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
     receive: Receive
@@ -158,7 +154,6 @@ class Member:
         self._orders: Mapping[str, Sequence[int]] = {}
         self.is_replicated = False
         """Every rank has the whole state."""
-        self._home: Path | None = None
 
     # --- the guard is open --------------------------------------------------------------------------------------------
 
@@ -320,7 +315,6 @@ class Member:
             raise RejoinFailed(said)
         live: Mapping[str, Any] | None = None
         info: Any = None
-        layouts: Sequence[Any] = ()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         if self._meets_first:
@@ -336,18 +330,10 @@ class Member:
         if self._donates(verdict):
             self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
-            live, info, layouts = host.live()
+            live, info = host.live()
         found = self._get_state(board, host, generation, verdict, host.receive)
         self.generation = generation
-        return Entry(
-            generation=generation,
-            verdict=verdict,
-            where=lambda: found,
-            live=live,
-            info=info,
-            layouts=layouts,
-            home=self._home,
-        )
+        return Entry(generation=generation, verdict=verdict, where=lambda: found, live=live, info=info)
 
     # --- what is otherwise on several nodes, see `nodes_member` -------------------------------------------------------
 
@@ -424,8 +410,6 @@ class Member:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
         self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
-        homes = {report.home for report in reports.values() if report is not None}
-        self._home = Path(homes.pop()) if len(homes) == 1 else None
         verdict = decide(reports, world_size=self.ranks.world_size, dead_memory=dead_memory)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
@@ -516,7 +500,7 @@ class Member:
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         where = self._find_state(board, generation, verdict, receive)
-        return Entry(generation=generation, verdict=verdict, where=where, live=None, home=self._home)
+        return Entry(generation=generation, verdict=verdict, where=where, live=None)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

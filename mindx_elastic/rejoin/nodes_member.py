@@ -164,7 +164,7 @@ class NodesMember(Member):
             raise RejoinFailed(f"a rank does not say on which node it is ({error})") from None
         if not all(0 <= node < self._num_nodes for node in nodes.values()):
             raise RejoinFailed(f"ranks on nodes {sorted(set(nodes.values()))} of {self._num_nodes}")
-        self._sources, self._home = sources(verdict, nodes), None  # nodes may have different directories
+        self._sources = sources(verdict, nodes)
 
     def _donates(self, verdict: Verdict) -> bool:
         return self.ranks.rank in self._sources.values()

@@ -36,7 +36,6 @@ __all__ = ["Coordinator", "Fallback", "InMemory", "Phase", "Report", "Verdict", 
 
 _MOST_STEP = 1 << 60
 _LONGEST = 2000
-_LONGEST_PATH = 4096
 _MOST_MOMENTS = 64
 
 
@@ -96,8 +95,6 @@ class Report:
     """The order of gradients of each DDP module; see `capture.ddp_order`."""
     problem: str = ""
     """Why this rank cannot take part; empty: it can."""
-    home: str = ""
-    """The directory that names the folder in shared memory."""
     peers: tuple[int, ...] | None = None
     """The ranks that hold the same parts of the state as this one, this one included; None: every rank does."""
     base: Moment | None = None
@@ -117,7 +114,6 @@ class Report:
             "groups": self.groups,
             "orders": {name: list(order) for name, order in self.orders.items()},
             "problem": self.problem,
-            "home": self.home,
             "peers": None if self.peers is None else list(self.peers),
             "base": None if self.base is None else list(self.base),
             "saved": self.saved,
@@ -140,7 +136,6 @@ class Report:
             groups=str(content["groups"])[:_LONGEST],
             orders={str(name): [int(index) for index in order] for name, order in content["orders"].items()},
             problem=str(content["problem"])[:_LONGEST],
-            home=str(content["home"])[:_LONGEST_PATH],
             peers=None if content["peers"] is None else tuple(int(peer) for peer in content["peers"]),
             base=None if content["base"] is None else _moment(content["base"]),
             saved=int(content["saved"]),
