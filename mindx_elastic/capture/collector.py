@@ -356,11 +356,6 @@ class Collector:
             state["loose"] = loose
         return state if self.rank_weights is None else state | self.rank_weights.part()
 
-    @property
-    def loop_at_boundary(self) -> Mapping[str, Any]:
-        """`loop` as it was at the boundary."""
-        return self._loop
-
     def copy_of_small(self) -> dict[str, Any]:
         """A copy of the boundary's small state that outlives the next `copy`: for `compose`, to go back to it while
         the weights are still those. Without objects that are too slow to copy (`slow_objects`). Waits for the devices.

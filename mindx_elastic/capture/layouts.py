@@ -120,11 +120,6 @@ class LayoutRecorder:
         """Parameters or groups have changed: work the record out anew when it is asked for."""
         self._record = None
 
-    @property
-    def job(self) -> Sequence[TensorSpec]:
-        """What was set with `set_job_layouts`."""
-        return self._job
-
     def set_job_layouts(self, job: Sequence[TensorSpec]) -> None:
         """Set one tensor of every layout that any rank of the job has.
 

@@ -38,7 +38,6 @@ from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import look, program_files
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.loops.epoch_tail import front_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -447,7 +446,6 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 base=saver.base,
                 saved=saver.newest_step,
                 memory=memory,
-                behind_tail=front_of(collector.loop_at_boundary) is not None,
             )
 
     def donate() -> Path:

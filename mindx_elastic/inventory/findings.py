@@ -24,7 +24,7 @@ from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import Strategies, facts_of
 from mindx_elastic.memory.folders import rank_folders
-from mindx_elastic.memory.known_runs import Claim, claim_of, known_runs
+from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
 from mindx_elastic.persist.first_save import Note, note_at
@@ -138,10 +138,8 @@ class Findings:
     """Run -> attempt and step of its newest boundary that has come out as forecast, according to some rank's file."""
     attempts: dict[str, int] = field(default_factory=dict)
     """Highest attempt of each run, in memory or on disk."""
-    known: dict[str, float] = field(default_factory=dict)
-    """Run -> its last sign of life, for the runs that appear in files, event logs and markers on disk."""
-    claim: Claim | None = None
-    """The memory's record of its run."""
+    known: set[str] = field(default_factory=set)
+    """The runs that appear in files, event logs and markers on disk."""
     rejected: list[Rejected] = field(default_factory=list)
     """Files that cannot be used, or not by every rank."""
     anything: bool = False
@@ -197,7 +195,7 @@ class Findings:
                 for moment, state in states.items()
             ],
             "unforeseen": sorted(self.unforeseen),
-            "claim": None if self.claim is None else [self.claim.run_id, self.claim.began],
+            "known": sorted(self.known),
             "rejected": [[one.what, one.reason] for one in self.rejected],
         }
         return json.dumps(content, separators=(",", ":"))
@@ -228,8 +226,7 @@ class Findings:
             unforeseen={_moment(each) for each in content["unforeseen"]},
             foreseen={_text(run): (_whole(a), _whole(s)) for run, (a, s) in content["foreseen"].items()},
             attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
-            known={run: _time(last) for run, last in content["known"].items()},
-            claim=None if content["claim"] is None else Claim(_text(content["claim"][0]), _time(content["claim"][1])),
+            known={_text(run) for run in _listed(content["known"])},
             rejected=[Rejected(_text(what), _text(reason)) for what, reason in content["rejected"]],
             anything=bool(content["anything"]),
             other=bool(content["other"]),
@@ -238,7 +235,7 @@ class Findings:
 
 
 _PLAIN = (
-    *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "known", "anything", "other"),
+    *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "anything", "other"),
     *("never_saved", "foreseen"),
 )
 _ROW = (
@@ -305,10 +302,10 @@ def _whole(value: object) -> int:
     return value
 
 
-def _time(value: object) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!r:.40} is not a time")
-    return float(value)  # type: ignore[arg-type]  # checked
+def _listed(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.40} is not a list")
+    return value
 
 
 def _share(value: Sequence[Any]) -> Share:
@@ -451,15 +448,12 @@ def _find_known_runs(
     trust: Trust,
     found: Findings,
 ) -> None:
-    """Find the runs on disk; if there is memory to judge, also the runs in event logs and in the memory itself."""
+    """Find the runs on disk; if there is memory to judge, also the runs in event logs."""
     wanted = {entry.info.run_id for entry in in_memory if entry.info is not None}
     wanted |= {moment[0] for states in found.own.values() for moment in states}
     if listing.arenas is not None and rank_folders(listing.arenas):
         found.known = known_runs(listing.directories, wanted, trust)
-        found.claim = claim_of(listing.arenas, listing.directories[0])
-    for entry in on_disk:
-        if (info := entry.info) is not None:
-            found.known[info.run_id] = max(info.created, found.known.get(info.run_id, 0.0))
+    found.known |= {entry.info.run_id for entry in on_disk if entry.info is not None}
 
 
 def put_aside(found: Findings) -> None:

@@ -22,7 +22,6 @@ from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.inventory.findings import Findings, Place, Share
-from mindx_elastic.memory.known_runs import usable_runs
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
 from mindx_elastic.plan.assumptions import settle_assumptions
@@ -163,7 +162,7 @@ class Inventory:
         Raises ValueError for findings that contradict each other.
         """
         made = cls(len(findings))
-        made.runs = _usable_runs(findings)
+        made.runs = {run for found in findings for run in found.known} - {""}
         disks = _groups([(found.disk, found.share) for found in findings], made.unread)
         machines = _groups([(found.machine, found.memory_share) for found in findings], made.unread)
         for found in findings:
@@ -475,14 +474,6 @@ def _order(file: _File) -> tuple[Any, ...]:
     kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
     is_part = fact.held is not None
     return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
-
-
-def _usable_runs(findings: Sequence[Findings]) -> set[str]:
-    known: dict[str, float] = {}
-    for found in findings:
-        for run, last in found.known.items():
-            known[run] = max(last, known.get(run, 0.0))
-    return usable_runs(known, [found.claim for found in findings if found.claim is not None])
 
 
 def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:

@@ -28,7 +28,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -217,11 +217,11 @@ class RankArena:
             self.close()
             raise
 
-    def describe(self, directory: Path, run_id: str, trace: Mapping[str, Any] | None = None) -> None:
-        """Write ``owner.json``, with the run's `trace` in `directory`."""
+    def describe(self, directory: Path, run_id: str) -> None:
+        """Write ``owner.json``."""
         path, temp = self.job / OWNER_FILE, self.folder / OWNER_FILE
         with open(open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump({"directory": str(directory), "run_id": run_id, "created": time.time(), **(trace or {})}, file)
+            json.dump({"directory": str(directory), "run_id": run_id, "created": time.time()}, file)
         os.replace(temp, path)
 
     def record(self, index: int) -> SlotRecord:

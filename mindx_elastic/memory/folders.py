@@ -156,9 +156,8 @@ def rank_folders(job: Path) -> dict[int, Path]:
 
 
 def read_owner(job: Path) -> dict[str, Any]:
-    """What ``owner.json`` says of a job: ``directory``, ``run_id``, ``created`` and the run's trace. Its values are not
-    checked. Raises OSError, ValueError.
-    """
+    """What ``owner.json`` says of a job: ``directory``, ``run_id``, ``created``. Its values are not checked. Raises
+    OSError, ValueError."""
     return read_json_object(job / OWNER_FILE)
 
 

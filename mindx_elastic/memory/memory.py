@@ -103,8 +103,8 @@ class Memory:
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
-            trace = leave_trace(self._directory, events.run_id, logged=events.is_recorded)
-            self._arena.describe(self._directory, events.run_id, trace)
+            leave_trace(self._directory, events.run_id, logged=events.is_recorded)
+            self._arena.describe(self._directory, events.run_id)
         except OSError as error:
             logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
         modules = list(replicas)

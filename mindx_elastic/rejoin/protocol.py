@@ -102,8 +102,6 @@ class Report:
     saved: int = 0
     """The newest step that it knows to be on disk; 0: none."""
     memory: InMemory = _NOTHING
-    behind_tail: bool = False
-    """It had come to the end of the code behind an epoch, which belongs to that boundary."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -118,7 +116,6 @@ class Report:
             "base": None if self.base is None else list(self.base),
             "saved": self.saved,
             "memory": self.memory.to_json(),
-            "behind_tail": self.behind_tail,
         }
 
     @classmethod
@@ -140,7 +137,6 @@ class Report:
             base=None if content["base"] is None else _moment(content["base"]),
             saved=int(content["saved"]),
             memory=InMemory.from_json(content["memory"]),
-            behind_tail=bool(content["behind_tail"]),
         )
 
 
@@ -170,8 +166,6 @@ class Verdict:
     """Ranks whose places new processes take."""
     behind: tuple[int, ...] = ()
     """Survivors whose own state is not that of the boundary."""
-    behind_tail: bool = False
-    """Some of the living ranks had come to the end of the code behind an epoch; see `Report.behind_tail`."""
     steps_lost: int = 0
     """How many steps that every rank had passed, as far as is known, are done again."""
 
@@ -250,7 +244,6 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
         donor=min(donors),
         dead=dead,
         behind=behind,
-        behind_tail=any(report.behind_tail for report in whole),
     )
 
 

@@ -284,7 +284,7 @@ def test_a_stranger_s_event_log_is_neither_believed_nor_written_to(
         shutil.copy(target, log)
         log.chmod(0o666 if kind == "loose" else 0o644)
         os.chown(log, STRANGER if kind == "stranger's" else 0, -1)
-    assert known_runs([tmp_path], trust=Trust()) == {}
+    assert known_runs([tmp_path], trust=Trust()) == set()
     Job(tmp_path).run(epochs=1)
     (aside,) = tmp_path.glob("events.jsonl.untrusted-*")
     assert "is moved to" in caplog.text and target.read_text() == '{"run_id": "forged"}\n'

@@ -105,7 +105,6 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
         ("own", [[-1, "run-a", 0, 3, False, True]]),
         ("unforeseen", [["run-a", 0]]),
         ("foreseen", {"run-a": [0]}),
-        ("claim", ["run-a"]),
         ("known", {"run-a": "yesterday"}),
         ("attempts", {"run-a": 1.5}),
         ("rejected", [["what"]]),

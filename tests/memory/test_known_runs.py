@@ -1,9 +1,8 @@
-"""Which runs' memory counts: what the directory knows, and one that could leave no trace there."""
+"""Which runs' memory counts: what the directory knows."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.agent.holder import flush
-from mindx_elastic.core.events import EventLog, lines_backwards, older_generation
-from mindx_elastic.memory.known_runs import Claim, claim_of, known_runs, leave_trace, marked_runs, usable_runs
-from tests.checkpoint_files import EPOCH_0, write_step
+from mindx_elastic.core.events import EventLog, older_generation
+from mindx_elastic.memory.known_runs import known_runs, leave_trace, marked_runs
+from tests.checkpoint_files import write_step
 from tests.memory.test_memory_files import WORLD, find, taken
 from tests.resume.arenas import RUN, Machine
 
@@ -23,13 +22,13 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path, WORLD)
 
 
-def begin(machine: Machine, run: str = RUN, *, logged: bool = False) -> str:
-    """What a guard leaves behind at its start; returns which trace."""
-    trace = leave_trace(machine.directory, run, logged=logged)
+def begin(machine: Machine, run: str = RUN, *, logged: bool = False) -> bool:
+    """What a guard leaves behind at its start; returns whether the directory knows the run."""
+    is_known = leave_trace(machine.directory, run, logged=logged)
     arena = machine.arena(0)
-    arena.describe(machine.directory, run, trace)
+    arena.describe(machine.directory, run)
     arena.close()
-    return str(trace["trace"])
+    return is_known
 
 
 @pytest.fixture
@@ -48,71 +47,32 @@ def full(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize(
-    ("known", "claims", "usable"),
-    [
-        ({}, [], set()),
-        ({"a": 5.0, "": 6.0}, [], {"a"}),
-        ({}, [Claim("c", 5.0)], {"c"}),
-        ({"a": 4.0}, [Claim("c", 5.0)], {"a", "c"}),
-        ({"a": 6.0}, [Claim("c", 5.0)], {"a"}),  # another run has lived since
-        ({"a": 4.0}, [Claim("old", 3.0), Claim("c", 5.0)], {"a", "c"}),
-        ({"a": 4.0, "c": 9.0}, [Claim("c", 5.0)], {"a", "c"}),
-        ({}, [Claim("", 5.0)], set()),
-    ],
-)
-def test_the_rule(known: dict[str, float], claims: list[Claim], usable: set[str]) -> None:
-    assert usable_runs(known, claims) == usable
-
-
 def test_a_marker_takes_the_place_of_the_log(machine: Machine) -> None:
     machine.snapshot(9)
     assert find(machine) == [None] * WORLD, "nobody knows the run"
-    assert begin(machine) == "marker"
+    assert begin(machine)
     assert taken(find(machine)) == [(9, None, None)] * WORLD
     shutil.rmtree(machine.directory)
     machine.directory.mkdir()
     assert find(machine) == [None] * WORLD, "made anew"
-    assert begin(machine) == "marker" and marked_runs(machine.directory).keys() == {RUN}
+    assert begin(machine) and marked_runs(machine.directory) == {RUN}
     machine.know(RUN)
-    assert begin(machine, logged=True) == "log"
+    assert begin(machine, logged=True)
     assert [path.name for path in machine.directory.iterdir()] == ["events.jsonl"], "the marker is gone"
     assert taken(find(machine)) == [(9, None, None)] * WORLD
 
 
 @pytest.mark.parametrize("run", ["../x", "a/b", "ä \n.", "%2F"])
 def test_a_marker_of_any_run(machine: Machine, run: str) -> None:
-    assert begin(machine, run) == "marker" and marked_runs(machine.directory).keys() == {run}
+    assert begin(machine, run) and marked_runs(machine.directory) == {run}
 
 
-def test_where_nothing_can_be_written_memory_speaks_for_itself(machine: Machine, full: list[str]) -> None:
-    machine.snapshot(9)
-    assert begin(machine) == "none" and full
-    assert taken(find(machine)) == [(9, None, None)] * WORLD
-
-
-def test_a_directory_that_was_made_anew_gets_nothing_of_it(
-    machine: Machine, full: list[str], monkeypatch: pytest.MonkeyPatch
+def test_where_nothing_can_be_written_the_line_says_what_that_would_cost(
+    machine: Machine, full: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.snapshot(9)
-    assert begin(machine) == "none" and claim_of(machine.job, machine.directory) is not None
-    machine.directory.rename(machine.directory.with_name("old"))
-    machine.directory.mkdir()
-    assert claim_of(machine.job, machine.directory) is None
-    assert find(machine) == [None] * WORLD
-
-
-def test_an_older_run_claims_nothing_once_another_one_has_lived(
-    machine: Machine, full: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This machine had no part in the newer run: the directory knows that one, and it is the one to go on with."""
-    machine.snapshot(9)
-    assert begin(machine) == "none"
-    claim = claim_of(machine.job, machine.directory)
-    assert claim is not None and full
-    monkeypatch.undo()
-    write_step(machine.directory, 3, world_size=WORLD, run_id="newer", created=claim.began + 1)
-    assert {step for step, _, _ in taken(find(machine))} == {3}
+    assert not begin(machine) and full
+    assert find(machine) == [None] * WORLD and "Make room there" in caplog.text
 
 
 def test_a_run_is_known_by_its_files(machine: Machine) -> None:
@@ -129,7 +89,7 @@ def test_the_holder_keeps_to_the_same_rule(tmp_path: Path) -> None:
     arena.describe(machine.directory, RUN)
     arena.close()
     assert "does not know the run" in " ".join(flush(machine.job).lines)
-    assert begin(machine) == "marker"
+    assert begin(machine)
     flushed = flush(machine.job)
     assert flushed.step == 9, flushed.lines
 
@@ -142,7 +102,7 @@ def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(machine: Machine, mon
         machine.know(run)
         for _ in range(3000):
             EventLog(log, run_id=run).emit("save", reason="x" * 100)
-    assert known_runs([machine.directory]).keys() == {"older", "run-b", RUN}
+    assert known_runs([machine.directory]) == {"older", "run-b", RUN}
     read: list[int] = []
     pread = os.pread
 
@@ -151,22 +111,4 @@ def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(machine: Machine, mon
         return pread(fd, count, offset)
 
     monkeypatch.setattr(os, "pread", counted)
-    assert known_runs([machine.directory], {RUN}).keys() == {RUN} and sum(read) <= 1 << 16
-
-
-@pytest.mark.parametrize(
-    "owner",
-    [b"", b"[]", b"{}", b"x" * 100_000, b'{"trace": "none"}', b"[" * 50_000],
-)
-def test_a_damaged_owner_file_claims_nothing(machine: Machine, owner: bytes) -> None:
-    machine.snapshot(9)
-    (machine.job / "owner.json").write_bytes(owner)
-    assert claim_of(machine.job, machine.directory) is None
-
-
-def test_what_a_claim_holds(machine: Machine, full: list[str]) -> None:
-    machine.snapshot(9)
-    begin(machine)
-    owner = json.loads((machine.job / "owner.json").read_text())
-    assert (owner["trace"], owner["run_id"], len(owner["directory_identity"])) == ("none", RUN, 3)
-    assert owner["created"] > EPOCH_0 and not list(lines_backwards(machine.directory / "events.jsonl"))
+    assert known_runs([machine.directory], {RUN}) == {RUN} and sum(read) <= 1 << 16

@@ -69,12 +69,12 @@ def taken(found: list[Resumed | None]) -> list[tuple[int, int | None, int | None
 
 
 def test_runs_of_the_event_logs(machine: Machine, tmp_path: Path) -> None:
-    assert known_runs([machine.directory]).keys() == set()
+    assert known_runs([machine.directory]) == set()
     machine.know("run-a", "run-b", "run-a", "")
     with open(machine.directory / "events.jsonl", "ab") as file:
         file.write(json.dumps({"event": "x", "reason": 'a "run_id": "quoted" in a text'}).encode() + b"\n")
         file.write(b'{"half a line\n\xff\xfe\n{"run_id": "run-c", "cut of')
-    assert known_runs([tmp_path / "nothing", machine.directory]).keys() == {"run-a", "run-b", "run-c"}
+    assert known_runs([tmp_path / "nothing", machine.directory]) == {"run-a", "run-b", "run-c"}
 
 
 def test_what_others_have_planted_is_not_looked_at(machine: Machine, tmp_path: Path) -> None:
