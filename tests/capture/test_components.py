@@ -499,3 +499,21 @@ def test_torchscript_modules_keep_buffers_and_modes() -> None:
     assert not other.training and all(
         torch.equal(a, b) for a, b in zip(state.values(), other.state_dict().values(), strict=True)
     )
+
+
+class Rounding:
+    """Its load makes something else of what it has given."""
+
+    def __init__(self) -> None:
+        self.count: Any = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [{"count": self.count}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = torch.tensor(float(state["inner"][0]["count"]))
+
+
+def test_a_load_that_changes_types_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    PlainComponent("meter", Rounding()).load({"inner": [{"count": 5}]})
+    assert "meter: its load_state_dict() gives other types than were saved: inner.0.count was int" in caplog.text
