@@ -32,7 +32,6 @@ __all__ = [
     "SharingSettings",
     "ShrinkSettings",
     "TftSettings",
-    "TrainerSettings",
     "mpirun_grace_s",
     "parse_snapshot_every",
 ]
@@ -207,28 +206,6 @@ class AgentInfo:
         if not folder:
             return None
         return cls(folder=Path(folder), pid=pid, run_dir=Path(run_dir) if run_dir else None, attempt=attempt)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
-    """Where Kubeflow Trainer wants to hear of a job's progress, see `platforms.trainer_status`. It sets all of it."""
-
-    url: str = ""
-    """``KUBEFLOW_TRAINER_SERVER_URL``; empty: it does not want to hear."""
-    token_file: str = ""
-    """``KUBEFLOW_TRAINER_SERVER_TOKEN``: the file with the token of the pod's service account."""
-    ca_file: str = ""
-    """``KUBEFLOW_TRAINER_SERVER_CA_CERT``: the certificate that the server's one is checked with; empty: the
-    system's."""
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> TrainerSettings:
-        env = os.environ if env is None else env
-        return cls(
-            url=env.get("KUBEFLOW_TRAINER_SERVER_URL", "").strip(),
-            token_file=env.get("KUBEFLOW_TRAINER_SERVER_TOKEN", "").strip(),
-            ca_file=env.get("KUBEFLOW_TRAINER_SERVER_CA_CERT", "").strip(),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,6 @@ from mindx_elastic.config import (
     SharingSettings,
     ShrinkSettings,
     TftSettings,
-    TrainerSettings,
 )
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.persist import unflatten
@@ -87,7 +86,6 @@ SETTINGS = (
     RejoinSettings,
     SavingSettings,
     ShrinkSettings,
-    TrainerSettings,
 )
 
 
@@ -140,7 +138,6 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     assert (AgentInfo.from_env(recorder), TftSettings.from_env(recorder)) == (None, TftSettings())
     agent, keys = AgentInfo(folder=Path()), KeySettings.from_env(recorder)
     rejoin, shrink = RejoinSettings.from_env(recorder), ShrinkSettings.from_env(recorder)
-    trainer = TrainerSettings.from_env(recorder)
     defaults: dict[str, object] = {
         "MINDX_GRACE_S": settings.grace_s,
         "MINDX_AGREEMENT_S": settings.agreement_s,
@@ -190,9 +187,6 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_RUN_DIR": agent.run_dir,
         "MINDX_ATTEMPT": agent.attempt,
         "MINDX_PROVE": ProveSettings().control,
-        "KUBEFLOW_TRAINER_SERVER_URL": trainer.url or None,
-        "KUBEFLOW_TRAINER_SERVER_TOKEN": trainer.token_file or None,
-        "KUBEFLOW_TRAINER_SERVER_CA_CERT": trainer.ca_file or None,
     }
     assert len(defaults) + 1 == sum(len(fields(cls)) for cls in SETTINGS)  # GROUP_RANK is in two of them
     defaults |= dict.fromkeys(("RANK_ID", "RANK_SIZE", "DEVICE_ID"))  # instead of the first three

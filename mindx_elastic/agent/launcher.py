@@ -26,7 +26,6 @@ from mindx_elastic.agent import child
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
-from mindx_elastic.agent.job_progress import ProgressTeller
 from mindx_elastic.agent.last_lines import LastLines
 from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
@@ -41,13 +40,12 @@ from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
-from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings, TrainerSettings
+from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notices import NoticeWatch
-from mindx_elastic.platforms.trainer_status import TrainerReporter
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
 
 __all__ = ["launch"]
@@ -85,7 +83,6 @@ def _launch(plan: Launch, result: ResultFile) -> int:
     attach_console(_AgentFilter(), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    teller = ProgressTeller(TrainerReporter(TrainerSettings.from_env())) if options.trainer_status else None
     metrics_server = None if options.metrics is None else MetricsServer(*options.metrics, options.arena_base)
     signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
@@ -99,7 +96,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
     try:
         with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
             _share_signals(inbox)
-            return _run(plan, folder, inbox, result, metrics_server, teller)
+            return _run(plan, folder, inbox, result, metrics_server)
     finally:
         if metrics_server is not None:
             metrics_server.close()
@@ -126,7 +123,6 @@ def _run(
     inbox: SignalInbox,
     result: ResultFile,
     metrics_server: MetricsServer | None,
-    teller: ProgressTeller | None,
 ) -> int:
     options, config = plan.options, plan.config
     _set_environment(plan, folder)
@@ -161,7 +157,6 @@ def _run(
         supervisor = _make_supervisor(plan, handler, folder, inbox, events, notices, lines)
         if metrics_server is not None:
             supervisor.metrics = metrics_server.metrics
-        supervisor.teller = teller
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         supervisor.run()
         code = supervisor.ending.code
@@ -190,8 +185,6 @@ def _run(
         outcome = f"{outcome}, exit code {code}"
         host = socket.gethostname()
         _write_result(result, supervisor, early, code, cause)
-        if teller is not None:
-            teller.close(is_finished=supervisor is not None and supervisor.ending.outcome == "finished")
         events.emit("agent_end", reason=cause, pid=os.getpid(), host=host, outcome=outcome, exit_code=code)
     return code
 

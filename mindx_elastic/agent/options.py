@@ -90,8 +90,6 @@ class AgentOptions:
     """Private file with the job's key, absolute; None: none was given."""
     metrics: tuple[str, int] | None = None
     """Address and port of the metrics server; None: there is none."""
-    trainer_status: bool = False
-    """Kubeflow Trainer is told how far the job is."""
     notices: tuple[Source, ...] = ()
     """Where it is asked whether this machine is about to be taken away."""
     log_level: str
@@ -314,12 +312,6 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         metavar="HOST",
         help="address of --metrics-port; 0.0.0.0 lets other machines ask (default: 127.0.0.1)",
     )
-    add(
-        "--trainer-status",
-        action="store_true",
-        help="in a TrainJob of Kubeflow Trainer: report step, loss and progress of rank 0 to it, every 10 s at most "
-        "(default: nothing is sent)",
-    )
 
 
 def _parser() -> tuple[ArgumentParser, frozenset[str]]:
@@ -383,7 +375,6 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
         metrics=None if args.metrics_port is None else (args.metrics_host or "127.0.0.1", args.metrics_port),
-        trainer_status=args.trainer_status,
         notices=tuple(open_source(text) for text in dict.fromkeys(args.notice or ())),
         log_level=settings.log_level,
     )

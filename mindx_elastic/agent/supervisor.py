@@ -34,7 +34,6 @@ from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.job_progress import ProgressTeller
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
@@ -111,7 +110,6 @@ class Supervisor(LocalElasticAgent):
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
         self._progress = ProgressLog(options.run_dir, folder.path)
-        self.teller: ProgressTeller | None = None
         """Is told how far the job is; None: nobody wants to hear."""
         self.metrics: Metrics | None = None
         """Is told what the pages say; None: nobody asks for it."""
@@ -604,8 +602,6 @@ class Supervisor(LocalElasticAgent):
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""
         self._progress.look(self._number, statuses, at_end=at_end)
-        if self.teller is not None:
-            self.teller.look(statuses, self.ledger.records, self._progress.loss)
         if self.metrics is not None:
             self.metrics.look(statuses, self.ledger.records)
 

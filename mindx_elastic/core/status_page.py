@@ -32,7 +32,7 @@ PAGE_BYTES = 4096
 RANKS_REPLACED, NODES_REPLACED = 1, 2
 """Values of `Status.in_place`: a new process can take a dead rank's place; another node can take a lost one's, too, as
 every rank has the whole state."""
-_MAGIC = 0x6D696E6478303031  # "mindx001"
+_MAGIC = 0x6D696E6478303032  # "mindx002"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
@@ -40,7 +40,7 @@ _FIELDS = (
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
     *("accumulates", "save_every_s"),
     *("durable_step", "durable_ns", "durable_bytes", "stall_ns"),
-    *("planned_steps", "asked_code", "snapshot_every"),
+    *("asked_code", "snapshot_every"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -128,8 +128,6 @@ class Status:
     """Bytes of all such files of this process."""
     stall_ns: int = 0
     """How long periodic saves have held up its training."""
-    planned_steps: int = 0
-    """Steps of the whole training, as far as its loops tell; 0: they do not."""
     asked_code: int = -1
     """The exit code of the stop under way, if it was asked for (`Alarm.asked_code`); -1: there is none."""
     fixed_size: str = ""

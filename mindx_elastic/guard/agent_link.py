@@ -43,7 +43,6 @@ class AgentLink:
     def __init__(self, info: AgentInfo, ranks: RankInfo, *, page: StatusPage | None = None) -> None:
         """`page`: of this process's guard before, which it goes on with. Raises ArenaError when the agent's folder
         cannot be used."""
-        self._planned = 0
         self._progress: Progress | None = None
         self._notes_progress = ranks.rank == 0
         self.stays = False
@@ -136,12 +135,9 @@ class AgentLink:
                 known[0][2],
             )
 
-    def pass_boundary(self, step: int, loss: object, planned: int, *, cut: bool) -> None:
-        """Training thread: a step has ended. `planned`: steps of the whole training; 0: not known."""
+    def pass_boundary(self, step: int, loss: object, *, cut: bool) -> None:
+        """Training thread: a step has ended."""
         self.page.pass_boundary(step, cut=cut)
-        if planned != self._planned:
-            self._planned = planned
-            self.page.set(planned_steps=planned)
         if self._notes_progress:
             self._note_progress(step, loss)
 

@@ -204,17 +204,16 @@ class Connections:
         *,
         cut: bool,
         loss: object = None,
-        planned: int = 0,
         tail_follows: bool = False,
         after_tail: bool = False,
     ) -> None:
-        """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. `planned`:
-        steps of the whole training; 0: not known. For the tail see `Memory.at_boundary`."""
+        """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. For the tail
+        see `Memory.at_boundary`."""
         self.has_trained = True
         if self.memory is not None and cut and not self.keeps_nothing:
             self.memory.at_boundary(step, tail_follows=tail_follows, after_tail=after_tail)
         if self.link is not None:
-            self.link.pass_boundary(step, loss, planned, cut=cut)
+            self.link.pass_boundary(step, loss, cut=cut)
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Training thread: the agent does not take the time inside for a hang."""

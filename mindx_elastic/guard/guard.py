@@ -498,7 +498,6 @@ class Guard(LayeredGuard):
                 step,
                 cut=self._cut,
                 loss=loss,
-                planned=self._loops.planned,
                 tail_follows=tail.is_pending,
                 after_tail=at_tail,
             )
@@ -537,7 +536,7 @@ class Guard(LayeredGuard):
         """The data has ended, unforeseen, and code that belongs to the last boundary follows: what it reads was not
         part of that boundary when it was kept. It was the place for a stop as well, which waits now."""
         self._collector.return_to_boundary()
-        self._around.at_boundary(self._loops.step, cut=self._cut, planned=self._loops.planned, after_tail=True)
+        self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
         self._save_if_due()
         self._collector.leave_boundary()
 

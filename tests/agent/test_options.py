@@ -229,7 +229,6 @@ def test_the_set_of_our_own_options() -> None:
             "--notice",
             "--metrics-port",
             "--metrics-host",
-            "--trainer-status",
         ),
     ]
 

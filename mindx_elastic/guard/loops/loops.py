@@ -34,7 +34,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
-from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
@@ -69,9 +68,6 @@ class Loops:
     def __init__(self, loaders: Loaders) -> None:
         self.step = self.epoch = self.step_in_epoch = 0
         """Of the last boundary, as in `Position`."""
-        self.planned = 0
-        """Steps of the whole training, as far as its loops tell; 0: they do not. Of epochs the first one counts as its
-        loader's length, later ones as the mean of those before."""
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
@@ -256,7 +252,6 @@ class Loops:
         try:
             for epoch in range(first, num_epochs + 1):
                 self._begin_epoch(epoch)
-                self.planned = self._steps_planned(epoch, num_epochs)
                 self.tail.begin_epoch(sys._getframe(1))
                 yield epoch - 1 + start
                 if self._running is not own:
@@ -272,12 +267,6 @@ class Loops:
         self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
-
-    def _steps_planned(self, epoch: int, num_epochs: int) -> int:
-        before = self.step - (self.step_in_epoch if self.epoch == epoch else 0)
-        if epoch > 1:
-            return round(before * num_epochs / (epoch - 1))
-        return num_epochs * num_batches(self.loaders[0]) if self.loaders else 0
 
     def _begin_loop(self) -> None:
         self.at_loop(sys._getframe(2))
@@ -571,7 +560,6 @@ class Loops:
             self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
         if not inside:
             self._begin_loop()
-            self.planned = num_steps
             if self._is_resuming and self.step > num_steps:
                 self._tell_shorter(f"steps({num_steps})", f"step {self.step}")
         ended = (self.epoch if inside else 0, num_steps)
