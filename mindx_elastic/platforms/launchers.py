@@ -133,10 +133,10 @@ def refusal(env: Mapping[str, str]) -> str:
             rank = "from 0" if launcher.rank == "MS_ROLE" else f"${launcher.rank}"
             size = f"${launcher.size}" if launcher.size in env else "number of ranks"
             return (
-                f"{found}, but no WORLD_SIZE and no process group: this is one of several processes, and each would "
-                f"train alone, into one directory. Start the job with {launcher.instead}\n"
+                f"{found}, but no WORLD_SIZE: one of several processes, and each would train alone, into one "
+                f"directory. Start the job with {launcher.instead}\n"
                 f"Or set RANK={rank} WORLD_SIZE={size} LOCAL_RANK=${launcher.local} MASTER_ADDR MASTER_PORT "
-                "and call torch.distributed.init_process_group() first. If each is a job of its own: WORLD_SIZE=1"
+                "and call init_process_group() first; a job of its own: WORLD_SIZE=1"
             )
     return ""
 
