@@ -4,8 +4,8 @@
 and shapes of the trained parameters) and, of each data-parallel rank, ``*_optim_states.pt`` with its partition of the
 parameters in float32:
 
-- stages 1 and 2: each parameter group is one flat vector, cut into equal parts; ``param_slice_mappings`` says where in
-  a rank's part each parameter is;
+- stages 1 and 2: each parameter group is one flat vector in the order of ``param_shapes``, cut into equal parts
+  (``param_slice_mappings`` says where each parameter is, too, and wrongly so with ``round_robin_gradients``);
 - stage 3: each parameter is flat and cut into equal parts, the last one padded; a rank has its parts one after the
   other, in the order of ``param_shapes``.
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class _Folder:
             )
         states = [_optimizer_state(file) for file in self._all_of(self.optims, "optim_states.pt", count)]
         stage3 = "fp32_flat_groups" in states[0]
-        found = self._stage_3(shapes, states) if stage3 else self._stages_1_and_2(shapes, states)
+        found = self._stage_3(shapes, states) if stage3 else self._stages_1_and_2(states)
         whole: dict[str, torch.Tensor] = {}
         for name, parts in found:
             size = (math.prod(shapes[name]),)
@@ -138,40 +139,31 @@ class _Folder:
             )
         return [files[rank] for rank in range(count)]
 
-    def _stages_1_and_2(
-        self, shapes: Mapping[str, Size], states: list[Mapping[str, Any]]
-    ) -> Iterator[tuple[str, list[Part]]]:
-        if not all("param_slice_mappings" in state for state in states):
-            raise UsageError(
-                f"{self.path}: does not say where each parameter is (DeepSpeed before 0.8). Run the zero_to_fp32.py "
-                "that DeepSpeed has put into the folder above, and convert what it writes"
-            )
-        parts: dict[str, list[Part]] = {name: [] for name in shapes}
-        done = dict.fromkeys(shapes, 0)
-        for state in states:
-            flat_groups, groups = state["single_partition_of_fp32_groups"], state["param_slice_mappings"]
-            for flat, places in zip(flat_groups, groups, strict=True):
-                for name, place in places.items():
-                    piece = flat[place.start : place.start + place.numel]
-                    parts[name].append(Part((done[name],), (place.numel,), _reader(piece)))
-                    if place.start < 0 or piece.shape != (place.numel,):
-                        raise ValueError(f"{name!s:.80} ends outside of its partition")
-                    done[name] += place.numel
-        yield from parts.items()
+    def _stages_1_and_2(self, states: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[Part]]]:
+        paddings, align = states[0].get("param_alignment_paddings"), 2 * len(states)
+        for number, shapes in enumerate(self.states["param_shapes"]):
+            flats = [state["single_partition_of_fp32_groups"][number] for state in states]
+            start = 0
+            for name, padding in zip(shapes, paddings[number] if paddings else [0] * len(shapes), strict=True):
+                length = math.prod(shapes[name])
+                yield name, _cut(flats, start, length)
+                start += length + padding
+            held = sum(flat.numel() for flat in flats)  # a part of the padding at the end may be saved
+            if -(-held // align) != -(-start // align):
+                raise ValueError(f"the ranks hold {held} elements of group {number}, the names make it {start}")
 
     def _stage_3(self, shapes: Mapping[str, Size], states: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[Part]]]:
         world, start = len(states), 0
-        lengths = {sum(flat.numel() for flat in state["fp32_flat_groups"]) for state in states}
         for name, shape in shapes.items():
             total = math.prod(shape)
             share = -(-total // world)
             parts = []
             for rank, state in enumerate(states):
                 held = max(0, min(share, total - rank * share))
-                piece = _slice(state["fp32_flat_groups"], start, held)
-                parts.append(Part((min(rank * share, total),), (held,), _reader(piece)))
+                parts += _cut(state["fp32_flat_groups"], start, held, place=rank * share)
             yield name, parts
             start += share
+        lengths = {sum(flat.numel() for flat in state["fp32_flat_groups"]) for state in states}
         if lengths != {start}:
             raise ValueError(f"the ranks hold {sorted(lengths)} elements, the names make it {start}")
 
@@ -180,17 +172,22 @@ class _Folder:
         buffers, shared = set(self.states.get("buffer_names") or ()), self.states.get("shared_params") or {}
         frozen = self._frozen()
         found: dict[str, torch.Tensor] = {}
-        absent = []
+        absent, other = [], []
         for name, value in self.module.items():
             whole = trained.get(shared.get(name, name), frozen.get(name))
             if whole is None and _is_tensor(value) and (name in buffers or value.numel()):
                 whole = value.float() if name in buffers and value.is_floating_point() else value
             if whole is None:
                 absent.append(str(name))
-            else:
-                found[name] = whole
+                continue
+            found[name] = whole
+            if name in trained and value.shape == whole.shape and not _equal(whole.to(value.dtype), value):
+                other.append(str(name))
         found |= {name: value for name, value in trained.items() if name not in found}
-        return found, [f"in the module and in no file, left out: {listed(absent, 8)}"] if absent else []
+        notes = [f"in the module and in no file, left out: {listed(absent, 8)}"] if absent else []
+        if other:
+            notes.append(f"other values than in the module that was saved with them: {listed(other, 8)}")
+        return found, notes
 
     def _frozen(self) -> dict[str, torch.Tensor]:
         shapes = self._shapes([self.states.get("frozen_param_shapes") or {}])
@@ -205,20 +202,20 @@ class _Folder:
         return found
 
 
-def _reader(tensor: torch.Tensor) -> Any:
-    return lambda: tensor
+def _cut(flats: Sequence[torch.Tensor], start: int, length: int, place: int = 0) -> list[Part]:
+    """Elements [start, start + length) of vectors that follow one another, which begin at `place` in their tensor."""
+    parts, at = [], 0
+    for flat in flats:
+        first, last = max(start, at), min(start + length, at + flat.numel())
+        if first < last:
+            piece = flat[first - at : last - at]
+            parts.append(Part((place + first - start,), (last - first,), partial(_same, piece)))
+        at += flat.numel()
+    return parts
 
 
-def _slice(flat_groups: list[torch.Tensor], start: int, length: int) -> torch.Tensor:
-    """Of vectors that follow one another."""
-    pieces = []
-    for flat in flat_groups:
-        pieces.append(flat[max(0, start) : max(0, start + length)])
-        start -= flat.numel()
-    found = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
-    if found.numel() != length:
-        raise ValueError("a rank holds fewer elements than the names make it")
-    return found
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _contents(file: Path) -> Mapping[str, Any]:
@@ -233,6 +230,10 @@ def _mapping(value: Any, what: str, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{path}: its {what} is no dictionary", path=path)
     return value
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _is_tensor(value: Any) -> bool:

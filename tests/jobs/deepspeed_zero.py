@@ -1,6 +1,6 @@
 """Three steps with DeepSpeed's ZeRO, and its checkpoint: ``deepspeed_zero.py STAGE fp32|bf16 FOLDER``.
 
-Two parameter groups of odd sizes, a tied weight, frozen parameters, buffers.
+Two parameter groups of odd sizes in round robin, small groups of stage 3, a tied weight, frozen parameters, buffers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,15 @@ groups = [
     {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
     {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
 ]
+zero = {"stage": int(STAGE), "overlap_comm": False, "round_robin_gradients": STAGE != "3", "sub_group_size": 20}
 config = {
     "train_micro_batch_size_per_gpu": 4,
-    "zero_optimization": {"stage": int(STAGE), "overlap_comm": False},
+    "zero_optimization": {
+        "stage": int(STAGE),
+        "overlap_comm": False,
+        "round_robin_gradients": STAGE != "3",
+        "sub_group_size": 20,
+    },
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "bf16": {"enabled": PRECISION == "bf16"},
