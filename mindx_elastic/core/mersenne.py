@@ -1,5 +1,5 @@
 """Reads and puts back the Mersenne twisters of a process, Python's `random` and numpy's global one, as raw bytes. Of
-torch's it tells from the bytes whether it has moved.
+torch's, which gives its own in a microsecond, it tells whether it has moved.
 
 Both libraries give their state as objects only: `random.getstate` makes 625 integers (7 us, and 26 where a training
 step has just used the caches), numpy's `get_state` takes 30 us and its `set_state` 45. The bytes themselves are one
@@ -398,40 +398,20 @@ def _numpy_gauss(generator: Any) -> bytes:
 # --- torch's ----------------------------------------------------------------------------------------------------------
 
 
-class _TorchAccess:
-    """Where the engine is of torch's CPU generator. Only read: it is put back by `set_state`."""
-
-    def __init__(self) -> None:
-        import torch
-
-        generator: Any = torch.default_generator  # its `_cdata` is in no stub
-        self.generator = generator
-        part = _torch_part()
-        self.block: Any = None
-        """The engine, live; None: only torch's own functions will do."""
-        if part is not None and _torch_words(generator) == ctypes.string_at(generator._cdata + part[0] + 20, 4 * 624):
-            self.block = (ctypes.c_char * part[1]).from_address(generator._cdata + part[0])
-        self.last: tuple[bytes, Any] = b"", None
-        """The bytes and the state at the last call."""
-
-
-_torch: _TorchAccess | None = None
+_torch_last: tuple[bytes, Any] = b"", None
+"""The bytes and the state at the last call of `torch_state`."""
 
 
 def torch_state() -> Any:
     """What `torch.default_generator.get_state` says. The same tensor again while it has not moved: do not change it."""
-    global _torch
-    access = _torch
-    if access is None:
-        access = _torch = _TorchAccess()
-    if access.block is None:
-        return access.generator.get_state()
-    raw, state = access.last
-    if state is None or not raw.startswith(access.block):
-        raw, state = access.block.raw, access.generator.get_state()
-        if raw.startswith(access.block):  # no other thread has drawn in between
-            access.last = raw, state
-    return state
+    global _torch_last
+    import torch
+
+    state: Any = torch.default_generator.get_state()
+    raw = state.numpy().tobytes()
+    if raw != _torch_last[0]:
+        _torch_last = raw, state
+    return _torch_last[1]
 
 
 def have_moved(python: object, numpy: object, torch: object) -> bool:
@@ -439,10 +419,8 @@ def have_moved(python: object, numpy: object, torch: object) -> bool:
     was not imported. False: `python_state`, `numpy_state` and `torch_state` would give these very objects again.
 
     In one call, for after most steps none has moved."""
-    mine, theirs = _python, _torch
-    if mine.block is None or mine.getstate is not random.getstate or theirs is None or theirs.block is None:
-        return True
-    if type(python) is not PythonState or theirs.last[1] is not torch:
+    mine = _python
+    if mine.block is None or mine.getstate is not random.getstate or type(python) is not PythonState:
         return True
     if type(numpy) is NumpyState and (access := _numpy) is not None and access.words is not None:
         if access.current_bits() is not access.bits:
@@ -451,60 +429,5 @@ def have_moved(python: object, numpy: object, torch: object) -> bool:
             return True
     elif numpy is not None or "numpy" in sys.modules:
         return True
-    return not (
-        python.raw.startswith(mine.block)
-        and python.gauss == mine.owner.gauss_next
-        and theirs.last[0].startswith(theirs.block)
-    )
-
-
-def _torch_words(generator: Any) -> bytes:
-    """The words as they should be in memory: 4 bytes each, of the 8 that `get_state` gives from byte 24 on."""
-    import numpy
-
-    words = generator.get_state().numpy()[24 : 24 + 8 * NUM_WORDS].view(numpy.uint64)
-    return bytes(words.astype(numpy.uint32).tobytes())
-
-
-@cache
-def _torch_part() -> tuple[int, int] | None:
-    """Where in a CPU generator its seed, counters, words and kept normal deviates are, and how many bytes; None: they
-    are not as expected."""
-    import torch
-
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return None
-    try:
-        one: Any = torch.Generator()
-        default: Any = torch.default_generator
-        size_of = ctypes.CDLL(None).malloc_usable_size
-        size_of.restype, size_of.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-        size = size_of(one._cdata)
-    except (AttributeError, OSError):
-        return None
-    found = ctypes.string_at(one._cdata, size).find(_torch_words(one)) - 20  # seed, left, seeded, next
-    if found < 0 or size_of(default._cdata) < size:
-        return None
-    block = (ctypes.c_char * (size - found)).from_address(one._cdata + found)
-    seen = {block.raw: one.get_state().numpy().tobytes()}
-
-    def single() -> object:
-        return torch.randn(1, generator=one, dtype=torch.float32, device="cpu")
-
-    def double() -> object:
-        return torch.randn(1, generator=one, dtype=torch.float64, device="cpu")
-
-    def several() -> object:
-        return torch.rand(700, generator=one, dtype=torch.float32, device="cpu")
-
-    def reset() -> object:
-        return one.set_state(before)
-
-    before = one.get_state()
-    reads = (one.initial_seed, one.get_state, one.clone_state)
-    for draw in (single, single, double, double, several, reset, single, *reads, one.seed, lambda: one.manual_seed(3)):
-        draw()
-        raw, state = block.raw, one.get_state().numpy().tobytes()
-        if seen.setdefault(raw, state) != state:
-            return None
-    return (found, size - found) if len(set(seen.values())) == 8 else None
+    is_same = python.raw.startswith(mine.block) and python.gauss == mine.owner.gauss_next
+    return not is_same or torch_state() is not torch

@@ -39,7 +39,6 @@ from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
 from mindx_elastic.persist.packed import flat_bytes
-from mindx_elastic.persist.remembered_tables import RememberedTables
 
 __all__ = [
     "ANY_INTERVAL",
@@ -103,7 +102,6 @@ class Snapshotter:
         self._one_copy = threading.Lock()  # a dying save may come beside the training thread
         self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
-        self._tables = RememberedTables()
         self._reserved = self._reserving = self._hurry = False
         self._ahead = 0  # bytes to get before the first boundary
         self.broken = False
@@ -244,7 +242,7 @@ class Snapshotter:
 
     def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
-        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out, self._tables)
+        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
         self._nbytes = snapshot.nbytes
         self._laid_out = replace(snapshot, tensors={})  # keeps no tensor alive
         return snapshot
@@ -438,11 +436,10 @@ def lay_out(
     info: CheckpointInfo,
     layout: Mapping[str, Any] | None,
     earlier: SnapshotLayout | None = None,
-    tables: RememberedTables | None = None,
 ) -> SnapshotLayout:
     """Find out what `state` will look like as a file; nothing is copied. `earlier`: one whose places are taken over
-    where the tensors are of the same names, types and shapes. `tables`: see `flatten`. Raises UnsupportedStateError."""
-    tree, tensors = flatten(state, tables)
+    where the tensors are of the same names, types and shapes. Raises UnsupportedStateError."""
+    tree, tensors = flatten(state)
     kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     if earlier is not None and earlier.kinds == kinds:
         entries, draft = earlier.entries, earlier.draft

@@ -30,7 +30,6 @@ import torch
 
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
-from mindx_elastic.persist.remembered_tables import TABLES_DEPTH, TENSORS, RememberedTables, Table
 
 __all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
 
@@ -40,6 +39,7 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
@@ -47,10 +47,8 @@ _REMEDY = "convert it to a plain dense tensor before it enters the state"
 NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no structures
 
 
-def flatten(state: object, tables: RememberedTables | None = None) -> tuple[Tree, dict[str, torch.Tensor]]:
+def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
     """Split `state` into a JSON tree and the tensors that it refers to by name.
-
-    `tables`: of states like this one; what is the same is taken over, and must not be changed in the tree.
 
     The tensors are views of the state's own memory wherever that is possible (see `dtypes.to_stored`); nothing big is
     copied. Tensors with the same storage, offset, shape, strides and type appear once. Names are readable paths such
@@ -59,37 +57,18 @@ def flatten(state: object, tables: RememberedTables | None = None) -> tuple[Tree
     Raises UnsupportedStateError, which names the place, for anything that would not come back as it was: sparse,
     quantized, nested and meta tensors, tensor subclasses, arbitrary objects.
     """
-    if tables is not None:
-        tables.begin()
-    encoder = _Encoder(tables)
-    return encoder.encode_state(state), encoder.tensors
+    encoder = _Encoder()
+    return encoder.encode(state, "", 0), encoder.tensors
 
 
 class _Encoder:
-    def __init__(self, tables: RememberedTables | None) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._tables = tables
         # Most tensors are alone at their address, so that an identity is worked out for few of them.
         self._first: dict[int, torch.Tensor] = {}
         self._first_name: dict[int, str] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self._in_key = False
-
-    def encode_state(self, state: object) -> Tree:
-        """As `encode`; of a dict, the parts with plain values only that are as in the state before are taken over."""
-        tables = self._tables
-        if tables is None or type(state) is not dict or not all(type(k) is str and k[:1] != "$" for k in state):
-            return self.encode(state, "", 0)
-        tree: dict[str, Tree] = {}
-        for key, part in state.items():
-            content = tables.content_of(key, part)
-            known = None if content is None else tables.recall_plain(key, content)
-            if known is None:
-                known = self.encode(part, _join("", key), 1)
-                if content is not None:
-                    known = tables.keep_plain(key, content, known)
-            tree[key] = known
-        return tree
 
     def encode(self, value: Any, where: str, depth: int) -> Tree:
         kind = type(value)
@@ -130,15 +109,6 @@ class _Encoder:
             self._in_key = outer
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
-        tables = self._tables
-        if tables is None or depth > TABLES_DEPTH or (table := Table.of(value)) is None:
-            return self._any_dict(value, where, depth)
-        if not self._first.keys().isdisjoint(table.addresses):  # memory that has a name of another place
-            return self._any_dict(value, where, depth)
-        known = tables.recall(where, table, self.tensors, self._first, self._first_name)
-        return tables.keep(where, table, self._any_dict(value, where, depth)) if known is None else known
-
-    def _any_dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
         if {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:  # type: ignore[index]
             inner, encode = depth + 1, self.encode
             tensor: Callable[[Any, str, int], Tree] = self._tensor
@@ -149,7 +119,7 @@ class _Encoder:
                 or (type(item) is int and -(1 << 63) <= item < 1 << 63)
                 or (type(item) is float and item - item == 0.0)  # finite
                 else tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
-                if type(item) in TENSORS and within
+                if type(item) in _TENSORS and within
                 else encode(item, _join(where, key), inner)
                 for key, item in value.items()
             }

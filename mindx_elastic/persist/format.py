@@ -54,7 +54,6 @@ from mindx_elastic.persist.entries import (
     entry_texts,
 )
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
-from mindx_elastic.persist.remembered_tables import tree_text
 from mindx_elastic.persist.shared_json import SharedJson
 
 __all__ = [
@@ -349,7 +348,7 @@ class HeaderDraft:
             "mindx.schema": json.dumps(SCHEMA if held is None else SCHEMA_DIVIDED),
             "mindx.header_digest": json.dumps(NO_DIGEST),
             "mindx.checkpoint": json.dumps(info.to_json()),
-            "mindx.tree": tree_text(tree),
+            "mindx.tree": json.dumps(json.dumps(tree, separators=(",", ":"))),
             "mindx.digests": self._digests,
         }
         if layout:

@@ -283,10 +283,6 @@ def test_every_word_counts() -> None:
 
 def test_torchs_state_is_what_torch_says_after_any_draw() -> None:
     """And the same tensor as long as nothing is drawn."""
-    if sys.implementation.name == "cpython" and sys.platform == "linux":
-        assert mersenne._torch_part() is not None, (
-            "torch has another layout now; its own function is used, and is slower"
-        )
     kept = torch.default_generator.get_state()
     draws: list[Callable[[], object]] = [
         lambda: torch.randn(1),
@@ -304,18 +300,9 @@ def test_torchs_state_is_what_torch_says_after_any_draw() -> None:
             draw()
             state = mersenne.torch_state()
             assert torch.equal(state, torch.default_generator.get_state())
-            if mersenne._torch_part() is not None:
-                assert mersenne.torch_state() is state
+            assert mersenne.torch_state() is state
             before = state.clone()
             torch.rand(1)
             assert torch.equal(state, before), "no memory of the generator's"
     finally:
         torch.default_generator.set_state(kept)
-
-
-def test_torchs_own_function_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mersenne, "_torch_part", lambda: None)
-    monkeypatch.setattr(mersenne, "_torch", None)
-    for _ in range(3):
-        torch.rand(1)
-        assert torch.equal(mersenne.torch_state(), torch.default_generator.get_state())
