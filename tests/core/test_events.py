@@ -317,7 +317,8 @@ def test_a_line_of_all_ranks_comes_once_and_as_often_as_a_rank_says_it(tmp_path:
     assert said("too early to know the run") == 3
     for each in ranks:
         each.events = log
-    assert said("saved in /c/rank_{0}/a.safetensors (0.{0}1 s after the alarm)") == 1
+    assert said("resumed from /c/rank_{0}/a.safetensors, 0.{0}1 s ago") == 1
+    assert said("step 3 saved in /c/rank_{0}/a.safetensors") == 3
     assert said("SIGTERM heard") == said("SIGTERM heard") == 1
     assert said("rank {0} has no file") == said("failed", logging.ERROR) == 3
     log.attempt = 2

@@ -87,7 +87,7 @@ def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_agai
         job.expect(143 if ranks == 1 else 1)
     assert {event["step"] for event in events(tmp_path, "durable")} == {6}, job.report()
     resumed = run_job("train_model.py", tmp_path, ranks=ranks)
-    assert len(resumed.matches("step 6: its on_train_step_end callbacks had not ended")) == ranks, resumed.report()
+    assert len(resumed.matches("step 6: its on_train_step_end callbacks had not ended")) == 1, resumed.report()
     assert_same_end(reference(ranks), resumed)
     done = sorted(m[1] for m in [*job.matches(r"(STEP_EVAL .*)"), *resumed.matches(r"(STEP_EVAL .*)")])
     assert done == sorted(m[1] for m in reference(ranks).matches(r"(STEP_EVAL .*)")), resumed.report()

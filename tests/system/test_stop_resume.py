@@ -209,14 +209,14 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
     with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks) as job:
         job.wait_for("HOLD", count=ranks)
         flag.write_text('{"GracefulEx')  # half-written: a warning, then a retry
-        job.wait_for("is not readable JSON yet", count=ranks)
+        job.wait_for("is not readable JSON yet")
         flag.write_text(json.dumps({"GracefulExit": 1}))
         job.expect(75 if ranks == 1 else 1)
         assert len(job.matches("Graceful exit is triggered, stop training.")) == 1
-        assert len(job.matches("is not readable JSON yet")) == ranks, "a warning once, not one a poll"
+        assert len(job.matches("is not readable JSON yet")) == 1, "a warning once, not one a poll"
     # The flag is still set: the restart goes on all the same.
     resumed = resume(tmp_path, ranks, *args)
-    assert len(resumed.matches("has stopped this run before")) == ranks, resumed.report()
+    assert len(resumed.matches("has stopped this run before")) == 1, resumed.report()
     assert_resumed_equal(reference(ranks), job, resumed)
 
 
@@ -237,7 +237,7 @@ def test_a_flag_file_that_is_set_before_the_first_start(tmp_path: Path, referenc
         third.wait_for("READY", count=2)
     # Leaving the block has killed it.
     last = resume(tmp_path, 2, *args)
-    assert len(last.matches("has stopped this run before")) == 2, last.report()
+    assert len(last.matches("has stopped this run before")) == 1, last.report()
     assert last.hashes() == reference(2).hashes(), last.report()
 
 
