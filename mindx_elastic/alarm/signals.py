@@ -192,9 +192,10 @@ class SignalHandlers:
         try:
             with _no_default_action(signum):
                 handler(signum, None)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if not isinstance(error, SystemExit):
-                logger.warning("the handler that had %d before the guard: %s: %s", signum, type(error).__name__, error)
+                what = f"{type(error).__name__}: {error}"
+                logger.warning("the program's handler of signal %d, called after the save: %s", signum, what)
         self._lingering[signum] = signal.SIG_DFL
         signal.signal(signum, self._late)
 

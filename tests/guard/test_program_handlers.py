@@ -40,6 +40,10 @@ def cleanup(signum, frame):  # the usual idiom
 for_ever = threading.Event().wait
 if what == "handler":
     signal.signal(signal.SIGTERM, cleanup)
+elif what == "interrupt":
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt("from the program")
+    signal.signal(signal.SIGTERM, interrupt)
 elif what == "thread":
     threading.Thread(target=for_ever).start()
 elif what == "atexit":
@@ -65,6 +69,7 @@ with guard:
     ("what", "code", "said"),
     [
         ("handler", 143, "SAVED 1"),
+        ("interrupt", 143, "KeyboardInterrupt: from the program"),
         ("terminal", 129, "SIGHUP heard"),
         ("thread", 143, "'Thread-1 (wait)', no daemon, still runs"),
         pytest.param("pool", 143, "no daemon, still runs", marks=pytest.mark.slow),
