@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: help venv wheel demo test lint types pytest fast drill trainers format proto bench docs clean
+.PHONY: help venv wheel demo test lint types pytest fast drill trainers packages format proto bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
+	@echo "make packages installs about 90 packages of others into .venv-packages and prints docs/packages.md's table"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make docs     the pages under docs/ as a site in site/; links are checked"
@@ -138,6 +139,17 @@ $(DONE)/trainers: pyproject.toml $(DONE)/dev
 
 trainers: $(DONE)/trainers
 	$(BIN)/python -m pytest -m 'drill or not drill' $(IN_PARALLEL) $(PYTEST_ARGS) tests/integrations
+
+# An environment that sees .venv: its torch stays the only one, and mypy does not see these packages.
+$(DONE)/packages: requirements/packages.txt $(DONE)/dev
+	$(BIN)/python -m venv --without-pip .venv-packages
+	@for site in .venv-packages/lib/python3.*/site-packages; do \
+	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$site/base.pth; pwd >> $$site/base.pth; \
+	  $(INSTALL) --no-deps --target $$site --upgrade -r $<; done
+	@touch $@
+
+packages: $(DONE)/packages
+	OMP_NUM_THREADS=1 .venv-packages/bin/python -m tests.packages $(PACKAGES)
 
 proto: $(DONE)/dev
 	$(BIN)/python -m tests.platforms.generate_proto

@@ -67,6 +67,17 @@ class Component(Protocol):
     def go_back(self, kept: Any) -> None: ...
 
 
+def _has_state_of_torch(name: str, target: torch.optim.Optimizer) -> bool:
+    try:
+        return has_state_of_torch(target)
+    except Exception as error:  # some wrappers of before torch 2 never call Optimizer.__init__
+        kind = type(target)
+        raise UsageError(
+            f"{name}: state_dict() of {kind.__module__}.{kind.__qualname__} fails by itself ({error}): use a version "
+            f"of it that fits torch {torch.__version__}, or give its class the two methods"
+        ) from error
+
+
 def component_for(name: str, target: object, others: Collection[int] = ()) -> Component:
     """The component for `target`. Raises UsageError when it has neither ``state_dict`` nor an adapter.
 
@@ -74,7 +85,7 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
     """
     if isinstance(target, nn.Module):
         return ModuleComponent(name, target)
-    if isinstance(target, torch.optim.Optimizer) and has_state_of_torch(target):
+    if isinstance(target, torch.optim.Optimizer) and _has_state_of_torch(name, target):
         return OptimizerComponent(name, target)
     if is_plain_scaler(target):
         return ScalerComponent(name, target)

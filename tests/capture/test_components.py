@@ -517,3 +517,19 @@ class Rounding:
 def test_a_load_that_changes_types_is_told(caplog: pytest.LogCaptureFixture) -> None:
     PlainComponent("meter", Rounding()).load({"inner": [{"count": 5}]})
     assert "meter: its load_state_dict() gives other types than were saved: inner.0.count was int" in caplog.text
+
+
+class WithoutInit(torch.optim.Optimizer):
+    """As Lookahead of torch_optimizer: it never calls `Optimizer.__init__`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+    def state_dict(self) -> Any:
+        return super().state_dict()
+
+
+def test_an_optimizer_whose_state_dict_fails_is_refused_in_words() -> None:
+    inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"optimizer: state_dict\(\) of .*WithoutInit fails by itself"):
+        component_for("optimizer", WithoutInit(inner))

@@ -10,18 +10,24 @@ PARTS = (
     *(
         Part(
             package="torch-ema",
-            name="ExponentialMovingAverage",
+            name=f"ExponentialMovingAverage{name}",
             make="from torch_ema import ExponentialMovingAverage\n"
             "ema = ExponentialMovingAverage(model.parameters(), decay=0.9)",
             named=named,
             step="ema.update()",
             result="ema.shadow_params",
             want=want,
+            note=note,
         )
-        for named, want in (
-            ("stateful={'ema': ema}", "equal"),
-            ("stateful={'shadow_params': ema.shadow_params}", "told: num_updates"),
-            ("", "told: 'ema': ema"),
+        for name, named, want, note in (
+            ("", "stateful={'ema': ema}", "equal", ""),
+            (
+                ", only its list named",
+                "stateful={'shadow_params': ema.shadow_params}",
+                "silent",
+                "its count of updates is lost: name the object, as the warning says where nothing is named",
+            ),
+            (", not named", "", 'told: {"ema": ema}', ""),
         )
     ),
     *(
@@ -93,7 +99,7 @@ PARTS = (
         "ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True)",
         step="ema.step(model.parameters())",
         result="ema.shadow_params",
-        want="told: 'ema': ema",
+        want='told: {"ema": ema}',
     ),
     Part(
         package="pytorch-ignite",

@@ -71,6 +71,7 @@ PARTS = (
         package="torch-optimizer",
         name="Lookahead(Yogi)",
         make="import torch_optimizer\nopt = torch_optimizer.Lookahead(torch_optimizer.Yogi(model.parameters(), lr=1e-2), k=5)",
+        want="refused: fails by itself",
     ),
     *(
         _plain("torch-optimizer", f"from torch_optimizer import {kind}")
