@@ -34,7 +34,7 @@ from mindx_elastic.data.position import (
     whole_number,
 )
 from mindx_elastic.data.random_streams import SeededDataset, StreamUse, as_collated
-from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
+from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
 from mindx_elastic.data.sample_starts import VERSION
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
@@ -363,6 +363,11 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | 
         return loader
     order = stock_order(loader) if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
     if order is None:
+        if isinstance(loader, DataLoader) and keeps_state(loader) and not iterates_as_stock(loader):
+            kind = type(loader).__name__
+            raise UsageError(
+                f"{kind} keeps its position by itself. Give it to the guard as it is: Guard(loader=loader, ...)"
+            )
         return ReplayLoader(loader, seed=seed)
     whole_rounds = order.pop("whole_rounds")
     own_seed = order.pop("own_seed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -38,7 +39,7 @@ from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "parts_with_epoch"]
+__all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
 
 _KIND, _NOW = "replay", "batch_size"
 _STREAMS = "datasets.iterable_dataset"
@@ -474,14 +475,21 @@ def _capture_part(part: Any, loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"rngs": {name: state_of(rng) for name, rng in _generators(part, loader).items()}}
     if isinstance(epoch := _epoch_of(part), int):
         found["epoch"] = epoch
-    if _keeps_state(part) and not is_stream(part) and part is not loader:  # some loaders start workers to answer
+    if keeps_state(part) and not is_stream(part) and part is not loader:  # some loaders start workers to answer
+        try:
+            inspect.signature(part.state_dict).bind()
+        except TypeError:
+            raise UsageError(
+                f"the position of {type(part).__name__} is kept by its own library's loader, which alone can ask for "
+                "its state. Use that one in place of this loader (StreamingDataLoader): Guard(loader=loader, ...)"
+            ) from None
         found["state"] = copy.deepcopy(part.state_dict())
     return found
 
 
 def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
     """Put back what `_capture_part` found; what is no longer there is left out."""
-    if "state" in found and _keeps_state(part) and not is_stream(part):
+    if "state" in found and keeps_state(part) and not is_stream(part):
         part.load_state_dict(copy.deepcopy(found["state"]))
     if "epoch" in found and isinstance(_epoch_of(part), int):
         if has_method(part, "set_epoch"):
@@ -510,5 +518,5 @@ def _epoch_of(part: Any) -> Any:
     return part.epoch if is_stream(part) else attributes_of(part).get("epoch")
 
 
-def _keeps_state(part: Any) -> bool:
+def keeps_state(part: Any) -> bool:
     return has_method(part, "state_dict", "load_state_dict")

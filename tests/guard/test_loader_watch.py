@@ -8,18 +8,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mindx_elastic import Guard
 from mindx_elastic import data as mx_data
+from mindx_elastic.data import from_loader
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.loops import followed_loader
 from tests.guard.loader_loops import BATCHES, EPOCHS, FORMS, Pictures, Run, run_loop
-from tests.guarded import no_traces, plain_environment
+from tests.guarded import no_traces, plain_environment, stop_and_wait
 
 
 @pytest.fixture(autouse=True)
@@ -524,3 +528,86 @@ def test_a_cycle_beside_a_longer_loader_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnmanagedStateError, match=r"itertools.cycle\(loader_1\) keeps the batches"):
         train()
     assert guard.step == 4  # the short one has 3 batches
+
+
+class Streaming(DataLoader[Any]):
+    """As streaming libraries have it: counts by itself what it has given, and its data set's state wants arguments. One
+    that is loaded behind an epoch begins the next one, and to ask it before it is iterated spoils what was loaded."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(Numbered(), batch_size=4, num_workers=workers)
+        self.epoch = self.given = 0
+        self.loaded: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.loaded is None or self.given >= len(self):
+            self.epoch, self.given = self.epoch + 1, 0
+        begin, self.loaded = self.given, None
+        for number, batch in enumerate(super().__iter__()):
+            if number >= begin:
+                self.given += 1
+                yield batch + self.epoch * 100
+
+    def state_dict(self) -> dict[str, int]:
+        if self.loaded is not None:
+            self.epoch = 0
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+class Numbered(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+    def state_dict(self, num_samples: int) -> dict[str, int]:
+        return {"samples": num_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def streamed(directory: Path, stop: int, workers: int = 0) -> list[Any]:
+    loader, net = Streaming(workers), nn.Linear(1, 1)
+    found: list[Any] = []
+    guard = Guard(model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), loader=loader, directory=directory)
+    with guard:
+        for _ in guard.epochs(3):
+            for batch in loader:
+                found.append(batch.tolist())
+                if guard.step + 1 == stop:
+                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
+                guard.step_end()
+    return found
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (10, 0), (7, 1)])
+def test_a_loader_with_workers_and_a_state_of_its_own(
+    stop: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mid-epoch, and behind the last batch of one."""
+    monkeypatch.setattr(followed_loader, "_MOVE_ON", ("tests",))
+    whole = streamed(tmp_path / "whole", 0, workers)
+    assert len(whole) == 15
+    with pytest.raises(GracefulExit):
+        streamed(tmp_path / "cut", stop, workers)
+    assert streamed(tmp_path / "cut", 0, workers) == whole[stop:]
+
+
+def test_a_loader_of_that_kind_is_not_wrapped() -> None:
+    with pytest.raises(UsageError, match="Guard\\(loader=loader"):
+        from_loader(Streaming(0))
+    with pytest.raises(UsageError, match="Use that one"):
+        list(from_loader(DataLoader(StreamOfNumbers(), 4)))
+
+
+class StreamOfNumbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(8))
+
+    state_dict, load_state_dict = Numbered.state_dict, Numbered.load_state_dict

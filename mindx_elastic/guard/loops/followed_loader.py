@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader
 
 from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import length_of
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
@@ -21,10 +25,58 @@ from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "as_of_another_rank", "with_epochs_put_back"]
+__all__ = ["FollowedLoader", "OwnState", "as_of_another_rank", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, beside its position
+
+
+class OwnState:
+    """A DataLoader that keeps its position by itself, with workers that look after themselves (streams of litdata and
+    mosaicml-streaming).
+
+    Between a load and the next iteration its state is what was loaded, and it is not asked: litdata's ``state_dict()``
+    would move a loaded position to the first epoch. Neither does it get the dict that the guard keeps: it writes there.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader: Any = loader
+        self._loaded: Any = None
+        self._handed = self._at_load = 0  # batches of this epoch
+
+    def begin_iteration(self) -> None:
+        self._loaded, self._handed, self._at_load = None, self._at_load, 0
+
+    def hand_out(self) -> None:
+        self._handed += 1
+
+    def state_dict(self) -> Any:
+        return {"own": self.loader.state_dict(), "batches": self._handed} if self._loaded is None else self._loaded
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(copy.deepcopy(state["own"]))
+        self._loaded, self._at_load = state, state["batches"]
+        length = length_of(self.loader)
+        if length and self._at_load >= length and type(self.loader).__module__.partition(".")[0] in _MOVE_ON:
+            self._at_load = 0
+            _give_nothing_once(self.loader)
+
+
+_MOVE_ON = ("litdata", "streaming")
+"""Libraries whose loaders, loaded behind the last batch of an epoch, begin another one when they are iterated."""
+
+
+def _give_nothing_once(loader: Any) -> None:
+    """As its next iteration is the rest of an epoch that has none."""
+    kind = type(loader)
+
+    def rest(self: Any) -> Iterator[Any]:
+        object.__setattr__(self, "__class__", kind)
+        return iter(())
+
+    object.__setattr__(
+        loader, "__class__", type(kind.__name__, (kind,), {"__iter__": rest, "__module__": kind.__module__})
+    )
 
 
 class FollowedLoader(GivesCopies, BeginsEpochs):

@@ -35,6 +35,7 @@ from mindx_elastic.data.iteration import Iteration, at_unfollowed
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
 from mindx_elastic.guard.checks.surroundings import Found, look
+from mindx_elastic.guard.loops.followed_loader import OwnState
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch", "find_cycle"]
@@ -53,6 +54,8 @@ class LoaderWatch:
         self._unmanaged, self._adopted, self._now = unmanaged, adopted, now
         self.in_use: Callable[[], Sequence[tuple[str, Any]]] = tuple
         """Gives the loaders under the guard's `loader` that have handed out batches: name and the program's object."""
+        self.kept: Sequence[OwnState] = ()
+        """DataLoaders that the guard keeps by their own state."""
         self._thread = threading.get_ident()
         self._boundaries = 0
         self._fetched = 0  # by the first named loader up to the last boundary
@@ -83,11 +86,16 @@ class LoaderWatch:
             if self._active:
                 iterator.__dict__[_MADE] = self
                 iterator.__dict__[_LOADER] = weakref.ref(loader)
+                if (kept := self._kept_of(loader)) is not None:
+                    kept.begin_iteration()
 
         def give(iterator: Any) -> Any:
             if self._active and threading.get_ident() not in fetching and not self.is_outside:
                 self._see(iterator)
-            return following(iterator)
+            batch = following(iterator)
+            if self.kept and (kept := self._kept_of(iterator.__dict__.get(_LOADER, lambda: None)())) is not None:
+                kept.hand_out()
+            return batch
 
         def reset(iterator: Any, *args: Any, **kwargs: Any) -> None:
             iterator.__dict__.pop(_BEGAN, None)  # persistent workers: another pass
@@ -96,6 +104,9 @@ class LoaderWatch:
         self._hooks = {"__init__": made, "__next__": give, "_reset": reset}
         for name, hook in self._hooks.items():
             setattr(kind, name, hook)
+
+    def _kept_of(self, loader: Any) -> OwnState | None:
+        return next((kept for kept in self.kept if kept.loader is loader), None)
 
     def know(self, loaders: Mapping[int, Found]) -> None:
         """What was found when the guard was entered, by `id`: the program's loaders are those that a variable has. What
@@ -122,7 +133,9 @@ class LoaderWatch:
             else:
                 self._see_first(iterator, iterator.__dict__[_LOADER]())
         elif began != self._boundaries and self._crossing is None:
-            self._cross(_describe(iterator), iterator.__dict__.get(_LOADER, lambda: None)(), sys._getframe(2))
+            loader = iterator.__dict__.get(_LOADER, lambda: None)()
+            if self._kept_of(loader) is None:
+                self._cross(_describe(iterator), loader, sys._getframe(2))
 
     def _see_ours(self, iteration: Iteration) -> None:
         """A loader of ours that no guard follows is asked for a batch."""

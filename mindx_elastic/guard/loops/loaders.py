@@ -21,11 +21,11 @@ from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import epoch_reader, num_batches
-from mindx_elastic.data.replay import is_stream, is_torchdata
+from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.surroundings import Found, program_frames
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -39,6 +39,7 @@ class Loaders:
         """`loader`, `stateful`: as the guard was given them. Raises UsageError for what could not be resumed."""
         several = isinstance(loader, (list, tuple)) and bool(loader) and all(map(_is_loader, loader))
         self._followed: list[FollowedLoader] = []
+        self._own: list[OwnState] = []
         self._given: list[tuple[str, Any, Any]] = []  # the name, the program's object, what is saved for it
         self.named: list[Any] = []
         """Every loader, the resumable one in place of an adopted one."""
@@ -83,7 +84,7 @@ class Loaders:
                 "DataLoader over it; and iterate that"
             )
         adoptable = isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader)
-        if adoptable and (not _keeps_state(loader) or is_torchdata(type(loader))):
+        if adoptable and (not keeps_state(loader) or is_torchdata(type(loader))):
             adoption = Adoption(loader)
             loader = adoption.resumable
         if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
@@ -91,10 +92,13 @@ class Loaders:
             self._followed.append(followed)
             self.named.append(loader)
             return followed
-        if not _keeps_state(loader):
+        if not keeps_state(loader):
             raise UsageError(_refusal(name, loader))
         self.named.append(loader)
-        return loader
+        if not isinstance(loader, DataLoader):
+            return loader
+        self._own.append(own := OwnState(loader))
+        return own
 
     # --- life ---
 
@@ -112,6 +116,7 @@ class Loaders:
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
         self._watch = LoaderWatch(unmanaged, adopted, self._now)
+        self._watch.kept = self._own
         self._watch.has_named, self._watch.in_use = bool(self.named), self._in_use
         self._watch.enter(stack)
         self._has_fetched = self._told_idle = self._has_ended = False
@@ -400,12 +405,8 @@ class Loaders:
                 followed.look_ahead.settle(followed.track.fetches)
 
 
-def _keeps_state(loader: Any) -> bool:
-    return has_method(loader, "state_dict", "load_state_dict")
-
-
 def _is_loader(value: Any) -> bool:
-    return isinstance(value, (DataLoader, ReplayLoader)) or (has_method(value, "__iter__") and _keeps_state(value))
+    return isinstance(value, (DataLoader, ReplayLoader)) or (has_method(value, "__iter__") and keeps_state(value))
 
 
 def _refusal(name: str, loader: Any) -> str:
