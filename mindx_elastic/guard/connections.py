@@ -207,7 +207,7 @@ class Connections:
         tail_follows: bool = False,
         after_tail: bool = False,
     ) -> None:
-        """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. For the tail
+        """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. The tail:
         see `Memory.at_boundary`."""
         self.has_trained = True
         if self.memory is not None and cut and not self.keeps_nothing:

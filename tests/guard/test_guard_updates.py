@@ -65,7 +65,7 @@ class Interrupted(torch.optim.SGD):
                     self.middle()
 
 
-def test_a_handler_of_the_programs_that_exits_inside_an_update_saves_nothing_torn(tmp_path: Path) -> None:
+def test_a_handler_of_the_programs_that_exits_waits_for_the_save_of_the_whole_step(tmp_path: Path) -> None:
     def leave(signum: int, frame: object) -> None:
         raise SystemExit(0)
 
@@ -79,19 +79,22 @@ def test_a_handler_of_the_programs_that_exits_inside_an_update_saves_nothing_tor
             for step in guard.steps(9):
                 network(torch.ones(3, 2)).sum().backward()
                 if step == 3:
-                    optimizer.middle = lambda: signal.raise_signal(signal.SIGTERM)
+                    optimizer.middle = stop
                 optimizer.step()
                 optimizer.zero_grad()
                 guard.step_end()
 
+    def stop() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        guard.stopper.step_gate.wait_for_limit(60)
+
     try:
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(GracefulExit) as caught:
             run()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (type(caught.value), caught.value.code, guard.position.step) == (SystemExit, 0, 2)
-    assert not list(tmp_path.glob("*.safetensors"))
-    assert outcomes(tmp_path) == ["finished"]
+    assert (caught.value.code, caught.value.step) == (143, 3)
+    assert len(list(tmp_path.glob("*_3_breakpoint.safetensors"))) == 1
 
 
 class EveryStep:
