@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.copying import tensors_in
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError
 
@@ -57,7 +58,7 @@ def group_lists(target: object, others: Collection[int]) -> list[Groups]:
     """The lists of parameter groups in `target` and in what it holds, apart from `others` (by id)."""
     found: dict[int, Groups] = {}
     for each in _held(target, others):
-        groups = vars(each).get("param_groups")
+        groups = attributes_of(each).get("param_groups")
         if isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups):
             found.setdefault(id(groups), groups)
     return list(found.values())
@@ -79,7 +80,7 @@ def _held(target: object, others: Collection[int]) -> Iterator[Any]:
             seen.add(id(value))
             if isinstance(value, (list, tuple, dict)):
                 below += () if len(value) > _MANY else value.values() if isinstance(value, dict) else value
-            elif type(inside := getattr(value, "__dict__", None)) is dict:
+            elif inside := attributes_of(value):
                 yield value
                 below += inside.values()
         level = below
