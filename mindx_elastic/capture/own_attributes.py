@@ -25,7 +25,7 @@ from mindx_elastic.errors import MismatchError
 
 __all__ = ["OwnAttributes"]
 
-_NUMBERS = (bool, int, float, type(None))
+_NUMBERS = (bool, int, float, type(None), torch.dtype)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _MOST_ITEMS = 4096
 _TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | frozenset(vars(nn.Module()))

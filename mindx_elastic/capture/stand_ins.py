@@ -5,6 +5,7 @@
   attributes
 * a tensor of one of the `_TENSORS` (the 8-bit state of an optimizer): the plain tensors that it is made of
 * a parameter as a key: the parameter's name
+* a class (heavyball has its own in its groups): its name
 
 `original` makes the value again. A file names a class and never says what to run: the class is looked up among those
 that are imported, its instance is made without a call of ``__init__``, and only the classes of the list above, which
@@ -67,6 +68,9 @@ def stand_in(value: Any, part: Callable[[Any], Any]) -> Any:
         names, context = value.__tensor_flatten__()
         tensors = part({name: getattr(value, name) for name in names})
         return {MARK: path, "tensors": tensors, "context": part(context), "shape": value.shape}
+    if kind in (type, ABCMeta):
+        is_found = "<locals>" not in value.__qualname__ and not _is_of_python(value.__module__)
+        return {MARK: "builtins:type", "path": _path(value)} if is_found else value
     if issubclass(kind, Enum):
         return {MARK: path, "name": attributes_of(value)["_name_"]}
     if issubclass(kind, tuple):
@@ -151,6 +155,8 @@ def _original(
     if saved[MARK] == _TENSOR_DICT and "state" in saved:
         made = kind
         return made({}, []).load_state_dict(originals(saved["state"], parameters, device), assign=True)
+    if kind is type and not _is_of_python(saved.get("path", "builtins")):
+        return class_of(saved["path"], "the state")
     if issubclass(kind, Enum) and "name" in saved:
         return kind[saved["name"]]
     if issubclass(kind, tuple) and "values" in saved:
@@ -204,12 +210,16 @@ def _is_plain_class(kind: type) -> bool:
         if each in (object, ABC, Generic):
             continue
         root = each.__module__.partition(".")[0]
-        is_of_python = root in sys.stdlib_module_names and root != "__main__"
-        if not each.__flags__ & _HEAP_TYPE or is_of_python or root in ("torch", "numpy"):
+        if not each.__flags__ & _HEAP_TYPE or _is_of_python(root) or root in ("torch", "numpy"):
             return False
         if not _OWN_WAYS.isdisjoint(each.__dict__):
             return False
     return True
+
+
+def _is_of_python(module: str) -> bool:
+    root = module.partition(":")[0].partition(".")[0]
+    return root in sys.stdlib_module_names and root != "__main__"
 
 
 def _has_plain_data_only(value: Any, depth: int) -> bool:

@@ -6,15 +6,19 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
@@ -44,6 +48,7 @@ __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "ke
 _KIND, _NOW = "replay", "batch_size"
 _STREAMS = "datasets.iterable_dataset"
 _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
+_MOST_TENSORS = 8
 
 
 class ReplayLoader:
@@ -241,7 +246,8 @@ class ReplayLoader:
                 opened = self._open_foreign()
             else:
                 opened = self._engine.open(self._build, persistent=False)
-        batches = _Apart(opened[0], self._streams)
+        assert self._engine.cursor.start is not None
+        batches = _Apart(opened[0], self._streams, self._engine.cursor.start)
         for done in range(skip):
             if next(batches, _END) is _END:
                 raise _too_short(done, skip)
@@ -298,6 +304,7 @@ class ReplayLoader:
     def _capture(self) -> dict[str, Any]:
         return {
             "length": self._length(),
+            "first": "",
             "streams": capture_streams(),
             "parts": {name: _capture_part(part, self.loader) for name, part in self._parts().items()},
         }
@@ -317,14 +324,41 @@ _END = object()
 
 
 class _Apart(Iterator[Any]):
-    """Fetches with streams of its own: a replay, in which the training draws nothing, comes out the same."""
+    """Fetches with streams of its own: a replay, in which the training draws nothing, comes out the same, or says so:
+    where a shuffle is seeded by the time or the process, the first batch is another one.
+    """
 
-    def __init__(self, batches: Iterator[Any], streams: SeparateStreams) -> None:
-        self.wrapped, self._streams = batches, streams
+    def __init__(self, batches: Iterator[Any], streams: SeparateStreams, start: dict[str, Any]) -> None:
+        self.wrapped, self._streams, self._start, self._is_first = batches, streams, start, True
 
     def __next__(self) -> Any:
         with self._streams.used():
-            return next(self.wrapped)
+            batch = next(self.wrapped)
+        if self._is_first:
+            self._is_first = False
+            now, before = _digest(batch), self._start.get("first", "")
+            self._start["first"] = now
+            if before and now != before:
+                logger.warning(
+                    "not bit for bit the uninterrupted run: the epoch began again with another batch than before the "
+                    "stop, and samples come twice or never. Give its data set, and each shuffle in it, a fixed seed"
+                )
+        return batch
+
+
+def _digest(batch: Any) -> str:
+    """Of some of its tensors. Empty: there are none."""
+    found = islice((t for t in _tensors_in(batch) if t.layout is torch.strided and not t.is_nested), _MOST_TENSORS)
+    each = [tensor.detach().resolve_conj().resolve_neg().cpu().contiguous() for tensor in found]
+    return xxhash.xxh3_64_hexdigest(b"".join(map(memory_of, each))) if each else ""
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (dict, list, tuple)):
+        for item in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors_in(item)
 
 
 class _AsItWas:

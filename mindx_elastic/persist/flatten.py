@@ -210,8 +210,8 @@ class _Encoder:
             node["dtype"] = str(value.dtype).removeprefix("torch.")
         if stored.dim() > MAX_DIMS:
             raise UnsupportedStateError(where or "state", f"a tensor of {stored.dim()} dimensions; {MAX_DIMS} at most")
-        if not stored.is_contiguous() and is_dense(stored.shape, stored.stride()):
-            node["strides"] = list(stored.stride())  # channels_last and transposed weights stay as fast as they were
+        if not stored.is_contiguous():  # the order of the axes: products with a transposed matrix have other last bits
+            node["strides"] = list(torch.empty_like(stored, device="meta").stride())
         if value.requires_grad:
             node["grad"] = True
         if type(value) is torch.nn.Parameter:  # isinstance() would cost as much as all of the above

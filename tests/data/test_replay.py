@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.data import PositionedLoader, ReplayLoader
@@ -160,6 +160,33 @@ def test_resuming_with_workers(kind: str, workers: int) -> None:
     resumed = ReplayLoader(plain(kind, workers))
     resumed.load_state_dict(state)
     assert same(before + list(resumed), whole)
+
+
+class Unseeded(IterableDataset[torch.Tensor]):
+    """As a shuffle that webdataset seeds by the process and the time."""
+
+    def __init__(self, seed: object) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rows = [torch.tensor([float(row)]) for row in range(SIZE)]
+        random.Random(str(self.seed)).shuffle(rows)
+        return iter(rows)
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_an_epoch_that_begins_again_with_other_samples_is_told(
+    is_fixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = ReplayLoader(DataLoader(Unseeded("now"), 4))
+    iterator = iter(source)
+    next(iterator), next(iterator)
+    state = unflatten(*flatten(source.state_dict()))
+    resumed = ReplayLoader(DataLoader(Unseeded("now" if is_fixed else "later"), 4))
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.partition(":")[0] for line in told] == ["not bit for bit the uninterrupted run"] * (not is_fixed)
 
 
 def test_augmentation_of_map_style_data_does_not_depend_on_workers() -> None:

@@ -798,6 +798,21 @@ NOTED = {
         """,
         '"warmup" (Warmup, train.py) has an optimizer of the guard, is not named, and changes: count',
     ),
+    "a schedule without step()": (
+        """
+        class Warmup:
+            def __init__(self, optimizer): self.optimizer, self.count = optimizer, 0
+            def dampen(self):
+                self.count += 1
+                for group in self.optimizer.param_groups: group["lr"] = 0.01 * self.count
+            def state_dict(self): return {"count": self.count}
+            def load_state_dict(self, state): self.count = state["count"]
+        warmup = Warmup(opt)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt); warmup.dampen()
+        """,
+        '"warmup" (Warmup, train.py) has an optimizer of the guard, is not named, and changes: count',
+    ),
 }
 
 LATE_AVERAGE = """

@@ -44,7 +44,7 @@ class ByProjection(torch.optim.Optimizer):
     make: Callable[[torch.Tensor], Any] = staticmethod(lambda p: Projector(2))
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        super().__init__(parameters, {"lr": 0.1, "__class__": type(self)})  # as heavyball has it in its groups
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -53,6 +53,7 @@ class ByProjection(torch.optim.Optimizer):
             if "projector" not in state:
                 state["projector"] = self.make(p)
             p.sub_(0.1 * state["projector"].project(p.grad))
+        assert self.param_groups[0]["__class__"] is ByProjection
 
 
 class Packed(torch.Tensor):
@@ -239,6 +240,36 @@ def test_what_an_ordered_dict_says_of_itself_comes_back(tmp_path: Path) -> None:
     train(tmp_path, sgd, stateful={"store": (store := Store())})
     inner = store.state["storage"]["inner"]
     assert inner._metadata == OrderedDict({"": {"batch_size": torch.Size([40]), "device": torch.device("cpu")}})
+
+
+class Vaccine(nn.Module):
+    """As GradVac keeps what it has seen: a buffer that is no tensor yet, and what it was made for."""
+
+    seen: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+        self.key: Any = None
+
+    def forward(self) -> float:
+        if self.key != (1, torch.float32) or self.seen is None:
+            self.seen, self.key = torch.zeros(1), (1, torch.float32)
+        self.seen += 1
+        return float(self.seen)
+
+
+def test_a_type_among_the_attributes_of_a_named_module_is_kept(tmp_path: Path) -> None:
+    counts = []
+    for _ in range(2):
+        model, vaccine = nn.Linear(2, 2), Vaccine()
+        with Guard(model=model, stateful={"vaccine": vaccine}, directory=tmp_path) as guard, suppress(Stopped):
+            for step in guard.steps(4):
+                counts.append(vaccine())
+                guard.step_end()
+                if step == 2:
+                    raise Stopped
+    assert counts == [1, 2, 3, 4]
 
 
 class FullyShardedDataParallel(nn.Linear):

@@ -104,17 +104,20 @@ PARTS = (
                     opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
         """,
     ),
-    Part(
-        package="webdataset",
-        name="WebDataset with shuffle(16)",
-        make="import webdataset as wds, pathlib\nfolder = pathlib.Path(os.path.dirname(sys.argv[0])) / 'shards'\nfolder.mkdir(exist_ok=True)\n"
-        "if not (folder / '0.tar').exists():\n"
-        "    for s in range(2):\n"
-        "        with wds.TarWriter(str(folder / f'{s}.tar')) as sink:\n"
-        "            for i in range(32 * s, 32 * s + 32): sink.write({'__key__': f'{i:03}', 'x.pth': data.tensors[0][i], 'y.cls': int(data.tensors[1][i])})\n"
-        "stream = wds.WebDataset([str(folder / '0.tar'), str(folder / '1.tar')], shardshuffle=2).shuffle(16).decode().to_tuple('x.pth', 'y.cls')\n"
-        "loader = DataLoader(stream, batch_size=8)",
-        want="refused",
+    *(
+        Part(
+            package="webdataset",
+            name=f"WebDataset with shuffle(16{seed})",
+            make="import webdataset as wds, pathlib\nfolder = pathlib.Path(os.path.dirname(sys.argv[0])) / 'shards'\nfolder.mkdir(exist_ok=True)\n"
+            "if not (folder / '0.tar').exists():\n"
+            "    for s in range(2):\n"
+            "        with wds.TarWriter(str(folder / f'{s}.tar')) as sink:\n"
+            "            for i in range(32 * s, 32 * s + 32): sink.write({'__key__': f'{i:03}', 'x.pth': data.tensors[0][i], 'y.cls': int(data.tensors[1][i])})\n"
+            f"stream = wds.WebDataset([str(folder / '0.tar'), str(folder / '1.tar')], shardshuffle=2{seed}).shuffle(16{seed}).decode().to_tuple('x.pth', 'y.cls')\n"
+            "loader = DataLoader(stream, batch_size=8)",
+            want="equal" if seed else "told: seeded by time and process",
+        )
+        for seed in ("", ", seed=0")
     ),
     Part(
         package="mosaicml-streaming",

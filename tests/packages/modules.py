@@ -224,7 +224,8 @@ PARTS = (
         make="from spikingjelly.activation_based import neuron, functional\n"
         "model = nn.Sequential(nn.Linear(16, 32), neuron.LIFNode(), nn.Linear(32, 4))",
         step="functional.detach_net(model)",
-        want="told",
+        want="silent",
+        note="lost without a word: the membrane potentials are in a dict of the module. Next version",
     ),
     Part(
         package="torchattacks",

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import select
@@ -28,7 +29,7 @@ _STOP = 12
 """Of 24 steps in 3 epochs: in the middle of the second one."""
 _MOST_S = 300
 _OWN = re.compile(r"SIGTERM heard|Graceful exit|ends after the step")
-_TOLD = re.compile(r"\[mindx_elastic.*?\] (WARNING|ERROR) (.*)")
+_TOLD = re.compile(r"^SAID (WARNING|ERROR) (.*)", re.M)
 _REFUSAL = re.compile(r"mindx_elastic\.errors\.\w+: (.*)")
 
 
@@ -103,7 +104,7 @@ def _judge(part: Part, folder: Path) -> tuple[str, str]:
     refused = _REFUSAL.findall(resumed)
     if code:
         return ("refused at the resume" if refused else "failed at the resume"), (refused or [_last_line(resumed)])[-1]
-    if "resumed from" not in resumed:
+    if "SAID INFO resumed from" not in resumed:
         return "not saved", _joined(said)
     equal = _weights(straight) == _weights(resumed)
     return ("equal" if equal else "told" if said else "silent"), _joined(said)
@@ -137,6 +138,10 @@ def _run_script(script: Path, directory: Path, stop: int) -> None:
     from tests.natural.run import count_steps, stop_in
 
     os.environ.update(OMP_NUM_THREADS="1", MINDX_GRACE_S="120", COLUMNS="500", NO_COLOR="1")
+    said = logging.StreamHandler(sys.stdout)  # a library may give the root logger handlers that leave INFO out
+    said.setFormatter(logging.Formatter("SAID %(levelname)s %(message)s"))
+    logging.getLogger("mindx_elastic").addHandler(said)
+    logging.getLogger("mindx_elastic").setLevel(logging.INFO)
     stop_in(stop, rank=0)
     steps = count_steps()
     main = types.ModuleType("__main__")

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, has_method
 
 __all__ = [
     "Found",
@@ -316,9 +316,9 @@ class _Walk:
             self.seen.holders[id(found.value)] = found
             if int in kinds:
                 self.seen.instances[id(found.value)] = found
-        if "optimizer" in attributes:
-            has_step = any("step" in each.__dict__ for each in type(found.value).__mro__)
-            if has_step and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
+        if "optimizer" in attributes and not has_method(found.value, "zero_grad"):
+            is_one = has_method(found.value, "step") or has_method(found.value, "state_dict", "load_state_dict")
+            if is_one and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
                 self.seen.scheduler_likes[id(found.value)] = found
 
     def _children(self, kind: str, value: Any) -> Iterator[tuple[str, Any]]:

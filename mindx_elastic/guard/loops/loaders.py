@@ -153,6 +153,9 @@ class Loaders:
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
                 followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
+                if unseeded := followed.adoption.unseeded():
+                    what = f"{', '.join(unseeded)} in the data set of {followed.name} is seeded by time and process"
+                    unmanaged.risk(what, "Give it a seed: shuffle(1000, seed=0), WebDataset(..., seed=0)")
 
     def know(self, loaders: Mapping[int, Found]) -> None:
         """After `enter`: the program's loaders at that time, by `id`, with the names that it has for them."""
