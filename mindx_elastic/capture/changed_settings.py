@@ -28,8 +28,8 @@ __all__ = ["GivenSettings"]
 _MOST = 4
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, str, type(None))
-_IN_CODE = ""
-"""No object's name: in the file, what is in the program's code and not in its objects' state."""
+_IN_CODE, _SEED = "", "torch's seed"
+"""No objects' names: in the file, what is in the program's code and not in its objects' state; there, torch's seed."""
 
 
 class GivenSettings:
@@ -45,11 +45,12 @@ class GivenSettings:
         """When the training began."""
         self._now = dict(self.of_training)
         self._in_code = settings_in_code(components) if all(map(_is_new, components.values())) else {}
+        self._seed = self._seed_of_training = str(torch.initial_seed())
         self.kept = self._for_file()
         """For the file; only ever replaced."""
 
     def _for_file(self) -> Mapping[str, Any]:
-        return {**self.of_training, **({_IN_CODE: self._in_code} if self._in_code else {})}
+        return {**self.of_training, _IN_CODE: {**self._in_code, _SEED: self._seed_of_training}}
 
     def forget(self, name: str) -> None:
         """The groups of optimizer `name` have other numbers from here on: what was given is not compared."""
@@ -64,8 +65,19 @@ class GivenSettings:
         self.of_training = {name: given for name, given in theirs.items() if name != _IN_CODE}
         begun, now = theirs.get(_IN_CODE, {}), self._in_code
         self._in_code = now if now and not live else begun
+        if isinstance(begun, Mapping) and isinstance(seed := begun.get(_SEED), str):
+            self._seed_of_training = seed
         self.kept = self._for_file()
-        return [] if live else [*self._changed(components), *changed_in_code(now, begun)]
+        if live:
+            return []
+        told = [*self._changed(components), *changed_in_code(now, begun)]
+        if self._seed != self._seed_of_training:
+            told.append(
+                f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
+                f"{self._seed_of_training} in it. Another seed counts in a new run only: start anew with "
+                'resume="never" in another directory'
+            )
+        return told
 
     def _changed(self, components: Mapping[str, Component]) -> Iterator[str]:
         for name, given in self._now.items():

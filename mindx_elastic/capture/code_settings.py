@@ -1,6 +1,7 @@
 """What decides about a training and is in the program's code, not in a state that a checkpoint brings back.
 
-That is: plain numbers that modules have as attributes (a dropout's `p`, a norm's `eps`), and a `LambdaLR`'s functions.
+That is: plain numbers that modules have as attributes (a dropout's `p`, a norm's `eps`), a `LambdaLR`'s functions, and
+what the data set of a loader goes through.
 
 They are compared by value, as they are before the first step. A function is known by what it gives at some steps; the
 numbers that it reads are there to name the cause. All modules of a class are one list, because many have the same.
@@ -20,6 +21,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.components import Component, ModuleComponent, PlainComponent
+from mindx_elastic.capture.data_listing import first_difference
+from mindx_elastic.capture.plain_component import GoesThroughData
 
 __all__ = ["changed_in_code", "settings_in_code"]
 
@@ -27,7 +30,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 """By object and setting. Of a function's steps and of a class's modules: a list of [value, how many in a row]."""
 
 _STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
-_FACTOR = "factor"
+_FACTOR, _LISTING = "factor", "listing"
 _MOST_RUNS = 64
 _LARGEST = 1e9  # beyond are times and identities
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
@@ -41,6 +44,8 @@ def settings_in_code(components: Mapping[str, Component]) -> Settings:
             found[name] = _of_modules(component.module)
         elif isinstance(component, PlainComponent) and isinstance(component.target, LRScheduler):
             found[name] = dict(_of_functions(component.target))
+        elif isinstance(component, PlainComponent) and isinstance(component.target, GoesThroughData):
+            found[name] = {_LISTING: listing} if (listing := component.target.listing()) else {}
     return {name: given for name, given in found.items() if given}
 
 
@@ -50,7 +55,13 @@ def changed_in_code(now: Settings, begun: object) -> Iterator[str]:
         theirs = begun.get(name) if isinstance(begun, Mapping) else None
         if not isinstance(theirs, Mapping):
             continue
-        changed = [key for key in given if key in theirs and given[key] != theirs[key]]
+        if difference := first_difference(given.get(_LISTING), theirs.get(_LISTING)):
+            yield (
+                f"{name} goes on over another data set than its training began with, so samples may come twice or "
+                f"never: {difference}. To go on as before, list files in a fixed order (sorted) and seed what divides"
+            )
+        both = given.keys() & theirs.keys() - {_LISTING}
+        changed = [key for key in given if key in both and given[key] != theirs[key]]
         factors = [key for key in changed if key.startswith(_FACTOR)]
         if any(key.startswith(_FACTOR) for key in given):  # else the numbers that it reads decide about nothing
             changed = [*(key for key in changed if key not in factors), factors[0]] if factors else []

@@ -20,9 +20,7 @@ class Compilations:
     def __init__(self) -> None:
         self.any = False
         """Something was compiled since `listen`."""
-        self.is_new = False
-        """The same since `look`, where its sizes may vary."""
-        self._listening = False
+        self._is_new = self._listening = False
 
     def listen(self) -> None:
         """Note each compilation from now on."""
@@ -45,13 +43,13 @@ class Compilations:
         from torch._dynamo import config
 
         self.any = True
-        self.is_new |= not config.assume_static_by_default or bool(config.automatic_dynamic_shapes)
+        self._is_new |= not config.assume_static_by_default or bool(config.automatic_dynamic_shapes)
 
     def look(self) -> list[str]:
         """At a boundary: the functions with sizes that vary, if something was compiled since the last one."""
-        if not self.is_new:
+        if not self._is_new:
             return []
-        self.is_new = False
+        self._is_new = False
         from torch._dynamo.pgo import auto_dynamic, get_code_state
 
         def varies(entry: Any) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "AdaptedComponent",
     "BeginsEpochs",
     "GivesCopies",
+    "GoesThroughData",
     "InParts",
     "PlainComponent",
     "Stateful",
@@ -90,6 +91,14 @@ class BeginsEpochs(ABC):
     def state_dict(self) -> Any: ...
 
 
+class GoesThroughData(ABC):
+    """Base of classes of ours with a data set."""
+
+    @abstractmethod
+    def listing(self) -> Mapping[str, Any]:
+        """Some of what that goes through: see `data_listing`."""
+
+
 class PlainComponent:
     """The whole state is copied at every boundary."""
 
@@ -139,7 +148,7 @@ class PlainComponent:
                 # What its state_dict would give, which makes a dict in a loop of Python's.
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
-        state = self._stateful.state_dict() if self._nested is None else self.live_state()
+        state = self.live_state()
         self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     def live_state(self) -> Any:

@@ -407,10 +407,8 @@ def torch_state() -> Any:
     global _torch_last
     import torch
 
-    from mindx_elastic.core.tensor_memory import memory_of
-
     state: Any = torch.default_generator.get_state()
-    raw = bytes(memory_of(state))
+    raw = state.numpy().tobytes()
     if raw != _torch_last[0]:
         _torch_last = raw, state
     return _torch_last[1]

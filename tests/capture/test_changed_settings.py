@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, random_split
 
 from mindx_elastic import Guard
 from tests.guarded import no_traces, plain_environment
@@ -228,3 +229,91 @@ def test_a_number_that_a_schedule_reads_and_that_changes_nothing_is_not_told(
             lr=0.1,
         )
     assert "otherwise" not in caplog.text
+
+
+class Files(Dataset[Any]):
+    """No sample is made to look at it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.samples = [(name, number % 2) for number, name in enumerate(names)]
+        self.caption = "train"
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(3) * int(self.samples[index][0].rpartition("/")[2])
+
+
+def over(directory: Path, steps: int, data: Dataset[Any], seed: int = 0, **options: Any) -> None:
+    torch.manual_seed(seed)
+    model, loader = torch.nn.Linear(3, 1), DataLoader(data, 4, **options)
+    with Guard(model=model, loader=loader, directory=directory) as guard:
+        for _, (rows, *_) in zip(range(steps), map(as_list, loader), strict=False):
+            model(rows).sum().backward()
+            guard.step_end()
+        guard.save()
+
+
+def as_list(batch: Any) -> list[Any]:
+    return batch if isinstance(batch, list) else [batch]
+
+
+def listed_in(folder: str, first: int = 0) -> Files:
+    return Files([f"{folder}/images/{number}" for number in [*range(first, 100), *range(first)]])
+
+
+def halves(seed: int) -> Dataset[Any]:
+    return random_split(listed_in("/data"), [50, 50], torch.Generator().manual_seed(seed))[0]
+
+
+def rows(seed: int) -> Dataset[Any]:
+    return TensorDataset(torch.randn(100, 3, generator=torch.Generator().manual_seed(seed)), torch.zeros(100))
+
+
+@pytest.mark.parametrize(
+    ("begun", "same", "other", "told"),
+    [
+        (
+            partial(listed_in, "/data"),
+            partial(listed_in, "/tmp/other/place"),
+            partial(listed_in, "/data", 3),
+            "item 0 of dataset.samples is now 3, 0 and was 0, 0",
+        ),
+        (partial(halves, 1), partial(halves, 1), partial(halves, 2), "of dataset.indices is now"),
+        (partial(rows, 1), partial(rows, 1), partial(rows, 2), r"of dataset.tensors\[0\] is now values"),
+    ],
+)
+def test_another_data_set_is_told_once(
+    begun: Callable[[], Any],
+    same: Callable[[], Any],
+    other: Callable[[], Any],
+    told: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Files in another order, another division, other rows; not another folder of the same files."""
+    over(tmp_path, 2, begun(), shuffle=True)
+    over(tmp_path, 1, same(), shuffle=True)
+    assert "another data set" not in caplog.text
+    over(tmp_path, 1, other(), shuffle=True)
+    assert re.search(f"loader goes on over another data set .*{told}", caplog.text)
+    caplog.clear()
+    over(tmp_path, 1, other(), shuffle=True)
+    assert "another data set" not in caplog.text
+
+
+def test_a_subset_that_a_sampler_draws(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for indices in (range(50), range(50, 100)):
+        over(tmp_path, 1, listed_in("/data"), sampler=SubsetRandomSampler([*indices]))
+    assert "item 0 of sampler.indices is now 50 and was 0" in caplog.text
+
+
+def test_another_seed_is_told_and_the_runs_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in (3, 3, 4):
+        assert "random numbers go on" not in caplog.text
+        over(tmp_path, 1, listed_in("/data"), seed)
+    assert "torch's seed is 4 in the program and 3 in it" in caplog.text
+    caplog.clear()
+    over(tmp_path, 1, listed_in("/data"), 3)
+    assert "random numbers go on" not in caplog.text

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from mindx_elastic import Guard
 from mindx_elastic import data as mx_data
 from mindx_elastic.data import from_loader
-from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError, UsageError
 from mindx_elastic.guard.loops import followed_loader
 from tests.guard.loader_loops import BATCHES, EPOCHS, FORMS, Pictures, Run, run_loop
 from tests.guarded import no_traces, plain_environment, stop_and_wait
@@ -546,6 +546,7 @@ class Streaming(DataLoader[Any]):
         for number, batch in enumerate(super().__iter__()):
             if number >= begin:
                 self.given += 1
+                self.dataset.advance()  # type: ignore[attr-defined]
                 yield batch + self.epoch * 100
 
     def state_dict(self) -> dict[str, int]:
@@ -559,6 +560,11 @@ class Streaming(DataLoader[Any]):
 
 
 class Numbered(Dataset[Any]):
+    place = 0
+
+    def advance(self) -> None:
+        self.place += 1
+
     def __len__(self) -> int:
         return 20
 
@@ -597,6 +603,26 @@ def test_a_loader_with_workers_and_a_state_of_its_own(
     with pytest.raises(GracefulExit):
         streamed(tmp_path / "cut", stop, workers)
     assert streamed(tmp_path / "cut", 0, workers) == whole[stop:]
+
+
+@pytest.mark.parametrize("is_library", [True, False])
+def test_the_place_of_a_librarys_stream_is_no_variable_of_the_program(
+    is_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mindx_elastic.guard.loops.loaders.is_library", lambda module: is_library)
+    streamed(tmp_path, 0)
+    assert (".dataset.place" in caplog.text) is not is_library
+
+
+def test_a_file_of_an_earlier_version_or_of_another_loader() -> None:
+    """The first had the library's state as it is."""
+    loader = Streaming(0)
+    own = followed_loader.OwnState(loader)
+    own.load_state_dict({"epoch": 1, "given": 2})
+    assert own.state_dict() == {"own": {"epoch": 1, "given": 2}, "batches": 0}
+    assert next(iter(loader)).tolist() == [108.0, 109.0, 110.0, 111.0]
+    with pytest.raises(MismatchError, match=r"another kind of loader \('resumable', .*Streaming"):
+        own.load_state_dict({"kind": "resumable", "epoch": 1, "batch": 2})
 
 
 def test_a_loader_of_that_kind_is_not_wrapped() -> None:

@@ -39,7 +39,7 @@ from mindx_elastic.guard.checks.surroundings import is_of_library, program_files
 from mindx_elastic.guard.checks.syntax import children, walk, without_index
 from mindx_elastic.guard.checks.training_words import name_of
 
-__all__ = ["DataSettings"]
+__all__ = ["DataSettings", "parts_of"]
 
 _DEPTH, _MOST_NODES, _MOST_ITEMS = 6, 256, 64
 _MAKES_SAMPLES = ("__iter__", "__next__", "__getitem__", "__getitems__", "__call__", "__len__", "forward")
@@ -243,6 +243,11 @@ class DataSettings:
             kinds = {type(owner) for owner in self._newest.owners.values()}
             self._made = frozenset(_set_by_samples(Sources(files), kinds, self._loader))
         return name in self._made
+
+
+def parts_of(loader: Any) -> Mapping[str, Any]:
+    """The data set of a loader and what hangs on it, by paths: ``dataset``, ``dataset.dataset``, ``sampler``."""
+    return _look(loader, {}).owners
 
 
 def _look(loader: Any, first: Mapping[str, Any]) -> _Look:

@@ -9,20 +9,21 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies
+from mindx_elastic.capture.data_listing import Listing, listing_of
+from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies, GoesThroughData
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.looks import length_of
+from mindx_elastic.core.looks import asked, length_of
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
-from mindx_elastic.data.position import SETTINGS, num_batches
+from mindx_elastic.data.position import SETTINGS, check_unchanged, num_batches
 from mindx_elastic.data.replay import parts_with_epoch
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Track
 from mindx_elastic.guard.loops.ahead_draws import AheadDraws
 from mindx_elastic.guard.loops.askers import Askers
-from mindx_elastic.guard.loops.data_settings import DataSettings
+from mindx_elastic.guard.loops.data_settings import DataSettings, parts_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["FollowedLoader", "OwnState", "as_of_another_rank", "with_epochs_put_back"]
@@ -54,6 +55,10 @@ class OwnState:
         return {"own": self.loader.state_dict(), "batches": self._handed} if self._loaded is None else self._loaded
 
     def load_state_dict(self, state: Any) -> None:
+        if not isinstance(state, Mapping) or state.keys() != {"own", "batches"}:
+            if isinstance(state, Mapping) and state.get("kind") in ("resumable", "replay", "function"):
+                check_unchanged(f"{type(self.loader).__name__}, with a state of its own", state, {})
+            state = {"own": state, "batches": 0}  # version 0.1 had the library's state as it is
         self.loader.load_state_dict(copy.deepcopy(state["own"]))
         self._loaded, self._at_load = state, state["batches"]
         length = length_of(self.loader)
@@ -79,7 +84,7 @@ def _give_nothing_once(loader: Any) -> None:
     )
 
 
-class FollowedLoader(GivesCopies, BeginsEpochs):
+class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
     def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
@@ -174,13 +179,21 @@ class FollowedLoader(GivesCopies, BeginsEpochs):
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
             self.look_ahead = LookAhead(ahead, per_step)
 
+    @property
+    def _inner(self) -> Any:
+        """The program's own loader."""
+        given = self.loader if self.native is None else self.native
+        return given.loader if isinstance(given, ReplayLoader) else given
+
+    def listing(self) -> Listing:
+        inner = self._inner
+        return listing_of(asked(inner, "dataset"), parts_of(inner))
+
     def begin(self) -> None:
         self.look_ahead, self.is_resumed = LookAhead(), False
         self._is_over = self.has_moved_on = False
         if self.settings is None:
-            given = self.loader if self.native is None else self.native
-            inner = given.loader if isinstance(given, ReplayLoader) else given
-            self.settings = DataSettings(inner, rank_and_world_size(None, None)[1])
+            self.settings = DataSettings(self._inner, rank_and_world_size(None, None)[1])
         self.settings.reset()
         if self.adoption is not None:
             self.adoption.begin()

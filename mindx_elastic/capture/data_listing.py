@@ -1,0 +1,135 @@
+"""Some of what a data set goes through, by number: with other entries, or in another order, a resumed epoch would give
+samples twice and others never.
+
+That is so where files are listed as the file system gives them, or where an unseeded ``random_split`` divides. Looked
+at are lists of texts (names of files), rows that are as many as the samples (of lists, tensors, arrays and tables) and
+indices. No sample is made: that draws random numbers. Folders that all names begin with do not count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Sampler
+
+from mindx_elastic.core.looks import attributes_of, length_of
+
+__all__ = ["Listing", "first_difference", "listing_of"]
+
+Listing = Mapping[str, Mapping[str, Any]]
+"""By the list's path (``dataset.samples``): its ``length``, and ``items``: [number, text]."""
+
+_MOST_LISTS, _MOST_ITEMS, _MOST_PARTS, _MOST_VALUES, _LONGEST = 8, 32, 4, 1024, 60
+
+
+def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
+    """`parts`: the objects of a loader by their paths (``dataset``, ``dataset.dataset``, ``sampler``)."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for path, values in _lists(dataset, parts):
+        with suppress(Exception):  # of a library's list or table
+            length = len(values)
+            items = _words_of({number: _parts(values, number) for number in _numbers(length)})
+            if items and len(found) < _MOST_LISTS:
+                found[path] = {"length": length, "items": items}
+    return found
+
+
+def first_difference(now: object, begun: object) -> str:
+    """In words; empty: none. Both as of `listing_of`."""
+    if not isinstance(now, Mapping) or not isinstance(begun, Mapping):
+        return ""
+    for path, ours in now.items():
+        theirs = begun.get(path)
+        if not isinstance(theirs, Mapping) or ours == theirs:
+            continue
+        if ours["length"] != theirs.get("length"):
+            return f"{path} has {ours['length']} items and had {theirs.get('length')}"
+        for (number, item), (_, other) in zip(ours["items"], theirs.get("items", ()), strict=False):
+            if item != other:
+                return f"item {number} of {path} is now {item} and was {other}"
+    return ""
+
+
+def _lists(dataset: object, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if _is_list(dataset):
+        yield "dataset", dataset
+    for path, owner in parts.items():
+        is_sampler = isinstance(owner, Sampler)
+        if not is_sampler and not path.startswith("dataset"):
+            continue
+        length = None if is_sampler else length_of(owner)
+        for name, value in attributes_of(owner).items():
+            if is_sampler and name != "indices":
+                continue
+            rows = value if name == "tensors" and isinstance(value, tuple) else (value,)
+            for number, each in enumerate(rows):
+                if _is_list(each) and (is_sampler or length_of(each) == length or _is_text(each)):
+                    yield f"{path}.{name}" + (f"[{number}]" if each is not value else ""), each
+
+
+def _is_list(value: object) -> bool:
+    if type(value) in (list, tuple, range):
+        return bool(value)
+    if isinstance(value, np.ndarray) or type(value) is torch.Tensor:
+        return value.ndim > 0 and len(value) > 0
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) in (list, tuple) and isinstance(value[0], (str, os.PathLike))
+
+
+def _numbers(length: int) -> list[int]:
+    most = min(length, _MOST_ITEMS)
+    return sorted({number * (length - 1) // max(1, most - 1) for number in range(most)})
+
+
+def _parts(values: Any, number: int) -> list[str] | None:
+    """The texts of one item; None: it is of a kind that is not compared."""
+    item = values[number] if not hasattr(values, "iloc") else values.iloc[number]
+    if isinstance(item, Mapping):
+        item = list(item.values())
+    several = item if type(item) in (list, tuple) else list(item) if hasattr(item, "iloc") else [item]
+    words = [_word(each) for each in several[:_MOST_PARTS]]
+    return [word for word in words if word is not None] or None
+
+
+def _word(value: object) -> str | None:
+    if isinstance(value, (str, os.PathLike)):
+        return str(os.fspath(value)).partition("?")[0]  # a signature of a URL
+    if value is None or isinstance(value, (bool, int, float, np.generic)):
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().flatten()[:_MOST_VALUES].cpu()
+        value = value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 else value.numpy()
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        return None
+    row = np.ascontiguousarray(value.flat[:_MOST_VALUES])
+    return str(row[0]) if row.size == 1 else f"values {xxhash.xxh3_64_hexdigest(row.tobytes())[:8]}"
+
+
+def _words_of(items: Mapping[int, list[str] | None]) -> list[list[Any]]:
+    """Without the folders that all names are in; empty: they are of a kind that is not compared."""
+    if not all(items.values()):
+        return []
+    for place in range(_MOST_PARTS):
+        column = [parts for parts in items.values() if parts is not None and len(parts) > place]
+        names = [parts[place] for parts in column]
+        if names and all("/" in name for name in names):
+            folder = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - up to a slash
+            for parts in column:
+                parts[place] = parts[place].removeprefix(folder).lstrip("/")
+    return [[number, _short(", ".join(parts or ()))] for number, parts in items.items()]
+
+
+def _short(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"...{text[-_LONGEST:]} ({xxhash.xxh3_64_hexdigest(text.encode('utf-8', 'surrogatepass'))[:4]})"
