@@ -19,7 +19,7 @@ from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.exact_load import exact_loads, restore_types
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
-from mindx_elastic.capture.stand_ins import check_objects, originals
+from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
 from mindx_elastic.core.looks import asked
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
@@ -251,7 +251,7 @@ class OptimizerComponent:
         if retired:
             state["retired"] = _with_local_parts(retired)
         if own := self._own.state((*self.tensors(), *self.parameters)):
-            state["own"] = own
+            state["own"] = named_keys(own, self._places)
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
@@ -336,7 +336,9 @@ class OptimizerComponent:
         # the first update here (at an epoch's end).
         vars(self.optimizer)["_opt_called"] = True
         if own:
-            self._own.load(own)
+            self._own.load(
+                original_keys(own, {self._places[id(p)]: p for p in self.parameters if id(p) in self._places})
+            )
         self.copy()
 
     def _originals(self, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ __all__ = ["OwnAttributes"]
 
 _NUMBERS = (bool, int, float, type(None), torch.dtype)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
-_MOST_ITEMS = 4096
+_MOST_ITEMS, _DEEPEST = 4096, 3
 _TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | frozenset(vars(nn.Module()))
 _TORCHS |= {"_opt_called", "_step_count"}
 _Key = tuple[str, str]  # the place of an owner, and the attribute's name
@@ -39,6 +39,7 @@ class OwnAttributes:
     def __init__(self, *, is_stable: bool) -> None:
         """`is_stable`: tensors and generators change only inside of updates, so that `state` reads them in place."""
         self._is_stable = is_stable
+        self._keys = (str, int, nn.Parameter) if is_stable else (str, int)
         self._owners: Mapping[str, object] = {}
         self._moved: set[_Key] = set()
         self._first: dict[_Key, object] = {}
@@ -70,7 +71,7 @@ class OwnAttributes:
         others = set(map(id, but))
         for place, name in sorted(self._moved & {key for key, _ in self._items()}):
             value = attributes_of(self._owners[place]).get(name)
-            if id(value) in others:
+            if any(id(tensor) in others for tensor in _tensors_in(value)):
                 continue
             if isinstance(value, torch.Tensor) and self._is_stable:
                 found.setdefault(place, {})[name] = local_part(value).detach()
@@ -103,17 +104,27 @@ class OwnAttributes:
     def _items(self) -> Iterator[tuple[_Key, Any]]:
         for place, owner in self._owners.items():
             for name, value in owner.__dict__.items():
-                if name not in _TORCHS and _is_state(value):
+                if name not in _TORCHS and _is_state(value, self._keys):
                     yield (place, name), value
 
 
-def _is_state(value: object) -> bool:
-    if type(value) in (list, tuple, deque):
-        return len(value) <= _MOST_ITEMS and all(  # type: ignore[arg-type]
-            type(one) in _NUMBERS or type(one) is torch.Tensor
-            for one in value  # type: ignore[attr-defined]
-        )
-    return type(value) in _NUMBERS or type(value) is torch.Tensor or isinstance(value, _GENERATORS)
+def _is_state(value: Any, keys: tuple[type, ...], depth: int = 0) -> bool:
+    """Numbers, tensors, generators; numbers and tensors in lists and in dicts with keys of the types `keys`."""
+    kind = type(value)
+    if kind in (list, tuple, deque, dict):
+        inner: Any = value.values() if kind is dict else value
+        if depth == _DEEPEST or len(value) > _MOST_ITEMS or (kind is dict and not {*map(type, value)} <= {*keys}):
+            return False
+        return all(_is_state(one, keys, depth + 1) for one in inner)
+    return kind in _NUMBERS or kind is torch.Tensor or (depth == 0 and isinstance(value, _GENERATORS))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple, deque, dict):
+        for one in value.values() if type(value) is dict else value:
+            yield from _tensors_in(one)
 
 
 def _look(value: Any) -> object:
@@ -122,6 +133,8 @@ def _look(value: Any) -> object:
         return id(value), 0 if value.is_inference() else value._version
     if type(value) in (list, tuple, deque):
         return tuple(map(_look, value))
+    if type(value) is dict:
+        return tuple((id(key) if isinstance(key, torch.Tensor) else key, _look(one)) for key, one in value.items())
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, _GENERATORS):

@@ -30,7 +30,17 @@ from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
-__all__ = ["MARK", "check_objects", "class_of", "fields_of", "is_plain_class", "named_keys", "originals", "stand_in"]
+__all__ = [
+    "MARK",
+    "check_objects",
+    "class_of",
+    "fields_of",
+    "is_plain_class",
+    "named_keys",
+    "original_keys",
+    "originals",
+    "stand_in",
+]
 
 MARK = "__mindx_class__"
 """The key that says that a dict stands for another value."""
@@ -90,13 +100,22 @@ def stand_in(value: Any, part: Callable[[Any], Any]) -> Any:
 def named_keys(value: Any, names: Mapping[int, str]) -> Any:
     """`value` with the name in place of each parameter that is the key of a dict in it. `names`: by id. Containers
     without any are the same objects."""
+    return _with_keys(value, lambda key: _named(key, names))
+
+
+def original_keys(value: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
+    """What `named_keys` was given. Raises MismatchError for a parameter that the program does not have."""
+    return _with_keys(value, lambda key: _parameter(key, parameters))
+
+
+def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in (list, tuple):
-        items = [named_keys(item, names) for item in value]
+        items = [_with_keys(item, change) for item in value]
         return value if all(map(_is, items, value)) else kind(items)
     if not issubclass(kind, dict):
         return value
-    pairs = [(_named(key, names), named_keys(item, names)) for key, item in value.items()]
+    pairs = [(change(key), _with_keys(item, change)) for key, item in value.items()]
     if all(key is own and item is value[own] for (key, item), own in zip(pairs, value, strict=True)):
         return value
     return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)

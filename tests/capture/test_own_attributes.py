@@ -14,12 +14,12 @@ from tests.capture.test_adapters import stored
 
 class Wealth(torch.optim.Optimizer):
     """As parameterfree's KT, timm's Adahessian and pytorch_optimizer's Ranger21: counts, sums, a generator, attributes
-    of the parameters, and a setting."""
+    of the parameters, a setting, and a dict by parameter."""
 
     def __init__(self, parameters: Any, every: int = 3) -> None:
         super().__init__(parameters, {"lr": 0.1})
         self.every, self._first, self._count, self._wealth = every, True, 0, 1.0
-        self.total = torch.zeros(1)
+        self.total, self.momenta = torch.zeros(1), {}  # type: tuple[torch.Tensor, dict[Any, Any]]
         self.generator = torch.Generator().manual_seed(7)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -31,6 +31,8 @@ class Wealth(torch.optim.Optimizer):
             for p in group["params"]:
                 if self._count % self.every == 0:
                     p.hess = torch.randn(p.shape, generator=self.generator)
+                momentum = self.momenta.setdefault(p, {"value": torch.zeros_like(p)})["value"]
+                p.add_(momentum.add_(p, alpha=0.1))
                 p.add_(p.hess * self._wealth * (0.5 if self._first else 0.1) + self.total)
         self._first, self._count = False, self._count + 1
         self._wealth *= 1.1
@@ -83,13 +85,14 @@ class Bank(nn.Module):
         super().__init__()
         self.register_buffer("rows", torch.zeros(3, 2))
         self.size, self.place, self.is_full, self.losses = size, 0, False, [torch.zeros(1)]
-        self.total, self.last = torch.zeros(2), None
+        self.total, self.last, self.memories = torch.zeros(2), None, {"v": 0.0}
 
     def add(self, row: torch.Tensor) -> None:
         self.get_buffer("rows")[self.place] = row
         self.place = (self.place + 1) % self.size
         self.is_full = self.is_full or self.place == 0
         self.total += row
+        self.memories["v"] += float(row[0])
         self.last = row.clone()  # type: ignore[assignment]
         self.losses.append(row.sum().reshape(1))
 
@@ -105,6 +108,7 @@ def test_a_module_that_is_named_by_itself_comes_back_whole() -> None:
     total = fresh.total
     Collector({"bank": fresh}).load(saved)
     assert (fresh.place, fresh.is_full, fresh.size) == (1, True, 3)
+    assert fresh.memories == {"v": 10.0}
     assert fresh.total is total and total.tolist() == [10.0, 10.0]
     assert fresh.last is not None and fresh.last.tolist() == [4.0, 4.0]
     assert [float(loss) for loss in fresh.losses] == [0.0, 2.0, 4.0, 6.0, 8.0]

@@ -285,17 +285,7 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop(
-        "muon",
-        EXACT,
-        [
-            Cut(
-                "self.momenta = self.state",
-                Warned("is a plain attribute of a named optimizer, in no state_dict"),
-                new="self.momenta = {}",
-            )
-        ],
-    ),
+    Loop("muon", EXACT),
     Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(
         "mixup_generator",

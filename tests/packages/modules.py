@@ -220,12 +220,20 @@ PARTS = (
     ),
     Part(
         package="spikingjelly",
+        name="LIFNode with a state that goes on, named",
+        make="from spikingjelly.activation_based import neuron, functional\n"
+        "model = nn.Sequential(nn.Linear(16, 32), neuron.LIFNode(), nn.Linear(32, 4))",
+        step="functional.detach_net(model)",
+        named="stateful={'spikes': model[1]}",
+    ),
+    Part(
+        package="spikingjelly",
         name="LIFNode with a state that goes on",
         make="from spikingjelly.activation_based import neuron, functional\n"
         "model = nn.Sequential(nn.Linear(16, 32), neuron.LIFNode(), nn.Linear(32, 4))",
         step="functional.detach_net(model)",
         want="silent",
-        note="lost without a word: the membrane potentials are in a dict of the module. Next version",
+        note="lost without a word: the potentials are in a dict inside of the model. Name the layer too, or see `prove`",
     ),
     Part(
         package="torchattacks",

@@ -619,7 +619,6 @@ class Checks:
             {name: component.module for name, component in modules.items() if not component.keeps_attributes},
             kept.has,
             lambda: [place.f_code.co_filename for place in program_frames(frame)],
-            optimizers=self._named_optimizers(),
             own=self._own,
             hosts=self._hosts,
         ):

@@ -1,5 +1,4 @@
-"""Finds state in plain attributes of named modules: a queue, a step count, a temperature, a flag; and in dicts and
-lists of named optimizers. No state_dict has it.
+"""Finds state in plain attributes of named modules: a queue, a step count, a temperature, a flag. No state_dict has it.
 
 A value that differs between two looks is not enough: most such values are caches (`self.attn = weights`), or are set by
 the loop from the epoch. What is told must also go on from its own last value, as the source of the module's class and
@@ -9,8 +8,7 @@ of the running functions shows:
 ``self.step += 1``, ``m.p = min(0.5, m.p + 0.1)``     and it is read elsewhere, other than for a log
 ``if not self.ready: weight.copy_(...)``             a flag that is set there, in front of values set in place
 ``y, h = self.cell(x, self.h)``, then ``self.h = h``  it is read first and set afterwards, unless it was missing
-``self.queue[i:j] = keys``                            a tensor that is the same one, with other values; in an
-                                                     optimizer of the program's also one in a dict or list
+``self.queue[i:j] = keys``                            a tensor that is the same one, with other values
 ===================================================  ===================================================================
 """
 
@@ -19,10 +17,8 @@ from __future__ import annotations
 import ast
 import inspect
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -65,22 +61,19 @@ class ModuleAttributes:
         is_kept: Callable[[torch.Tensor], bool],
         files: Callable[[], Collection[str]],
         *,
-        optimizers: Mapping[str, object] | None = None,
         own: Mapping[str, object] | None = None,
         hosts: Mapping[str, object] | None = None,
     ) -> list[tuple[str, str]]:
-        """What is known against them, and what to write. `modules`, `optimizers`: the named ones. `files`: gives the
-        program's. `own`: objects beside them (callbacks) that a layer asks for their state; `hosts`: others that are
-        the layer's.
+        """What is known against them, and what to write. `modules`: the named ones. `files`: gives the program's.
+        `own`: objects beside them (callbacks) that a layer asks for their state; `hosts`: others that are the layer's.
         """
         now: dict[_Key, Any] = {}
         found: dict[_Key, object] = {}
         certain: set[_Key] = set()
         left: set[_Key] = set()
-        optimizers, own, hosts = optimizers or {}, own or {}, hosts or {}
-        for path, module in (*_parts(modules), *optimizers.items(), *own.items(), *hosts.items()):
-            plain: Iterator[tuple[str, Any]] = (_held_by if path in optimizers else _plain)(module, is_kept)
-            for name, held in plain:
+        own, hosts = own or {}, hosts or {}
+        for path, module in (*_parts(modules), *own.items(), *hosts.items()):
+            for name, held in _plain(module, is_kept):
                 key, value = (path, name), held[0] if type(held) in (tuple, list) else held
                 look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
                 old = self._before.get(key, look)
@@ -108,9 +101,7 @@ class ModuleAttributes:
             for k, m in found.items()
             if (k in certain and k not in left) or sources.carries(m, k[1], replaced=k in left)
         }
-        steps = {key: told.pop(key) for key in [*told] if key[0] in optimizers}
-        words = [_words_of_optimizers(steps)] if steps else []
-        return [*words, _words(told, now, own, hosts)] if told else words
+        return [_words(told, now, own, hosts)] if told else []
 
 
 def _parts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -128,34 +119,6 @@ def _plain(module: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[
         are_state = all(type(one) is torch.Tensor and not one.is_inference() for one in some)
         if type(value) in _NUMBERS or (are_state and not any(map(is_kept, some))):
             yield name, value
-
-
-def _held_by(optimizer: object, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The attributes that are dicts and lists of tensors other than the weights, each with one of these: what a step
-    of the optimizer changes in place, it carries."""
-    saved = [vars(optimizer).get(name) for name in ("state", "param_groups", "defaults")]
-    for name, value in vars(optimizer).items() if not _is_torchs(optimizer) else ():
-        is_own = not name.startswith("_") and not any(value is one for one in saved)
-        if is_own and type(value) in (dict, defaultdict, list):
-            held = [t for t in _tensors_in(value) if not t.is_inference() and not is_computed(t) and not is_kept(t)]
-            if held:
-                yield name, held[0]
-
-
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    if type(value) is torch.Tensor:
-        yield value
-    elif depth < 3 and isinstance(value, (dict, list, tuple)):
-        for inner in islice(value.values() if isinstance(value, dict) else value, 64):
-            yield from _tensors_in(inner, depth + 1)
-
-
-def _words_of_optimizers(told: Mapping[_Key, object]) -> tuple[str, str]:
-    names = [f'"{path}.{name}"' for path, name in told]
-    are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
-    what = f"{listed(names, 6)} {are} of a named optimizer, in no state_dict, and the training carries the values from "
-    what += "one step into another"
-    return what, f"Keep what {next(iter(told))[1]} has in self.state[parameter], which state_dict() has"
 
 
 def _words(

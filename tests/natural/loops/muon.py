@@ -1,4 +1,4 @@
-"""An optimizer of the program's own, written like torch's, whose momentum is in self.state."""
+"""An optimizer of the program's own, written like torch's, whose momentum is in a dict by parameter."""
 
 import sys
 
@@ -13,7 +13,7 @@ from tests.natural.tools import Noisy, done, mlp
 class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr=0.02, momentum=0.9):
         super().__init__(params, {"lr": lr, "momentum": momentum})
-        self.momenta = self.state
+        self.momenta = {}
 
     @torch.no_grad()
     def step(self):
