@@ -14,7 +14,6 @@ import torch
 
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.capture.tables import parameters
 from mindx_elastic.core.looks import asked
 
 __all__ = ["LoopHead"]
@@ -89,7 +88,7 @@ def _is_loader(component: Component) -> bool:
 
 def _marks_of(component: Component) -> _Marks:
     if isinstance(component, ModuleComponent):
-        return _versions([*parameters(component.module), *component.module.buffers()])
+        return _versions([*component.module.parameters(), *component.module.buffers()])
     if isinstance(component, OptimizerComponent):
         states = (state for state in component.local.state.values() if isinstance(state, dict))
         return _versions(t for state in states for t in state.values() if isinstance(t, torch.Tensor))

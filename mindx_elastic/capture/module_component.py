@@ -25,7 +25,7 @@ from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.pruning import Masks, original_names
 from mindx_elastic.capture.stand_ins import originals
 from mindx_elastic.capture.structure import Structure
-from mindx_elastic.capture.tables import buffers_of, named_parameters, parameters, parameters_of
+from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
@@ -74,7 +74,7 @@ class ModuleComponent:
         _refuse_lazy(name, self.module)
         _refuse_old_fsdp(name, self.module)
         _reshard(self.module)
-        named = dict(named_parameters(self.module, remove_duplicate=False))
+        named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
         self._named = named
         self.flags = Flags(self.module, named, _wrappers_of(module))
@@ -105,7 +105,7 @@ class ModuleComponent:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return parameters(self.module)
+        return list(self.module.parameters())
 
     def live_parameters(self) -> list[torch.Tensor]:
         """Those that the module has at this moment, without a walk through it; sharded ones as `named` has them."""
@@ -122,7 +122,7 @@ class ModuleComponent:
         A parameter or module of the same name and shape is none of that, nor is a pruned parameter.
         """
         _reshard(self.module)
-        named = self._named = dict(named_parameters(self.module, remove_duplicate=False))
+        named = self._named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if self._sharded else {}
         self._masks.follow()
         self._loose.follow()
@@ -136,7 +136,7 @@ class ModuleComponent:
         """Whether the module has become what a start cannot make again, according to `follow`, which is not done."""
         if not self.structure.has_changed():
             return False
-        named = dict(named_parameters(self.module, remove_duplicate=False))
+        named = dict(self.module.named_parameters(remove_duplicate=False))
         return bool(self.structure.problems(original_names(named, Masks(self.module).places)))
 
     def _find_slots(self) -> None:
@@ -479,7 +479,7 @@ class ModuleComponent:
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         """Parameters by name, tied ones under each; sharded ones as they were at the last change (see `state`)."""
-        return self._sharded or dict(named_parameters(self.module, remove_duplicate=False))
+        return self._sharded or dict(self.module.named_parameters(remove_duplicate=False))
 
     @property
     def is_sharded(self) -> bool:
@@ -526,7 +526,7 @@ def _is_part(saved: object, live: torch.Tensor | None) -> bool:
 
 
 def _refuse_lazy(name: str, module: nn.Module) -> None:
-    tensors = (*named_parameters(module), *module.named_buffers())
+    tensors = (*module.named_parameters(), *module.named_buffers())
     if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
         problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
         raise UnsupportedStateError(name, f"{problem}. Run one batch through the model before the guard is made")

@@ -16,7 +16,6 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.living import living_objects
-from mindx_elastic.capture.tables import named_parameters, parameters
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -59,19 +58,19 @@ def _trained(targets: Mapping[str, Any]) -> dict[int, str]:
     return {
         id(parameter): f"{name}.{place}"
         for name, module in modules.items()
-        for place, parameter in named_parameters(module)
+        for place, parameter in module.named_parameters()
         if parameter.requires_grad and (id(parameter) in optimized or not optimized)
     }
 
 
 def _alone(targets: Mapping[str, Any], found: DdpModules) -> bool:
     """Whether some trained parameter is whole on this rank and in no DDP module of `found`."""
-    wrapped = {id(parameter) for _, module in found for parameter in parameters(module)}
+    wrapped = {id(parameter) for _, module in found for parameter in module.parameters()}
     return any(
         parameter.requires_grad and id(parameter) not in wrapped and not isinstance(parameter, DTensor)
         for target in targets.values()
         if isinstance(target, nn.Module)
-        for parameter in parameters(target)
+        for parameter in target.parameters()
     )
 
 
@@ -116,7 +115,7 @@ def replica_ranks(targets: Mapping[str, Any], ddp: DdpModules) -> list[int]:
     """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
     modules = [module for _, module in ddp]
     groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
-    trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in parameters(module)}
+    trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in module.parameters()}
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
         return []
     return list(groups.pop())
@@ -128,7 +127,7 @@ def ignored_parameters(targets: Mapping[str, Any], ddp: DdpModules) -> frozenset
         id(parameter)
         for _, module in ddp
         if module.parameters_to_ignore
-        for name, parameter in named_parameters(module.module)
+        for name, parameter in module.module.named_parameters()
         if name in module.parameters_to_ignore
     }
     if not ignored:
@@ -137,7 +136,7 @@ def ignored_parameters(targets: Mapping[str, Any], ddp: DdpModules) -> frozenset
     return frozenset(
         f"{name}.{place}"
         for name, module in modules.items()
-        for place, parameter in named_parameters(module)
+        for place, parameter in module.named_parameters()
         if id(parameter) in ignored
     )
 

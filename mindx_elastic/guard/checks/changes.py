@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.living import living_objects
-from mindx_elastic.capture.tables import named_parameters
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
@@ -116,7 +115,7 @@ def _reduced(module: DistributedDataParallel) -> frozenset[int] | None:
 
     They are those that required one when it was built, of which it only tells the number.
     """
-    parameters = [p for n, p in named_parameters(module.module) if n not in module.parameters_to_ignore]
+    parameters = [p for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
     count = module._get_ddp_logging_data().get("num_parameter_tensors")
     for candidate in (parameters, [p for p in parameters if p.requires_grad]):
         if len(candidate) == count:

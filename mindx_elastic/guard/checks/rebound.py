@@ -25,7 +25,6 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.tables import parameters
 from mindx_elastic.core.looks import attributes_of, text_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
@@ -159,7 +158,7 @@ def content_of(value: Any, depth: int = 0) -> object:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
         return repr(value)
     if isinstance(value, nn.Module):
-        return repr(TensorsLook.at([*parameters(value), *value.buffers()]).sample)
+        return repr(TensorsLook.at([*value.parameters(), *value.buffers()]).sample)
     if not _kind(value) or depth >= _DEPTH:
         return type(value).__name__
     if isinstance(value, dict):

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.tables import parameters
 from mindx_elastic.guard.replicas import DdpModules, outermost_replicas
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -55,7 +54,7 @@ class UnreducedUpdates:
         if not self._unreduced or optimizer is None:
             return
         changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [name for name, ddp in self._unreduced.items() if any(id(p) in changed for p in parameters(ddp))]
+        found = [name for name, ddp in self._unreduced.items() if any(id(p) in changed for p in ddp.parameters())]
         for name in found:
             del self._unreduced[name]
             self._told.add(name)
