@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -66,8 +65,6 @@ _FORK_S = 10.0
 """A fork takes milliseconds; one that takes so long never comes."""
 _POLL_S = 0.02
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-_LOW = 10
-_CAP_SYS_NICE = 23
 
 
 class ZygoteError(RuntimeError):
@@ -171,7 +168,6 @@ class Zygote:
         self._is_ready = False
         self._preloaded: list[str] = []
         self._no_preload = False
-        self._is_slow = False
         self._strays: set[int] = set()
         """What was adopted beside a worker: some worker's helper, whose parent ended at that moment."""
 
@@ -193,7 +189,6 @@ class Zygote:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the imports, at most so long; whether `fork` can be called."""
-        self._hurry()
         end = time.monotonic() + timeout_s
         while not self.is_ready() and not self._problem and self._channel is not None:
             left = end - time.monotonic()
@@ -224,7 +219,6 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-            self._slow_down()
         except OSError as error:
             self._problem = f"its process cannot be started: {error}"
         finally:
@@ -236,7 +230,6 @@ class Zygote:
         if self._no_preload or self._problem or self._channel is None:
             return
         self._preloaded = list(names)
-        self._slow_down()
         with suppress(OSError):
             self._ask(PRELOAD, [*names]).close()
 
@@ -261,9 +254,6 @@ class Zygote:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             raise ZygoteError("SIGCHLD is ignored, so that no exit code of a forked worker would be known")
         interpreter, script = (self._interpreter, self._script) if command is None else _split(command)
-        self._hurry()  # workers inherit its priority
-        if self._problem:
-            raise ZygoteError(self._problem)
         if not script or interpreter != self._interpreter:
             raise ZygoteError("the worker's command is another one than the zygote's")
         self._check(env)
@@ -357,23 +347,7 @@ class Zygote:
             self._problem = self._problem or f"its process has ended{self._last_words()}"
             self._end()
 
-    def _slow_down(self) -> None:
-        """Have its imports give way to the training, where their priority can be raised again."""
-        if self._popen is not None and not self._is_slow and _may_raise_priority():
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._popen.pid, _LOW)
-                self._is_slow = True
-
-    def _hurry(self) -> None:
-        if self._popen is not None and self._is_slow:
-            self._is_slow = False
-            try:
-                os.setpriority(os.PRIO_PROCESS, self._popen.pid, os.getpriority(os.PRIO_PROCESS, 0))
-            except OSError as error:
-                self._problem = self._problem or f"its priority cannot be raised again: {error}"
-
     def _take_in(self, report: Mapping[str, Any]) -> None:
-        self._hurry()
         self._read = set(report["read"])
         self._is_ready = True
         if not report["problem"]:
@@ -385,7 +359,7 @@ class Zygote:
         # What came before it did no harm. Nothing behind it is tried: it may import the same.
         names = self._preloaded[: self._preloaded.index(spoilt_by)] if spoilt_by in self._preloaded else []
         self._end()
-        self._is_ready = self._is_slow = False
+        self._is_ready = False
         self._read = set()
         self.start()
         self.preload(names)
@@ -442,16 +416,6 @@ def _why_not(command: Sequence[str]) -> str:
     if not command or command[0] != sys.executable:
         return "the workers' program is not this Python"
     return "the workers' command is neither a Python file nor -m and a module"
-
-
-def _may_raise_priority() -> bool:
-    """Whether this user may give a process back the priority that it had."""
-    with suppress(OSError, ValueError):
-        text = Path("/proc/self/status").read_text()
-        capabilities = int(text.partition("CapEff:")[2].split()[0], 16)
-        room = resource.getrlimit(resource.RLIMIT_NICE)[0]
-        return bool(capabilities >> _CAP_SYS_NICE & 1) or room >= 20 - os.getpriority(os.PRIO_PROCESS, 0)
-    return False
 
 
 def _open(where: str | int, own: int, opened: list[int]) -> int:
