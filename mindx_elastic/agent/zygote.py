@@ -147,15 +147,12 @@ class Zygote:
     """One process that forks. Main thread only: workers and zygote get their death signals when the *thread* ends that
     has started the zygote."""
 
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, death_signal: signal.Signals = signal.SIGTERM
-    ) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """`command`: the workers' command line: interpreter, its options, script or ``-m`` and module, arguments.
-        `env`: their environment, as far as it is the same for all. `death_signal`: what a worker gets when this process
-        dies.
+        `env`: their environment, as far as it is the same for all. A worker gets a SIGTERM when this process dies.
         """
         self._interpreter, self._script = _split(command)
-        self._command, self._env, self._death_signal = list(command), dict(env), death_signal
+        self._command, self._env = list(command), dict(env)
         for name in OWN_VARIABLES:
             self._env.pop(name, None)
         self._popen: subprocess.Popen[bytes] | _ReadyMade | None = None
@@ -264,7 +261,7 @@ class Zygote:
                 "command": script,
                 "env": dict(env),
                 "cwd": os.getcwd(),
-                "death_signal": int(self._death_signal),
+                "death_signal": int(signal.SIGTERM),
                 "hook": hook,
             }
             outputs = [_open(stdout, 1, opened), _open(stderr, 2, opened)]

@@ -40,10 +40,10 @@ _LOCK_S = 5.0  # a predecessor that was killed a moment ago may not be quite gon
 class Records:
     """Of one scheduler. One thread."""
 
-    def __init__(self, folder: Path, *, allow_shared: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         """Make the folder, and lock it. Raises UsageError where another scheduler runs in it, or it cannot be used."""
         try:
-            self.folder, self._owners = prepare_owned_directory(folder, allow_shared=allow_shared)
+            self.folder, self._owners = prepare_owned_directory(folder, allow_shared=False)
             self.path = self.folder / TABLE_FILE
             self._lock = open_regular(self.folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except (MindxError, OSError) as error:

@@ -176,10 +176,10 @@ class Stopper:
         elif self.phase is StopPhase.TRAINING:
             self.end_unsaved(self.alarms.of_orphan().reason)
 
-    def end_unsaved(self, why: str, code: int = EXIT_TEMPORARY) -> NoReturn:
+    def end_unsaved(self, why: str) -> NoReturn:
         """This process does not belong to the job any more: it ends, saves nothing, asks nobody to stop. Any thread."""
         logger.warning("%s: this process ends, and another one may take its place", why)
-        end_process(code, self._relay)
+        end_process(EXIT_TEMPORARY, self._relay)
 
     def hear_death(self, rank: int) -> None:
         """Watcher thread: the process of another rank on this machine is gone."""

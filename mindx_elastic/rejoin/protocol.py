@@ -179,12 +179,11 @@ def decide(
     reports: Mapping[int, Report | None],
     *,
     world_size: int,
-    first_step: int = 1,
     dead_memory: Mapping[int, InMemory] | None = None,
 ) -> Verdict:
     """The verdict on the reports of all ranks of a world; None: that rank is dead.
 
-    first_step: a boundary below it is not taken. dead_memory: of dead ranks.
+    dead_memory: of dead ranks. A boundary below step 1 is not taken.
     """
     dead = tuple(rank for rank in range(world_size) if reports.get(rank) is None)
     alive = [report for rank in range(world_size) if (report := reports.get(rank)) is not None]
@@ -199,11 +198,11 @@ def decide(
         return Verdict(refusal="the ranks are in different attempts of the run")
     if len({report.groups for report in alive}) > 1:
         return Verdict(refusal="the ranks have made different process groups")
-    from_living = _from_the_living(alive, dead, first_step)
+    from_living = _from_the_living(alive, dead)
     if not from_living.refusal:
         return from_living
     memory = {**dict.fromkeys(dead, _NOTHING), **(dead_memory or {}), **{each.rank: each.memory for each in alive}}
-    rewound = _from_memory(alive, dead, memory, first_step)
+    rewound = _from_memory(alive, dead, memory)
     if rewound is not None:
         return rewound
     return Verdict(
@@ -212,7 +211,7 @@ def decide(
     )
 
 
-def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step: int) -> Verdict:
+def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...]) -> Verdict:
     """The most advanced boundary at which some survivor is whole."""
     clean = [report for report in alive if report.clean]
     if not clean:
@@ -222,7 +221,7 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
     step = max(report.step for report in clean)
     if max(report.step for report in alive) > step:
         return Verdict(refusal="the rank that was furthest was cut off in an update")
-    if step < first_step:
+    if step < 1:
         return Verdict(refusal=f"the ranks stand at step {step}, which is too early")
     whole = [report for report in clean if report.step == step]
     behind = tuple(report.rank for report in alive if report not in whole)
@@ -247,11 +246,9 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
     )
 
 
-def _from_memory(
-    alive: Sequence[Report], dead: tuple[int, ...], memory: Mapping[int, InMemory], first_step: int
-) -> Verdict | None:
+def _from_memory(alive: Sequence[Report], dead: tuple[int, ...], memory: Mapping[int, InMemory]) -> Verdict | None:
     """The newest boundary of this attempt, or the one that it went on from, that every rank finds in memory."""
-    one, first_step = alive[0], max(first_step, min(report.saved for report in alive))
+    one, first_step = alive[0], max(1, min(report.saved for report in alive))
     peers: dict[int, set[int]] = {rank: {rank} for rank in memory}
     for report in alive:
         holders = set(memory) if report.peers is None else {report.rank, *report.peers}
