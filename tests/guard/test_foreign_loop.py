@@ -52,7 +52,7 @@ def library(tmp_path: Path) -> Iterator[Any]:
     del sys.modules["foreign_engine"]
 
 
-def train(library: Any, directory: Path, *, named: bool = False, asks: bool = False, epochs: int = 2) -> int:
+def train(library: Any, directory: Path, *, named: bool = False, asks: bool = False, asks_inside: bool = False) -> int:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
@@ -63,11 +63,16 @@ def train(library: Any, directory: Path, *, named: bool = False, asks: bool = Fa
         optimizer.step()
 
     guard: mx.Guard
-    engine = library.Engine(update, lambda: guard.step_end())  # noqa: PLW0108
+
+    def after() -> None:
+        assert not asks_inside or guard.step < 6
+        guard.step_end()
+
+    engine = library.Engine(update, after)
     state = {"engine": engine} if named else {}
     guard = mx.Guard(model=model, optimizer=optimizer, loader=loader, stateful=state, directory=directory)
     with guard:
-        engine.run(loader, epochs - max(0, guard.position.epoch - 1) if asks else epochs)
+        engine.run(loader, 2 - max(0, guard.position.epoch - 1) if asks else 2)
     return guard.step
 
 
@@ -79,3 +84,11 @@ def test_a_trainer_of_a_library_that_counts_by_itself_is_refused(library: Any, t
 @pytest.mark.parametrize("how", [{"named": True}, {"asks": True}])
 def test_one_that_is_named_or_told_where_to_begin_is_not(library: Any, tmp_path: Path, how: dict[str, bool]) -> None:
     assert train(library, tmp_path / "ckpt", **how) == 6
+
+
+def test_one_that_only_its_hooks_ask_for_is_told(
+    library: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may end it by the step, but its own count begins anew."""
+    assert train(library, tmp_path / "ckpt", asks_inside=True) == 6
+    assert any("the Engine counts by itself, is not named" in record.message for record in caplog.records)

@@ -78,6 +78,7 @@ class Loops:
         self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
         self._foreign = ForeignLoop()
+        self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
         self._kept: frozenset[int] = frozenset()
         self._first = self._num_boundaries = 0
         self._restore: Callable[[], None] | None = None
@@ -149,8 +150,7 @@ class Loops:
         self._is_late = False
         self._cuts_in_epoch = self._steps_of_epoch = 0  # the latter of a loop over steps within the epoch; 0: none
         self._begin: dict[str, Any] | None = None
-        if self._restore is not None:
-            self._arm(restore=True)
+        self._arm(restore=self._restore is not None)
 
     def why_it_failed(self, error: BaseException) -> str:
         """What an exception that leaves the block most likely comes from, where that is known here; else empty."""
@@ -437,6 +437,9 @@ class Loops:
         if told is not None and not (self._asked_first or self.asked):
             self._unmanaged.certain(*told)
             return
+        if told is not None and self._asked_in_front is False:  # to end the loop, perhaps, but not to begin it
+            self._unmanaged.risk(*told)
+            return
         if not has_source(frame, self._entry):
             if not (self._asked_first or self.asked):
                 self._suspects_epochs = follows  # one pass over the loader goes on by itself
@@ -525,6 +528,8 @@ class Loops:
 
     def at_first_batch(self, *, restores: bool) -> None:
         """The program is about to get an epoch's first batch, or the first one of a resumed run."""
+        if self._asked_in_front is None:
+            self._asked_in_front = self.asked or self._asked_first
         if restores and self._restores:
             assert self._restore is not None
             self._restore()
