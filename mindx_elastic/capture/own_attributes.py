@@ -18,6 +18,7 @@ from torch import nn
 
 from mindx_elastic.capture.adapters import generator_adapter
 from mindx_elastic.capture.containers import put_back, snapshot
+from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
@@ -71,7 +72,7 @@ class OwnAttributes:
         others = set(map(id, but))
         for place, name in sorted(self._moved & {key for key, _ in self._items()}):
             value = attributes_of(self._owners[place]).get(name)
-            if any(id(tensor) in others for tensor in _tensors_in(value)):
+            if any(id(tensor) in others for _, tensor in tensors_in(value, name)):
                 continue
             if isinstance(value, torch.Tensor) and self._is_stable:
                 found.setdefault(place, {})[name] = local_part(value).detach()
@@ -117,14 +118,6 @@ def _is_state(value: Any, keys: tuple[type, ...], depth: int = 0) -> bool:
             return False
         return all(_is_state(one, keys, depth + 1) for one in inner)
     return kind in _NUMBERS or kind is torch.Tensor or (depth == 0 and isinstance(value, _GENERATORS))
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) in (list, tuple, deque, dict):
-        for one in value.values() if type(value) is dict else value:
-            yield from _tensors_in(one)
 
 
 def _look(value: Any) -> object:

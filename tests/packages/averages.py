@@ -79,7 +79,7 @@ PARTS = (
                 "stateful={'ema': ema}",
                 "num_updates += 1; ema.update(model, step=num_updates)",
                 "silent",
-                "the average's decay follows a local count that nobody keeps: take guard.step",
+                "lost without a word: the decay follows a local count. Take guard.step. Next version: told",
             ),
         )
     ),
@@ -140,6 +140,7 @@ PARTS = (
             epoch="opt.param_groups[0]['lr'] = 1e-2 * (2 - float(acc.compute())); acc.reset()",
             result="[opt.param_groups[0]['lr']]",
             want=want,
+            note="" if named else "lost without a word: name the metric. Next version",
         )
         for name, persistent, named, want in (
             ("", False, "stateful={'acc': acc}", "equal"),
