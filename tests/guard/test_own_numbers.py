@@ -378,3 +378,32 @@ def test_what_is_named_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFi
             if patience.is_over():
                 break
     assert "is not kept" not in caplog.text
+
+
+agent_of_all = Agent()
+
+
+class KeepsIt:
+    """As an adapter for grain's iterator does: ``return batches.get_state()``."""
+
+    def state_dict(self) -> Any:
+        return {"epsilon": agent_of_all.epsilon}
+
+    def load_state_dict(self, state: Any) -> None:
+        agent_of_all.epsilon = state["epsilon"]
+
+
+@pytest.mark.parametrize("is_library", [True, False])
+def test_a_librarys_object_that_a_named_one_keeps(
+    is_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(KeepsIt.state_dict, "__module__", "train")
+    monkeypatch.setattr("mindx_elastic.guard.checks.kept.is_library", lambda module: is_library and module == __name__)
+    job = Job(tmp_path, stateful={"kept": KeepsIt()})
+    with job.guard:
+        for _ in job.guard.epochs(1):
+            for x, _ in job.loader:
+                update(job, job.network(x + agent_of_all.act()).square().mean())
+                agent_of_all.epsilon *= 0.9
+                job.guard.step_end()
+    assert ("agent_of_all.epsilon" in caplog.text) is not is_library

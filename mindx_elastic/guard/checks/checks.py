@@ -51,7 +51,7 @@ from mindx_elastic.guard.checks.averagers import Averagers
 from mindx_elastic.guard.checks.carried_variables import CarriedVariables
 from mindx_elastic.guard.checks.cudnn_dropout import tell_of_cudnn_dropout
 from mindx_elastic.guard.checks.generators import Generators
-from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.kept import Kept, named_in_states
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
 from mindx_elastic.guard.checks.movements import (
     Movement,
@@ -520,7 +520,7 @@ class Checks:
         targets = [target for target in self._targets.values() if not any(target is one for one in self._loaders)]
         for told in self._own_numbers.look(
             seen.counted.values(),
-            lambda value: _has(value, (*targets, *self._also_kept)),
+            lambda value: _has(value, (*targets, *self._also_kept, *named_in_states(targets))),
             lambda value: _has(value, self._loaders),
             lambda owner, name: (id(owner), name) in kept.attributes or self._keeps_setting(owner, name),
             files,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,9 +16,18 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.strangers import storage_of
-from mindx_elastic.guard.checks.surroundings import inner_schedulers, kind_of, reachable
+from mindx_elastic.guard.checks.surroundings import inner_schedulers, is_library, kind_of, reachable
 
-__all__ = ["Kept"]
+__all__ = ["Kept", "named_in_states"]
+
+
+def named_in_states(targets: Iterable[object]) -> Iterator[object]:
+    """Objects of libraries that the ``state_dict`` of a program's class names: ``return batches.get_state()``."""
+    for target in targets:
+        function = inspect.getattr_static(type(target), "state_dict", None)
+        if isinstance(function, FunctionType) and not is_library(function.__module__):
+            named = (function.__globals__.get(name) for name in function.__code__.co_names)
+            yield from (one for one in named if is_library(type(one).__module__) and kind_of(type(one)) == "instance")
 
 
 class Kept:
