@@ -21,11 +21,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 import xxhash
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
-from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.capture.copying import map_tensors, same_tree
 from mindx_elastic.capture.loop_head import LoopHead
 from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
@@ -247,11 +248,24 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
         return Choice(instead, "not known to be the same on all ranks")
     if not all(map(same_tree, mine, theirs)):
         return Choice(donated if is_alike else own, "differs from rank to rank")
+    if not is_alike and len({*map(_num_tensors, theirs)}) == 1 and _num_tensors(donated) > _num_tensors(theirs[0]):
+        return Choice(donated, "has got tensors in this step, perhaps others on each rank")  # PowerSGD's first errors
     moves = [donated, *theirs]
     moved_alike = not all(map(same_tree, theirs[1:], theirs))
     if is_alike or moved_alike or same_tree(moves[0], moves[1]):
         return Choice(donated)
     return Choice(donated, "changed in this step for the first time in a while")
+
+
+def _num_tensors(state: Any) -> int:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(state, note)
+    return len(found)
 
 
 def choose_parts(
@@ -346,7 +360,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
             f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
             f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
             "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill; "
-            "--snapshot-every 1 keeps all of it",
+            "the files of save_every and of stops have all of it",
         )
     return made
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader, choose_parts, on_one_side
@@ -34,6 +35,16 @@ def test_what_moves_alike_on_both_ranks_is_the_donors() -> None:
 def test_what_moves_for_the_first_time_in_this_step_may_be_anything() -> None:
     assert chosen(7, RingStates([6, 6], [6, 6], newest=6)) == (7, True)
     assert chosen(7, RingStates([6], [6], newest=6)) == (7, True)
+
+
+def test_tensors_that_are_made_in_this_step_may_be_others_on_each_rank() -> None:
+    """Errors of PowerSGD, whose counter moves alike before."""
+    before = [{"iter": count, "errors": {}} for count in (5, 4)]
+    with_errors = {"iter": 6, "errors": {0: torch.ones(3)}}
+    assert chosen(with_errors, RingStates(before, before, newest=before[0])) == (with_errors, True)
+    assert chosen(with_errors, RingStates(before, before, newest=before[0]), is_alike=True) == (with_errors, False)
+    growing = [{"kept": [torch.full((3,), float(n)) for n in range(count)]} for count in (3, 2, 1)]
+    assert not chosen(growing[0], RingStates(growing[1:], growing[1:], newest=growing[1]))[1], "it grows at each step"
 
 
 @pytest.mark.parametrize("mine", [4, [6], {"value": 6}, np.arange(2)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, run_job
+from tests.harness import Job, run_job, start_agent
 
 pytestmark = pytest.mark.slow
 
@@ -158,3 +158,19 @@ def test_an_unfrozen_parameter_that_ddp_does_not_know(tmp_path: Path) -> None:
 def test_a_communication_hook_with_state_is_named_or_refused(tmp_path: Path, scenario: str, words: str) -> None:
     job = run_job("changing.py", tmp_path, scenario, ranks=2, code=1)
     assert job.matches(rf"UnmanagedStateError: .*{words}"), job.report()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("step", "is_told"), [(4, False), (6, True), (9, True)])
+def test_errors_of_powersgd_that_died_with_their_rank_are_told(tmp_path: Path, step: int, is_told: bool) -> None:
+    """Each rank has its own from step 6 on; rank 1 is killed in front of the boundary that rank 0 has passed."""
+    whole = run_job("compressed.py", tmp_path / "whole", ranks=2)
+    options = ("--snapshot-every", "1")
+    with start_agent(
+        "compressed.py", tmp_path / "job", step, ranks=2, options=options, run_dir=tmp_path / "run"
+    ) as job:
+        job.expect(0)
+    assert (tmp_path / "job.killed0").exists() and (tmp_path / "job.killed1").exists()
+    assert job.matches(rf"resumed from .*: step {step} "), job.report()
+    assert bool(job.matches(r"rank 1 was killed before it had kept all .*: power \(")) == is_told, job.report()
+    assert is_told or job.hashes() == whole.hashes(), job.report()
