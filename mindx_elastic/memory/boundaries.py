@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.device_progress import forward_fits_queue
@@ -347,9 +348,14 @@ class BoundaryLog:
         self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
         self._run_id, self._attempt = "", 0
         self._trusted = False
-        self._doubted = False  # once a forecast was wrong, none is trusted any more
-        self._broken = False
         followed = list(modules)
+        # Once a forecast was wrong, none is trusted any more. PowerSGD's state changes after the forward, on each rank.
+        self._doubted = any(
+            state is not None and not isinstance(state, ProcessGroup)
+            for module in followed
+            for _, state in getattr(module, "_comm_hooks", ())
+        )
+        self._broken = False
         collector.devices.waits_in_forward = forward_fits_queue(followed)
         self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in followed]
 
