@@ -39,7 +39,7 @@ def test_what_moves_for_the_first_time_in_this_step_may_be_anything() -> None:
 
 def test_tensors_that_are_made_in_this_step_may_be_others_on_each_rank() -> None:
     """Errors of PowerSGD, whose counter moves alike before."""
-    before = [{"iter": count, "errors": {}} for count in (5, 4)]
+    before: list[Any] = [{"iter": count, "errors": {}} for count in (5, 4)]
     with_errors = {"iter": 6, "errors": {0: torch.ones(3)}}
     assert chosen(with_errors, RingStates(before, before, newest=before[0])) == (with_errors, True)
     assert chosen(with_errors, RingStates(before, before, newest=before[0]), is_alike=True) == (with_errors, False)
