@@ -26,6 +26,7 @@ from mindx_elastic.capture.components import (
     OptimizerComponent,
     PlainComponent,
 )
+from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.parameter_names import Groups, group_lists, names_in_groups, places_in_states
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placement
 from mindx_elastic.core.strategy import MARKER, LaidOut, LayoutRecord, TensorSpec
@@ -154,7 +155,7 @@ class LayoutRecorder:
     @torch.no_grad()
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's part of every parameter, by place."""
-        return {place: tuple(_local(p).shape) for place, p in self._named_parameters()}
+        return {place: tuple(local_part(p).shape) for place, p in self._named_parameters()}
 
     def markers(self) -> list[TensorSpec]:
         """One for each optimizer that spreads its state over the ranks (ZeRO): this rank's part is in no other file."""
@@ -206,7 +207,7 @@ class LayoutRecorder:
 
     def _of_parameter(self, place: str, parameter: torch.Tensor, meshes: _Meshes) -> LaidOut | None:
         """None: as by default."""
-        by_hand = self.setup.by_hand(place, tuple(_local(parameter).shape))
+        by_hand = self.setup.by_hand(place, tuple(local_part(parameter).shape))
         if by_hand is not None:
             return by_hand
         if place in self.setup.ignored_by_ddp:
@@ -227,7 +228,7 @@ class LayoutRecorder:
         for index, parameter in enumerate(optimizer.parameters):
             like, known_as = layouts.get(id(parameter)), places.get(id(parameter), "")
             is_default = like is None and not optimizer.is_spread and not isinstance(parameter, DTensor)
-            part = () if is_default else tuple(_local(parameter).shape)
+            part = () if is_default else tuple(local_part(parameter).shape)
             for key, value in optimizer.local.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor) or (is_default and not isinstance(value, DTensor)):
                     continue
@@ -302,10 +303,6 @@ class _Meshes:
                 spread = tuple(known.get(name, REPLICATE) for name in wide_names)
                 return Layout(tuple(wide.mesh.shape), spread, self.widest_ranks, wide_names), True
         return Layout(tuple(mesh.mesh.shape), placements, ranks, names), False
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -446,7 +446,7 @@ def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[Any, Mapping
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or hooks:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    used = {_own(p).data_ptr() for p in parameters}
+    used = {local_part(p).data_ptr() for p in parameters}
     for place, table in _tables(optimizer):
         _load_into(before.get(place, {}), table, used)
 
@@ -459,7 +459,7 @@ def _load_into(kept: Mapping[str, Any], loaded: dict[str, Any], used: set[int]) 
         there = kept.get(key)
         if not (isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor)) or value is there:
             continue
-        own, new = _own(there), _own(value)
+        own, new = local_part(there), local_part(value)
         if type(there) is not type(value) or there.shape != value.shape:
             continue
         if (own.shape, own.dtype) != (new.shape, new.dtype) or own.is_inference() or own.is_meta or not own.numel():
@@ -473,10 +473,6 @@ def _load_into(kept: Mapping[str, Any], loaded: dict[str, Any], used: set[int]) 
         used.add(own.data_ptr())
         own.copy_(new)
         loaded[key] = there
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _named_instead(places: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.training_words import name_of
 
 __all__ = ["line_of_gradients", "takes_a_result"]
 
@@ -40,7 +41,7 @@ def takes_a_result(value: ast.expr) -> bool:
     for node in walk(value):
         if isinstance(node, ast.Attribute) and node.attr in ("detach", "item"):
             return True
-        if isinstance(node, (ast.Name, ast.Attribute)) and "loss" in _last_name(node).lower():
+        if isinstance(node, (ast.Name, ast.Attribute)) and "loss" in name_of(node).lower():
             return True
     return False
 
@@ -107,9 +108,9 @@ class _Flow:
         """``criterion = Contrastive()``: which variables and attributes are of which class of the file."""
         for node in walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                kind = _last_name(node.value.func)
+                kind = name_of(node.value.func)
                 if kind in self._classes:
-                    yield from ((_last_name(target), kind) for target in node.targets)
+                    yield from ((name_of(target), kind) for target in node.targets)
 
     def _add(self, scope: ast.AST, node: ast.AST) -> None:
         """The edges of one statement or expression."""
@@ -160,7 +161,7 @@ class _Flow:
 
     def _names_of(self, call: ast.Call) -> Iterator[str]:
         """The names under which the function that is called may be known."""
-        name = _last_name(call.func)
+        name = name_of(call.func)
         yield name
         kind = self._kinds.get(name)
         if kind is not None:
@@ -203,7 +204,3 @@ def _variables(target: ast.AST) -> Iterator[str]:
             yield from _variables(element)
     elif isinstance(target, (ast.Starred, ast.Subscript)):
         yield from _variables(target.value)
-
-
-def _last_name(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.dtensors import local_part
+
 __all__ = ["GeneratorLook", "Movement", "NumbersLook", "TensorsLook", "is_sharded_in_part"]
 
 _SAMPLED_TENSORS = 24
@@ -49,7 +51,7 @@ class TensorsLook:
 
     @classmethod
     def at(cls, tensors: Sequence[torch.Tensor]) -> TensorsLook:
-        own = [_own_part(tensor) for tensor in tensors]
+        own = [local_part(tensor) for tensor in tensors]
         every = max(1, len(own) // _SAMPLED_TENSORS)
         return cls(tuple(t._version for t in tensors), tuple(map(_place, own)), _samples(own[::every]))
 
@@ -64,10 +66,6 @@ class TensorsLook:
         after = zip(now.versions, now.places, strict=True)
         written = any(b[1] == a[1] and b[0] != a[0] for b, a in zip(before, after, strict=True))
         return Movement.MOVED if written else Movement.NONE
-
-
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _place(tensor: torch.Tensor) -> int:

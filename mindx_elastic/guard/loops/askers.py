@@ -25,6 +25,7 @@ from typing import TypeAlias
 from mindx_elastic.guard.checks.running_source import spans, tree_of
 from mindx_elastic.guard.checks.surroundings import is_library
 from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.training_words import name_of
 
 __all__ = ["Askers"]
 
@@ -130,7 +131,7 @@ def _hands_on(loop: ast.For | ast.AsyncFor | ast.While, asked: Collection[int]) 
     by_next = any(isinstance(n, ast.Assign) and _asks(n, asked) and _has_next(n) for n in walk(loop))
     for node in walk(loop):
         if isinstance(node, (ast.For, ast.AsyncFor)) and (node is loop or _asks(node.iter, asked)):
-            if any(_name(n) in _READS_AHEAD for n in walk(node.iter)):
+            if any(name_of(n) in _READS_AHEAD for n in walk(node.iter)):
                 return True
             keys |= {name: _place(node) for name in _set_by(node.target)}
         elif isinstance(node, ast.Assign) and _asks(node, asked) and (_has_next(node) or not by_next):
@@ -155,7 +156,7 @@ def _hands_on(loop: ast.For | ast.AsyncFor | ast.While, asked: Collection[int]) 
 
 
 def _has_next(node: ast.AST) -> bool:
-    return any(isinstance(n, ast.Call) and _name(n.func) in ("next", "__next__") for n in walk(node))
+    return any(isinstance(n, ast.Call) and name_of(n.func) in ("next", "__next__") for n in walk(node))
 
 
 def _asks(node: ast.AST, asked: Collection[int]) -> bool:
@@ -188,7 +189,7 @@ def _is_copy(value: ast.expr, keys: Collection[str]) -> bool:
         return any(_is_copy(each, keys) for each in value.elts)
     if isinstance(value, ast.Subscript):
         return _is_copy(value.value, keys)
-    if isinstance(value, ast.Call) and _name(value.func) in _MOVES:
+    if isinstance(value, ast.Call) and name_of(value.func) in _MOVES:
         owner = [value.func.value] if isinstance(value.func, ast.Attribute) else []
         return any(_is_copy(each, keys) for each in (*owner, *value.args))
     return False
@@ -211,7 +212,7 @@ def _is_made_of(value: ast.expr, keys: Collection[str]) -> bool:
     if _is_copy(value, keys):
         return True
     if isinstance(value, ast.Call):
-        is_number = _name(value.func) in (_NUMBERS if isinstance(value.func, ast.Attribute) else _TO_NUMBERS)
+        is_number = name_of(value.func) in (_NUMBERS if isinstance(value.func, ast.Attribute) else _TO_NUMBERS)
         if is_number:
             return False
         owner = [value.func.value] if isinstance(value.func, ast.Attribute) else []
@@ -243,7 +244,3 @@ def _is_taken(loop: ast.AST, container: str) -> bool:
         if isinstance(method, ast.Attribute) and method.attr in _TAKES and ast.unparse(method.value) == container:
             return True
     return False
-
-
-def _name(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -33,6 +33,7 @@ from mindx_elastic.guard.checks.running_source import Entry, spans, tree_of, tre
 from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import is_library, program_frames
 from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.training_words import name_of
 
 __all__ = ["Place", "TailReads", "attribute_read", "function_of", "places_of", "tail_reads"]
 
@@ -223,7 +224,7 @@ def _called(
 
 def _meant(function: ast.expr, frame: FrameType | None, functions: dict[str, list[_Function]]) -> list[_Function]:
     """What is called by that expression: exactly, where `frame` tells, else by its name."""
-    named = functions.get(_last_name(function), [])
+    named = functions.get(name_of(function), [])
     if frame is None or not named:
         return named
     code = getattr(value_of(function, frame), "__code__", None)
@@ -240,10 +241,6 @@ def _defined(code: CodeType, named: Iterable[_Function]) -> list[_Function]:
     """The one of `named` with that code."""
     behind = (f for f in named if f.lineno >= code.co_firstlineno)  # decorators stand before the ``def``
     return sorted(behind, key=lambda f: f.lineno)[:1]
-
-
-def _last_name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 # --- what the inner loop sets ---
@@ -436,7 +433,7 @@ def _may_fail(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
         divides = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Div, ast.FloorDiv, ast.Mod))
         if divides and child is parent.right:  # type: ignore[attr-defined]
             return True
-        if isinstance(parent, ast.Call) and child is not parent.func and _last_name(parent.func) in _NEED_ONE:
+        if isinstance(parent, ast.Call) and child is not parent.func and name_of(parent.func) in _NEED_ONE:
             return True
         if child is node and isinstance(parent, (ast.Attribute, ast.Subscript)) and child is parent.value:
             return True
