@@ -87,7 +87,7 @@ def assert_resumes(make: Callable[[int], TinyJob], *, before: int = 5, after: in
     job.train(before)
     saved = through_format(job.collector.state())
     notes = resumed.collector.load(through_format(saved))
-    assert notes == []
+    assert [note for note in notes if "torch's seed" not in note] == []  # the seed is another one on purpose
     assert_same(through_format(resumed.collector.state()) | {"rng": None}, saved | {"rng": None})
     assert_same(resumed.live(), job.live())
     resumed.steps = resumed.collector.position.step
