@@ -44,9 +44,12 @@ class OwnState:
         self.loader: Any = loader
         self._loaded: Any = None
         self._handed = self._at_load = 0  # batches of this epoch
+        self.on_iterator_ready: Callable[[], None] = lambda: None
+        """Called when an iterator has been made, which may have drawn from torch's stream."""
 
     def begin_iteration(self) -> None:
         self._loaded, self._handed, self._at_load = None, self._at_load, 0
+        self.on_iterator_ready()
 
     def hand_out(self) -> None:
         self._handed += 1

@@ -39,7 +39,8 @@ class Loaders:
         """`loader`, `stateful`: as the guard was given them. Raises UsageError for what could not be resumed."""
         several = isinstance(loader, (list, tuple)) and bool(loader) and all(map(_is_loader, loader))
         self._followed: list[FollowedLoader] = []
-        self._own: list[OwnState] = []
+        self.own: list[OwnState] = []
+        """DataLoaders that are kept by their own state."""
         self._given: list[tuple[str, Any, Any]] = []  # the name, the program's object, what is saved for it
         self.named: list[Any] = []
         """Every loader, the resumable one in place of an adopted one."""
@@ -97,7 +98,7 @@ class Loaders:
         self.named.append(loader)
         if not isinstance(loader, DataLoader):
             return loader
-        self._own.append(own := OwnState(loader))
+        self.own.append(own := OwnState(loader))
         return own
 
     # --- life ---
@@ -116,7 +117,7 @@ class Loaders:
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
         self._watch = LoaderWatch(unmanaged, adopted, self._now)
-        self._watch.kept = self._own
+        self._watch.kept = self.own
         self._watch.has_named, self._watch.in_use = bool(self.named), self._in_use
         self._watch.enter(stack)
         self._has_fetched = self._told_idle = self._has_ended = False
@@ -180,9 +181,7 @@ class Loaders:
     def keeps_setting(self, owner: object, name: str) -> bool:
         """Whether the state of one of them has that attribute of its data set, or of what hangs on that; a stream's
         place, which its library's own loader keeps, is no variable of the program."""
-        if is_library(type(owner).__module__) and any(
-            id(owner) in reachable(o.loader, models=False) for o in self._own
-        ):
+        if is_library(type(owner).__module__) and any(id(owner) in reachable(o.loader, models=False) for o in self.own):
             return True
         return any(each.settings is not None and each.settings.keeps(owner, name) for each in self._followed)
 

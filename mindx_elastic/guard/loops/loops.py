@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -151,6 +152,8 @@ class Loops:
         self._cuts_in_epoch = self._steps_of_epoch = 0  # the latter of a loop over steps within the epoch; 0: none
         self._begin: dict[str, Any] | None = None
         self._arm(restore=self._restore is not None)
+        for own in self._loaders.own:
+            own.on_iterator_ready = partial(self.at_first_batch, restores=True)
 
     def why_it_failed(self, error: BaseException) -> str:
         """What an exception that leaves the block most likely comes from, where that is known here; else empty."""
