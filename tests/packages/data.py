@@ -137,8 +137,7 @@ PARTS = (
                 for b in loader:
                     opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
         """,
-        want="silent",
-        note="differs **without a word** after a resume in mid-epoch. Next version",
+        want="equal",
     ),
     Part(
         package="litdata",
@@ -159,8 +158,7 @@ PARTS = (
                 for b in loader:
                     opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
         """,
-        want="silent",
-        note="differs **without a word** after a resume in mid-epoch. Next version",
+        want="equal",
     ),
     Part(
         package="torchdata",
