@@ -107,7 +107,7 @@ def _word(value: object) -> str | None:
     if value is None or isinstance(value, (bool, int, float, np.generic)):
         return str(value)
     if isinstance(value, torch.Tensor):
-        value = value.detach().flatten()[:_MOST_VALUES].cpu()
+        value = value.detach().flatten()[:_MOST_VALUES].cpu().clone()  # numpy fixes the size of what it looks at
         value = value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 else value.numpy()
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         return None

@@ -16,7 +16,7 @@ import xxhash
 
 __all__ = ["SaidOnce", "said_once"]
 
-_OF_A_RANK = re.compile(r"rank_\d+|\d+\.\d+")  # the rank's folder; what each has measured itself
+_OF_A_RANK = re.compile(r"rank_\d+| on rank \d+|\d+\.\d+")  # its folder, the one that failed, what each has measured
 _SAVED = " saved in "  # which file is durable is each rank's own to say
 _MOST = 256
 
@@ -33,7 +33,7 @@ class SaidOnce:
         """Whether this process is to say `text`: no other one of `job` has said it as often."""
         if _SAVED in text:
             return True
-        key = f"{job}/{_OF_A_RANK.sub('*', text)}"
+        key = f"{job}/{_OF_A_RANK.sub('', text)}"
         with self._lock:
             number = self._counts[key] = self._counts.get(key, 0) + 1
             if self._num_claims >= _MOST:

@@ -88,7 +88,7 @@ def test_an_exception_before_any_guard_is_told_everywhere(tmp_path: Path) -> Non
     assert status["attempts"][0]["cause"] == cause
     assert json.loads((run_dir / "result.json").read_text())["reason"] == cause
     kept = read_last_lines(run_dir)
-    assert list(kept) == [1] and len(kept[1]) == 201
+    assert len(kept[1]) == 201, "of rank 0, which was ended for it, there may be lines as well"
     assert kept[1][-1] == "ValueError: no such sample: 7" and "bar 3" in kept[1]
     command = [sys.executable, "-m", "mindx_elastic", "logs", str(run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
