@@ -20,7 +20,9 @@ class Compilations:
     def __init__(self) -> None:
         self.any = False
         """Something was compiled since `listen`."""
-        self._is_new = self._listening = False
+        self.is_new = False
+        """The same since `look`, where its sizes may vary."""
+        self._listening = False
 
     def listen(self) -> None:
         """Note each compilation from now on."""
@@ -43,13 +45,13 @@ class Compilations:
         from torch._dynamo import config
 
         self.any = True
-        self._is_new |= not config.assume_static_by_default or bool(config.automatic_dynamic_shapes)
+        self.is_new |= not config.assume_static_by_default or bool(config.automatic_dynamic_shapes)
 
     def look(self) -> list[str]:
         """At a boundary: the functions with sizes that vary, if something was compiled since the last one."""
-        if not self._is_new:
+        if not self.is_new:
             return []
-        self._is_new = False
+        self.is_new = False
         from torch._dynamo.pgo import auto_dynamic, get_code_state
 
         def varies(entry: Any) -> bool:

@@ -31,20 +31,6 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _WITH_COPY = frozenset((set, Counter, bytearray, np.ndarray))
 
 
-def copy_tree(value: Any) -> Any:
-    """A copy that shares nothing mutable with `value`: containers are rebuilt, tensors and arrays cloned.
-
-    Unlike `copy.deepcopy` it keeps no memo (ten times faster on scheduler state) and takes no objects apart: what it
-    does not know is returned as it is, and the checkpoint format refuses it by name at the first boundary.
-    """
-    return _copied(value, _as_it_is)
-
-
-def copy_state(value: Any) -> Any:
-    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
-    return _copied(value, _stand_in)
-
-
 def _as_it_is(value: Any) -> Any:
     return value.detach().clone() if issubclass(type(value), torch.Tensor) else value
 
@@ -54,34 +40,45 @@ def _stand_in(value: Any) -> Any:
     return _as_it_is(value) if known is value else known
 
 
-def _copied(value: Any, of_others: Callable[[Any], Any]) -> Any:
+def copy_state(value: Any) -> Any:
+    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
+    return copy_tree(value, _stand_in)
+
+
+def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
+    """A copy that shares nothing mutable with `value`: containers are rebuilt, tensors and arrays cloned.
+
+    Unlike `copy.deepcopy` it keeps no memo (ten times faster on scheduler state) and takes no objects apart: what it
+    does not know is what `of_others` makes of it, by default the same object, which the checkpoint format refuses by
+    name at the first boundary.
+    """
     kind = type(value)
     if kind in _ATOMS:
         return value
     # Most of what a scheduler or a loader has are plain values: no call for each of them.
     if kind is dict:
-        return {key: item if type(item) in _ATOMS else _copied(item, of_others) for key, item in value.items()}
+        return {key: item if type(item) in _ATOMS else copy_tree(item, of_others) for key, item in value.items()}
     if kind is list:
         for item in value:
             if type(item) not in _ATOMS:
-                return [_copied(item, of_others) for item in value]
+                return [copy_tree(item, of_others) for item in value]
         return value.copy()
     if kind is tuple:
         for item in value:
             if type(item) not in _ATOMS:
-                return tuple([_copied(item, of_others) for item in value])
+                return tuple([copy_tree(item, of_others) for item in value])
         return value
     if kind is OrderedDict:
-        copied = kind((key, _copied(item, of_others)) for key, item in value.items())
+        copied = kind((key, copy_tree(item, of_others)) for key, item in value.items())
         if (metadata := vars(value).get("_metadata")) is not None:  # a TensorDict keeps its batch size there
-            copied._metadata = _copied(metadata, of_others)  # type: ignore[attr-defined]
+            copied._metadata = copy_tree(metadata, of_others)  # type: ignore[attr-defined]
         return copied
     if kind in _TENSORS:
         return value.detach().clone()
     if kind is defaultdict:
-        return defaultdict(value.default_factory, ((key, _copied(item, of_others)) for key, item in value.items()))
+        return defaultdict(value.default_factory, ((key, copy_tree(item, of_others)) for key, item in value.items()))
     if kind is deque:
-        return deque((_copied(item, of_others) for item in value), value.maxlen)
+        return deque((copy_tree(item, of_others) for item in value), value.maxlen)
     if kind in _WITH_COPY:
         return value.copy()
     return of_others(value)
@@ -89,7 +86,9 @@ def _copied(value: Any, of_others: Callable[[Any], Any]) -> Any:
 
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
     """A copy of `value` as `copy_state` makes it, without the item named `but`."""
-    return {key: item if type(item) in _ATOMS else copy_state(item) for key, item in value.items() if key != but}
+    return {
+        key: item if type(item) in _ATOMS else copy_tree(item, _stand_in) for key, item in value.items() if key != but
+    }
 
 
 def same_tree(one: Any, other: Any) -> bool:

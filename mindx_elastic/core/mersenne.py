@@ -407,8 +407,10 @@ def torch_state() -> Any:
     global _torch_last
     import torch
 
+    from mindx_elastic.core.tensor_memory import memory_of
+
     state: Any = torch.default_generator.get_state()
-    raw = state.numpy().tobytes()
+    raw = bytes(memory_of(state))
     if raw != _torch_last[0]:
         _torch_last = raw, state
     return _torch_last[1]

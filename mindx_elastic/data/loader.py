@@ -197,7 +197,10 @@ class ResumableLoader(DataLoader[Any]):
         """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
-        order = self._sampler.settings()
+        cursor, sampler = self._engine.cursor, self.batch_sampler
+        assert isinstance(sampler, ResumableBatchSampler)
+        order = sampler.settings()
+        has_one_size = len(cursor.sizes) < 2 and (not cursor.sizes or cursor.sizes[0][1] == order["batch_size"])
         return {
             **self._settings,
             **order,
@@ -207,7 +210,7 @@ class ResumableLoader(DataLoader[Any]):
             "samples": at.samples,
             "finished": at.finished,
             "streams": VERSION,
-            **self._engine.cursor.sizes_at(at.epoch, order["batch_size"]),
+            **({} if has_one_size else cursor.sizes_at(at.epoch, order["batch_size"])),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -107,10 +107,13 @@ class Boundaries:
         if self._unreduced is not None:
             self._unreduced.at_boundary()
         self.copy(position)
-        self._trial.at_boundary()
-        tell_of_compiled(self._collector, self._unmanaged)
-        if not self._has_scripts:
-            self._has_scripts = tell_of_script_functions(self._graph, self._unmanaged)
+        if self._trial.num_empty:
+            self._trial.at_boundary()
+        if self._collector.compiled.is_new:
+            tell_of_compiled(self._collector, self._unmanaged)
+        if not self._has_scripts and torch._C._last_executed_optimized_graph() is not self._graph:
+            self._has_scripts = True
+            tell_of_script_functions(self._unmanaged)
         self._window.at_boundary(position.step)
 
     def copy(self, position: Position) -> None:

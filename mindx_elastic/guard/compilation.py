@@ -38,15 +38,11 @@ def tell_of_torchscript(targets: Mapping[str, object], unmanaged: Unmanaged) -> 
         _tell_of_measuring(listed(scripted, 3), unmanaged)
 
 
-def tell_of_script_functions(before: object, unmanaged: Unmanaged) -> bool:
-    """At a boundary: the same for functions, which libraries have. Returns whether there is nothing more to tell.
-    `before`: the graph that had run last when the guard was entered."""
-    if any(note.startswith("TorchScript runs") for note in unmanaged.notes):
-        return True
-    if torch._C._last_executed_optimized_graph() is before:
-        return False
-    _tell_of_measuring("functions of a library that the training uses", unmanaged)
-    return True
+def tell_of_script_functions(unmanaged: Unmanaged) -> None:
+    """At a boundary: the same for functions, which libraries have. Another graph has run than before the guard was
+    entered."""
+    if not any(note.startswith("TorchScript runs") for note in unmanaged.notes):
+        _tell_of_measuring("functions of a library that the training uses", unmanaged)
 
 
 def _tell_of_measuring(what: str, unmanaged: Unmanaged) -> None:

@@ -23,17 +23,15 @@ class TrialPacking:
         components = collector.components.values()
         self._optimizers = [c for c in components if isinstance(c, OptimizerComponent)]
         self._plain = [c for c in components if isinstance(c, PlainComponent)]
-        self._num_empty = len(self._optimizers) + 1
-        """The optimizers without state at the last trial, and one more before the first."""
+        self.num_empty = len(self._optimizers) + 1
+        """The optimizers without state at the last trial, and one more before the first; 0: no more trials."""
 
     def at_boundary(self) -> None:
         """Raises UnmanagedStateError with the place of what cannot be stored, or warns, as the guard is told to."""
-        if not self._num_empty:
-            return
         num_empty = sum(not optimizer.local.state for optimizer in self._optimizers)
-        if num_empty == self._num_empty:
+        if num_empty == self.num_empty:
             return
-        self._num_empty = num_empty
+        self.num_empty = num_empty
         collector = self._collector
         try:
             for plain in self._plain:
