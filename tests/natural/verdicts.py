@@ -285,7 +285,7 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop("muon", EXACT),
+    Loop("muon", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(
         "mixup_generator",
