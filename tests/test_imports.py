@@ -240,6 +240,14 @@ def test_the_arrow_check_sees_what_it_must(name: str, source: str, wrong: list[s
     assert forbidden_arrows(module, known={f"{PACKAGE}.{part}" for part in parts}) == wrong
 
 
+def test_the_guard_knows_its_observers_by_a_port() -> None:
+    """What looks at its steps, breaks a rank on purpose or keeps a cluster is made around the guard, not into it."""
+    rooms = tuple(f"{PACKAGE}.{name}" for name in ("prove", "drill", "cluster"))
+    guards = [module for module in MODULES if module.part == "guard"]
+    imports = {str(module): imported_names(module, nodes=ast.walk) for module in guards}
+    assert not {name: wrong for name, found in imports.items() if (wrong := [n for n in found if n.startswith(rooms)])}
+
+
 def test_the_checks_do_not_know_the_loops() -> None:
     """What both need to read of a program's source is with the checks, which the loops may import."""
     checks = [module for module in MODULES if module.name.startswith(f"{PACKAGE}.guard.checks.")]

@@ -1,9 +1,9 @@
 """Carries out a fault inside a rank of a run that `mindx-elastic drill` has started.
 
-The witness of the rank's guard (`guard.witness`) makes an `Injector` where the control file names a fault, and tells it
-of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the middle of a
-copy. Only a broken disk or clock cannot be had without rights on the machine: there the functions of `os`, `time` and
-libc that this process calls are replaced, for files of the checkpoint directories alone.
+The witness of the rank's guard (`prove.proof_witness`) makes an `Injector` where the control file names a fault, and
+tells it of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the
+middle of a copy. Only a broken disk or clock cannot be had without rights on the machine: there the functions of `os`,
+`time` and libc that this process calls are replaced, for files of the checkpoint directories alone.
 
 Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
 agent starts again does not do it again. Training thread, but for the calls of a save, which may come from any.

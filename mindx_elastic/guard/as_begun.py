@@ -29,7 +29,7 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.guard.checks.surroundings import is_library, kind_of, program_files, variables_of
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
-from mindx_elastic.guard.variables import own_variables
+from mindx_elastic.guard.observer import observers
 
 __all__ = ["AsBegun", "VariablesPart"]
 
@@ -131,7 +131,7 @@ class VariablesPart(Part):
     def __init__(self, begun: AsBegun, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
         """`kept`: what the guard keeps, which is put back. `is_new`: this process takes a dead rank's place."""
         without_epoch = with_epochs_put_back(kept)
-        now = own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
+        now = observers().own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
         self._is_new, self._rank = is_new, rank
         self._now = now
         self._said: dict[str, str] = {}

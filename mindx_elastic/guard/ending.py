@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import CANNOT
@@ -23,13 +22,11 @@ from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.observer import Observer
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
-
-if TYPE_CHECKING:
-    from mindx_elastic.guard.witness import Witness
 
 __all__ = ["Ending"]
 
@@ -61,7 +58,7 @@ class Ending:
     def conclude(
         self,
         error: BaseException | None,
-        witness: Witness | None,
+        observer: Observer | None,
         *,
         finish: Callable[[], None],
         complete: Callable[[BaseException], str],
@@ -71,12 +68,12 @@ class Ending:
         refusal = self._unmanaged.refusal
         if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
             # The program has caught it, or has made another exception of it.
-            self.conclude(refusal, witness, finish=finish, complete=complete)
+            self.conclude(refusal, observer, finish=finish, complete=complete)
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 raise refusal  # a launcher would take it for the end of the training
             return
-        if witness is not None:
-            witness.leave("finished" if error is None else type(error).__name__, self._unmanaged.notes)
+        if observer is not None:
+            observer.leave("finished" if error is None else type(error).__name__, self._unmanaged.notes)
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             finish()
             return

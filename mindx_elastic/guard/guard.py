@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -33,15 +33,13 @@ from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.observer import Observed, Observer, ProofObserver
 from mindx_elastic.guard.opening import Opening, check_guests_path
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.platforms.launchers import current_ranks
-
-if TYPE_CHECKING:
-    from mindx_elastic.guard.witness import Witness
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
@@ -173,8 +171,9 @@ class Guard(LayeredGuard):
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._fewer = FewerRanks()
-        self._witness: Witness | None = None
-        """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
+        self._observer: Observer | None = None
+        """Notes what a step has seen and made; nearly always None."""
+        self._proof: ProofObserver | None = None
 
     # --- life ---
 
@@ -274,8 +273,9 @@ class Guard(LayeredGuard):
             next_step=lambda: self._step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )
-        if opening.witness is not None and not opening.evaluates:
-            self._enter_witness(stack, opening.witness)
+        if opening.proof is not None and not opening.evaluates:
+            self._proof = self._observer = opening.proof
+            opening.proof.enter(stack, self._observed())
         opening.meet_last()
 
     def _start_stages(self, stack: ExitStack, settings: Settings, opening: Opening) -> None:
@@ -333,12 +333,12 @@ class Guard(LayeredGuard):
         )
         stages.listen(stack)
 
-    def _enter_witness(self, stack: ExitStack, witness: Witness) -> None:
-        self._witness = witness
-        witness.enter(
-            stack,
+    def _observed(self) -> Observed:
+        return Observed(
             directory=self._options.folder,
             prefix=self._options.prefix,
+            run_id=self.run_id,
+            ranks=self._ranks,
             targets=self._targets,
             loaders=self._loaders.named,
             collector=self._collector,
@@ -438,8 +438,8 @@ class Guard(LayeredGuard):
         second; it is not waited for). `prove` names any of the `scalars` that differs.
         """
         self.boundary()
-        if self._witness is not None:
-            self._witness.scalars = scalars
+        if self._observer is not None:
+            self._observer.scalars = scalars
         self.finish_step(loss=scalars.get("loss"))
 
     def boundary(self) -> None:
@@ -501,9 +501,9 @@ class Guard(LayeredGuard):
                 tail_follows=tail.is_pending,
                 after_tail=at_tail,
             )
-        witness = self._witness
-        if witness is not None and not at_tail and witness.at_boundary(self._loops.position, is_cut=self._cut):
-            self._step_gate.wait_for_limit(witness.heard_s)
+        observer = self._observer
+        if observer is not None and not at_tail and observer.at_boundary(self._loops.position, is_cut=self._cut):
+            self._step_gate.wait_for_limit(observer.heard_s)
         if self._listeners.handlers.postponed and self._cut:
             self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):
@@ -619,8 +619,8 @@ class Guard(LayeredGuard):
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
             options, target = self._options, None if path is None else Path(path)
             self._collector.return_to_boundary()
-            if self._witness is not None and target is not None:
-                target = self._witness.redirected_file(target)
+            if self._proof is not None and target is not None:
+                target = self._proof.redirected_file(target)
             return self._saver.save_to(target, options.folder, options.prefix, reason).path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
@@ -648,7 +648,7 @@ class Guard(LayeredGuard):
     # --- leaving ---
 
     def _conclude(self, error: BaseException | None) -> None:
-        self._ending.conclude(error, self._witness, finish=self._finish, complete=self._complete)
+        self._ending.conclude(error, self._observer, finish=self._finish, complete=self._complete)
 
     def _complete(self, error: BaseException) -> str:
         return self._boundaries.complete(error, self._end_cut_step)

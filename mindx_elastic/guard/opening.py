@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -36,6 +36,7 @@ from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
+from mindx_elastic.guard.observer import ProofObserver, observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
 from mindx_elastic.guard.process_end import LogRelay
@@ -48,9 +49,6 @@ from mindx_elastic.guard.uneven_modules import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.restore import Resumed
-
-if TYPE_CHECKING:
-    from mindx_elastic.guard.witness import Witness
 
 __all__ = ["Opening", "check_guests_path"]
 
@@ -94,7 +92,7 @@ class Opening:
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""
         self._open_log(stack)
-        self.witness = _open_witness(ranks)
+        self.proof = _open_proof(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
         copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
@@ -160,8 +158,8 @@ class Opening:
         ranks = self._ranks
         wanted = [self._options.folder, *(p.directory for p in self.policies), *(p.directory for p in self.periodic)]
         places = wanted
-        if self.witness is not None:
-            places = self.witness.redirected(wanted)
+        if self.proof is not None:
+            places = self.proof.redirected(wanted)
             self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
         again = self._is_again  # a training that goes on in place needs no disk before its next save
         resolved, self._trust = prepare_directories(places, ranks, self._options.sharing(), may_be_full=again)
@@ -256,7 +254,7 @@ class Opening:
         meet(self._exchange, "entered", self._parts())
         if self._uneven is not None:
             self._uneven.tell(self.unmanaged)
-        trains = self.witness is None and self._entry is None and not self.around.is_guest
+        trains = self.proof is None and self._entry is None and not self.around.is_guest
         if self._ranks.rank == 0 and trains and not self._saves_on_the_way:
             by_callbacks = self._options.policies is not None
             logger.info(
@@ -309,13 +307,11 @@ class Opening:
         return start
 
 
-def _open_witness(ranks: RankInfo) -> Witness | None:
-    """See `guard.witness`; None: this is an ordinary run."""
+def _open_proof(ranks: RankInfo) -> ProofObserver | None:
+    """What looks at a run under `prove` or `drill`; None: this is an ordinary run."""
     if ProveSettings.from_env().control is None:
         return None
-    from mindx_elastic.guard.witness import open_witness  # no other run even loads it
-
-    return open_witness(ranks)
+    return observers().open_proof(ranks)
 
 
 def _say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:

@@ -31,6 +31,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.ports import ask
 from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
@@ -39,10 +40,10 @@ from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import look, program_files
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.observer import observers
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
@@ -294,13 +295,12 @@ def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
         _tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
     if link is not None:
-        from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
-
-        if why_not := cluster_problem(link):
+        cluster = ask("cluster")
+        if why_not := cluster.cluster_problem(link):
             _tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
             return None
         if not _members:
-            _members.append(ClusterMember(settings, ranks, link))
+            _members.append(cluster.ClusterMember(settings, ranks, link))
     elif not _members:
         assert agent is not None
         _members.append((NodesMember if several else Member)(settings, ranks, agent))
@@ -342,7 +342,7 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     parameters = [p for t in targets.values() if isinstance(t, nn.Module) for p in t.parameters()]
     keep_reserve(take_reserve(len(parameters)))
     capture_rng()
-    own_variables(None, ())  # judges a thousand modules once, whether they are the program's
+    observers().own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)
     Sources(program_files(sys._getframe())).read()  # or the rank's first step would
     ahead.grow_heap()

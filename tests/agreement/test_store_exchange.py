@@ -374,7 +374,7 @@ def test_values_are_collected_once_all_are_there(ranks: list[StoreExchange]) -> 
         ranks[rank].publish("every", str(rank))
         assert ranks[0].try_collect("every") is None
     ranks[1].publish("every", "1")
-    ranks[0].collect("every", 30)  # a TCPStore does not acknowledge a value: another connection may ask before it is there
+    ranks[0].collect("every", 30)  # a store acknowledges no value: another connection may ask before it is there
     assert [exchange.try_collect("every") for exchange in ranks] == [["0", "1", "2"]] * 3
 
 

@@ -13,9 +13,9 @@ import torch
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.plain_state import _digest
 from mindx_elastic.guard.checks.rebound import content_of
-from mindx_elastic.guard.variables import _sample
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.prove.digests import digest
+from mindx_elastic.prove.variables import _sample
 
 PACKAGE = Path(__file__).parents[2] / "mindx_elastic"
 OWN = {

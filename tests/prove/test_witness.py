@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic.guard import witness
+from mindx_elastic.prove import proof_witness
 from mindx_elastic.prove.control import Alarm, Control
 from mindx_elastic.prove.records import Life, read_lives
 from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, weights_of_uninterrupted
@@ -35,7 +35,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
 
     def make(**control: Any) -> Path:
         for name, value in (("_series", []), ("_entered", {}), ("_passed", itertools.count(1))):
-            monkeypatch.setattr(witness, name, value)
+            monkeypatch.setattr(proof_witness, name, value)
         folder = tmp_path / "proof" / f"run_{next(numbers)}"
         folder.mkdir(parents=True)
         for name in ("directories", "streams"):
@@ -63,7 +63,7 @@ def run_to_the_end_of_the_proof(job: Job, **options: Any) -> None:
 def test_nothing_is_noted_in_an_ordinary_run(tmp_path: Path) -> None:
     job = Job(tmp_path / "ckpt")
     job.run(1)
-    assert witness.open_witness(job.guard.ranks) is None
+    assert proof_witness.open_proof(job.guard.ranks) is None
     assert not list(tmp_path.rglob("*.jsonl.*")) and not list(tmp_path.rglob("rank_*.jsonl"))
 
 
@@ -186,7 +186,7 @@ def test_the_weights_at_the_exit_are_those_of_the_script_s_end(tmp_path: Path, b
     job.run(1)
     with torch.no_grad():
         next(job.network.parameters()).zero_()
-    (entered,) = witness._entered.values()
+    (entered,) = proof_witness._entered.values()
     entered.at_exit()
     life = life_of(folder)
     assert life.exit["exit|model.0.bias"] == life.steps[-1].end["weights|model.0.bias"]

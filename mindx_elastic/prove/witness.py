@@ -1,227 +1,91 @@
-"""What a run under `mindx-elastic prove` or `drill` notes at each step, and what it does to itself when told to.
+"""What one training step has seen and made, noted as lines of JSON: `Witness` looks, its subclasses keep the lines.
 
-A guard has one only where ``MINDX_PROVE`` names a control file (`prove.control`). It looks at a step in up to four
-places:
+It looks in up to four places:
 
 * the first batch that the loader hands out, and the streams after it;
 * the first forward of a named module in training mode: streams, weights, options of the optimizers, flags;
 * what the modules are given: the tensors of the first forwards;
 * the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
-  named module), and the streams; and the program's own variables, which are not compared, but may explain a difference.
+  named module), and the streams; and the program's own variables, which are not compared, but explain a difference.
 
-Where the whole training was done, the weights are looked at once more when the script ends.
-
-It only reads. One JSON object a line, each with one `write`, so that a kill loses none; values that are as in the line
-before are left out (`prove.records` puts them back). Training thread only.
+It only reads. Values that are as in the line before are left out (`prove.records` puts them back). Training thread.
 """
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import json
-import os
 import re
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.rng import capture_rng, pack_rng
-from mindx_elastic.config import ProveSettings, RankInfo
-from mindx_elastic.core.looks import asked, attributes_of
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
-from mindx_elastic.guard.policy import ExitPolicy
-from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.guard.variables import own_variables
-from mindx_elastic.prove.control import STEPS, Control, read_control
+from mindx_elastic.guard.observer import Observed
 from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
+from mindx_elastic.prove.variables import own_variables
 
-if TYPE_CHECKING:
-    from mindx_elastic.drill.inject import Injector
-
-__all__ = ["Witness", "open_witness"]
+__all__ = ["Witness"]
 
 _MOST_BATCHES = 8  # a step
 _MOST_PARTS = 16  # of a batch
 _LOADER = re.compile(r"loader(_\d+)?")
-_series: list[tuple[str, str]] = []
-"""Directory and prefix of the guards of this process, in the order in which they were first entered."""
-
-_passed = itertools.count(1)
-"""Numbers the boundaries of this process, in all its guards."""
-_entered: dict[int, Witness] = {}
-"""The newest one of each series of this process."""
-
-
-def _at_exit(pid: int) -> None:
-    """The process `pid` ends. A forked one does not count, nor a run that was stopped: its training is not over."""
-    if os.getpid() == pid and all(witness._has_finished for witness in _entered.values()):
-        for witness in _entered.values():
-            witness.at_exit()
-
-
-def open_witness(ranks: RankInfo) -> Witness | None:
-    """The witness of a guard that is about to be entered; None: this is an ordinary run."""
-    path = ProveSettings.from_env().control
-    return None if path is None else Witness(read_control(path), ranks)
-
-
-def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
-    """What carries out the fault of this run; None: it has none."""
-    if control.fault is None:
-        return None
-    from mindx_elastic.drill.inject import Injector  # it replaces functions: no other run even loads it
-
-    return Injector(control.fault, ranks.rank, control.directories)
 
 
 class Witness:
-    """One per entered guard."""
+    """One per guard that is looked at."""
 
     heard_s = 60.0
     """How long a boundary waits until its stop has been heard."""
 
-    def __init__(self, control: Control, ranks: RankInfo) -> None:
-        self._control, self._ranks = control, ranks
+    def __init__(self) -> None:
         self.scalars: Mapping[str, Any] = {}
         """What the program has given to the step's `step_end`."""
         self._targets: Mapping[str, Any] = {}
         self._known: dict[str, str] = {}
         self._kept: set[int] = set()
-        self._file = -1
-        self._series = 0
-        self._passed = 0
-        self._entered_at = time.monotonic()
-        self._took_s: float | None = None
-        """What the first steps took; see `Control.is_last`."""
+        self._modules: dict[str, nn.Module] = {}
         self._outside: Callable[[], bool] = lambda: False
         self._may_be_restored = False  # the first batch's iterator may still put the streams back
         self._is_fetching = False
         self._at_head = True
         """No batch of an epoch has come yet, since its begin or the end of the one before."""
-        self._is_ended = False
-        self._has_finished = False
-        self._injector = _open_injector(control, ranks)
         self._begin_step()
 
-    # --- the guard's directories ---
-
-    def redirected(self, wanted: Sequence[Path]) -> list[Path]:
-        """Private folders in place of the directories that the program names."""
-        names = (f"{xxhash.xxh3_64_hexdigest(os.path.abspath(path).encode())}-{path.name}"[:120] for path in wanted)
-        return [self._control.directories / name for name in names]
-
-    def redirected_file(self, path: Path) -> Path:
-        """A private place for a file that the program names."""
-        folder = self.redirected([path.parent])[0]
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / path.name
-
-    # --- life ---
-
-    def enter(
-        self,
-        stack: ExitStack,
-        *,
-        directory: Path,
-        prefix: str,
-        targets: Mapping[str, Any],
-        loaders: Sequence[Any],
-        collector: Collector,
-        position: Position,
-        resumed: int | None,
-        resumed_path: Path | None,
-        policies: Sequence[ExitPolicy],
-        stopper: Stopper,
-        is_outside: Callable[[], bool],
-        copied_every: int,
-    ) -> None:
-        """The state is back, and alarms are heard. `is_outside`: what happens now belongs to no step. `copied_every`:
-        steps between two copies of the state to shared memory by this rank; 0: it makes none."""
-        key = os.path.abspath(directory), prefix
-        if key not in _series:
-            _series.append(key)
-        self._series = _series.index(key)
-        self._targets, self._collector, self._outside, self._stopper = targets, collector, is_outside, stopper
-        signals = [number for policy in policies for number in policy.signals]
-        self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
-        self._may_be_restored = resumed is not None
+    def watch(self, stack: ExitStack, seen: Observed) -> None:
+        """Look from here on, until `stack` closes."""
+        targets = seen.targets
+        self._targets, self._collector, self._outside = targets, seen.collector, seen.is_outside
         kept = [target for name, target in targets.items() if not self._is_loader(name)]  # its data set is not
         self._kept = {*map(id, kept), *(id(held) for target in kept for held in _held(target))}
-        self._open_file()
-        stack.callback(self._close)
-        if not _entered:
-            atexit.register(_at_exit, os.getpid())
-        _entered[self._series] = self
         self._modules = {name: t for name, t in targets.items() if isinstance(t, nn.Module)}
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 handle = module.register_forward_pre_hook(self._forward_hook(name), prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
-        _watch_iterations(stack, loaders, self)
-        if self._injector is not None:
-            self._injector.entered(self._series, position.step, self._signal, self._modules)
-        self._write(
-            "enter",
-            pid=os.getpid(),
-            workers=max((asked(loader, "num_workers", 0) or 0 for loader in loaders), default=0),
-            directory=str(directory),
-            prefix=prefix,
-            resumed=resumed,
-            path=None if resumed_path is None else resumed_path.name,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            copied_every=copied_every,
-            epoch=position.epoch,
-            step=position.step,
-            num_batches=position.batch_num,
-            end=self._changes({**self._state(), **self._options(), **self._variables()}),
-        )
+        _watch_iterations(stack, seen.loaders, self)
 
-    def leave(self, outcome: str, notes: Sequence[str]) -> None:
-        """The block is over. `notes`: what the guard knows against an exact resume."""
-        if self._file >= 0:
-            self._write("leave", outcome="ended" if self._is_ended else outcome, notes=list(notes))
-        self._has_finished = outcome == "finished" and not self._is_ended
+    def write(self, event: str, **content: Any) -> None:
+        """Keep one line."""
+        raise NotImplementedError
 
-    def at_exit(self) -> None:
-        """The script is over: note the weights that it ends with, which may be others than those of the last step."""
-        found = {f"exit|{key.partition('|')[2]}": value for key, value in self._weights().items()}
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._write("exit", weights=found)
-        self._close()
+    def keep_stream(self, name: str, digest: str, content: bytes) -> None:
+        """Keep the state of a random stream: how many numbers lie between two of them explains a difference."""
+        raise NotImplementedError
 
-    def _open_file(self) -> None:
-        for number in range(10_000):
-            path = self._control.folder / f"rank_{self._ranks.rank}.{number:04d}.jsonl"
-            with suppress(FileExistsError):
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                self._path = path
-                return
-
-    def _close(self) -> None:
-        os.close(self._file)
-        self._file = -1
-
-    def _write(self, event: str, **content: Any) -> None:
-        line = {"event": event, "series": self._series, "clock": time.monotonic(), **content}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+    def at_forward(self) -> None:
+        """The first forward of a step begins."""
 
     # --- one step ---
 
@@ -272,21 +136,17 @@ class Witness:
                 "streams": self._streams(),
                 "sample": {**self._weights(), **self._options(), **self._flags()},
             }
-            if self._injector is not None:
-                self._injector.at_forward()
+            self.at_forward()
         given = self._inputs.setdefault(name, [])
         if len(given) < MOST_FORWARDS:
             given.append(_parts({"args": args, "kwargs": kwargs}).replace(" ", "_"))
 
-    def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
-        """The step is over. Returns whether a stop is on its way: the boundary waits for it."""
-        self._passed += 1
-        if self._passed == STEPS and self._ranks.world_size == 1:
-            self._took_s = time.monotonic() - self._entered_at
+    def note_step(self, position: Position, *, is_cut: bool) -> None:
+        """The step is over."""
         self._may_be_restored = False
         if self._forward is not None:
             self._forward["sample"] = self._changes(self._forward["sample"], partly=True)
-        self._write(
+        self.write(
             "step",
             step=position.step,
             epoch=position.epoch,
@@ -302,40 +162,10 @@ class Witness:
             end=self._changes({**self._state(), **self._options(), **self._flags(), **self._variables()}),
         )
         self._begin_step()
-        return self._act(position)
 
-    def _act(self, position: Position) -> bool:
-        control, alarm = self._control, self._control.alarm
-        if self._is_ended:
-            return False
-        place = self._series, position.step, self._passed, position.batch_num, self._took_s
-        if control.is_last(*place, in_all=next(_passed)):
-            self._is_ended = True
-            save = self._stopper.save
-            save.policies = tuple(replace(policy, save=False) for policy in save.policies)
-            self._stopper.request("the proof ends here", 0)
-            return True
-        if self._injector is not None and self._injector.at_boundary(position.step):
-            return True
-        if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
-            return False
-        if alarm.rank != self._ranks.rank:
-            return not alarm.kill
-        if not self._fires_first():
-            return False
-        self._write("alarm", step=position.step, kill=alarm.kill)
-        os.kill(os.getpid(), signal.SIGKILL if alarm.kill else self._signal)
-        return True
-
-    def _fires_first(self) -> bool:
-        """A job that an agent has started again passes the same boundary once more."""
-        try:
-            os.close(
-                os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            )
-        except FileExistsError:
-            return False
-        return True
+    def entry(self) -> dict[str, Any]:
+        """All that the guard saves, and the program's variables, as they are once the state is back."""
+        return self._changes({**self._state(), **self._options(), **self._variables()})
 
     # --- what there is to see: "kind|name" -> digest ---
 
@@ -355,11 +185,7 @@ class Witness:
             for each, part in _devices(name, state):
                 content = stream_bytes(part)
                 found[each] = xxhash.xxh3_64_hexdigest(content)
-                path = self._control.streams / f"{each}-{found[each]}"
-                with suppress(FileExistsError):
-                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                    os.write(fd, content)
-                    os.close(fd)
+                self.keep_stream(each, found[each], content)
         return found
 
     def _weights(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.checks import surroundings
-from mindx_elastic.guard.variables import own_variables
+from mindx_elastic.prove.variables import own_variables
 
 TOKEN = "sk-0123456789"
 

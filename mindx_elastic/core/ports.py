@@ -1,0 +1,23 @@
+"""Ports: an earlier part of the package asks for what only a later one has, and imports nothing of it.
+
+The package's root says who answers (`provide`); the module is loaded when it is asked for first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__all__ = ["ask", "provide"]
+
+_providers: dict[str, str] = {}
+
+
+def provide(port: str, module: str) -> None:
+    """Let `module`, a dotted name, answer for `port`. Any thread."""
+    _providers[port] = module
+
+
+def ask(port: str) -> ModuleType:
+    """The module that answers for `port`. Any thread. Raises KeyError: nobody does."""
+    return importlib.import_module(_providers[port])

@@ -1,0 +1,101 @@
+"""The port by which a guard knows what looks at its steps: it imports nothing of `prove`, which has these looks.
+
+An `Observer` is there in a run of `mindx-elastic prove` or `drill`, in the steps that a stopping job plays on, and in
+those that a resumed one compares with them; in all other steps there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, cast
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.ports import ask
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.stopper import Stopper
+
+__all__ = ["Observed", "Observer", "Observers", "ProofObserver", "observers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What an observer may look at. It reads, and changes nothing."""
+
+    directory: Path
+    prefix: str
+    run_id: str
+    ranks: RankInfo
+    targets: Mapping[str, Any]
+    """The named objects."""
+    loaders: Sequence[Any]
+    """The named ones, as the program has them."""
+    collector: Collector
+    position: Position
+    """The last boundary passed."""
+    resumed: int | None
+    """Step of the checkpoint that this run went on from."""
+    resumed_path: Path | None
+    policies: Sequence[ExitPolicy]
+    stopper: Stopper
+    is_outside: Callable[[], bool]
+    """What happens now belongs to no step."""
+    copied_every: int
+    """Steps between two copies of the state to shared memory by this rank; 0: it makes none."""
+
+
+class Observer(Protocol):
+    """Looks at the steps of one entered guard. Training thread only."""
+
+    scalars: Mapping[str, Any]
+    """What the program has given to the step's `step_end`."""
+    heard_s: float
+    """How long a boundary waits until the stop that `at_boundary` speaks of has been heard."""
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
+        """A step has ended. `is_cut`: with a boundary; not inside an accumulation window. Returns whether a stop is on
+        its way: the boundary waits for it."""
+
+    def leave(self, outcome: str, notes: Sequence[str]) -> None:
+        """The block is over. `outcome`: ``finished``, or the exception's class. `notes`: what the guard knows against
+        an exact resume."""
+
+
+class ProofObserver(Observer, Protocol):
+    """Of a run under `mindx-elastic prove` or `drill`, whose files lie apart."""
+
+    def redirected(self, wanted: Sequence[Path]) -> list[Path]:
+        """Private folders in place of the directories that the program names."""
+
+    def redirected_file(self, path: Path) -> Path:
+        """A private place for a file that the program names."""
+
+    def enter(self, stack: ExitStack, seen: Observed) -> None:
+        """The state is back, and alarms are heard. `stack` closes it."""
+
+
+class Observers(Protocol):
+    """What the module has that answers for the port ``observers``."""
+
+    def open_proof(self, ranks: RankInfo) -> ProofObserver | None:
+        """None: this is an ordinary run."""
+
+    def own_variables(
+        self,
+        frame: FrameType | None,
+        kept: Collection[int],
+        *,
+        positions: bool = False,
+        without_epoch: Collection[int] = (),
+    ) -> dict[str, str]:
+        """See `prove.variables.own_variables`."""
+
+
+def observers() -> Observers:
+    """Loads them when first asked."""
+    return cast(Observers, ask("observers"))

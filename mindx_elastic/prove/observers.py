@@ -1,0 +1,8 @@
+"""Answers for the port ``observers`` of the guard (see `guard.observer`)."""
+
+from __future__ import annotations
+
+from mindx_elastic.prove.proof_witness import open_proof
+from mindx_elastic.prove.variables import own_variables
+
+__all__ = ["open_proof", "own_variables"]

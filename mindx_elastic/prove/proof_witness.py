@@ -1,0 +1,214 @@
+"""What a guard notes and does in a run that `mindx-elastic prove` or `drill` has started.
+
+``MINDX_PROVE`` names a control file (`prove.control`).
+
+One JSON object a line, each with one `write`, so that a kill loses none. Where the whole training was done, the weights
+are looked at once more when the script ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from mindx_elastic.config import ProveSettings, RankInfo
+from mindx_elastic.core.looks import asked
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.observer import Observed
+from mindx_elastic.prove.control import STEPS, Control, read_control
+from mindx_elastic.prove.witness import Witness
+
+if TYPE_CHECKING:
+    from mindx_elastic.drill.inject import Injector
+
+__all__ = ["ProofWitness", "open_proof"]
+
+_series: list[tuple[str, str]] = []
+"""Directory and prefix of the guards of this process, in the order in which they were first entered."""
+
+_passed = itertools.count(1)
+"""Numbers the boundaries of this process, in all its guards."""
+_entered: dict[int, ProofWitness] = {}
+"""The newest one of each series of this process."""
+
+
+def _at_exit(pid: int) -> None:
+    """The process `pid` ends. A forked one does not count, nor a run that was stopped: its training is not over."""
+    if os.getpid() == pid and all(witness._has_finished for witness in _entered.values()):
+        for witness in _entered.values():
+            witness.at_exit()
+
+
+def open_proof(ranks: RankInfo) -> ProofWitness | None:
+    """The witness of a guard that is about to be entered; None: this is an ordinary run."""
+    path = ProveSettings.from_env().control
+    return None if path is None else ProofWitness(read_control(path), ranks)
+
+
+def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
+    """What carries out the fault of this run; None: it has none."""
+    if control.fault is None:
+        return None
+    from mindx_elastic.drill.inject import Injector  # it replaces functions: no other run even loads it
+
+    return Injector(control.fault, ranks.rank, control.directories)
+
+
+class ProofWitness(Witness):
+    """One per entered guard. An `Observer`."""
+
+    def __init__(self, control: Control, ranks: RankInfo) -> None:
+        super().__init__()
+        self._control, self._ranks = control, ranks
+        self._file = -1
+        self._series = 0
+        self._passed = 0
+        self._entered_at = time.monotonic()
+        self._took_s: float | None = None
+        """What the first steps took; see `Control.is_last`."""
+        self._is_ended = False
+        self._has_finished = False
+        self._injector = _open_injector(control, ranks)
+
+    # --- the guard's directories ---
+
+    def redirected(self, wanted: Sequence[Path]) -> list[Path]:
+        """Private folders in place of the directories that the program names."""
+        names = (f"{xxhash.xxh3_64_hexdigest(os.path.abspath(path).encode())}-{path.name}"[:120] for path in wanted)
+        return [self._control.directories / name for name in names]
+
+    def redirected_file(self, path: Path) -> Path:
+        """A private place for a file that the program names."""
+        folder = self.redirected([path.parent])[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / path.name
+
+    # --- life ---
+
+    def enter(self, stack: ExitStack, seen: Observed) -> None:
+        key = os.path.abspath(seen.directory), seen.prefix
+        if key not in _series:
+            _series.append(key)
+        self._series = _series.index(key)
+        self._stopper = seen.stopper
+        signals = [number for policy in seen.policies for number in policy.signals]
+        self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
+        self._may_be_restored = seen.resumed is not None
+        self._open_file()
+        stack.callback(self._close)
+        if not _entered:
+            atexit.register(_at_exit, os.getpid())
+        _entered[self._series] = self
+        self.watch(stack, seen)
+        position = seen.position
+        if self._injector is not None:
+            self._injector.entered(self._series, position.step, self._signal, self._modules)
+        self.write(
+            "enter",
+            pid=os.getpid(),
+            workers=max((asked(loader, "num_workers", 0) or 0 for loader in seen.loaders), default=0),
+            directory=str(seen.directory),
+            prefix=seen.prefix,
+            resumed=seen.resumed,
+            path=None if seen.resumed_path is None else seen.resumed_path.name,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            copied_every=seen.copied_every,
+            epoch=position.epoch,
+            step=position.step,
+            num_batches=position.batch_num,
+            end=self.entry(),
+        )
+
+    def leave(self, outcome: str, notes: Sequence[str]) -> None:
+        """The block is over. `notes`: what the guard knows against an exact resume."""
+        if self._file >= 0:
+            self.write("leave", outcome="ended" if self._is_ended else outcome, notes=list(notes))
+        self._has_finished = outcome == "finished" and not self._is_ended
+
+    def at_exit(self) -> None:
+        """The script is over: note the weights that it ends with, which may be others than those of the last step."""
+        found = {f"exit|{key.partition('|')[2]}": value for key, value in self._weights().items()}
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self.write("exit", weights=found)
+        self._close()
+
+    def _open_file(self) -> None:
+        for number in range(10_000):
+            path = self._control.folder / f"rank_{self._ranks.rank}.{number:04d}.jsonl"
+            with suppress(FileExistsError):
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                self._path = path
+                return
+
+    def _close(self) -> None:
+        os.close(self._file)
+        self._file = -1
+
+    def write(self, event: str, **content: Any) -> None:
+        line = {"event": event, "series": self._series, "clock": time.monotonic(), **content}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+    def keep_stream(self, name: str, digest: str, content: bytes) -> None:
+        with suppress(FileExistsError):
+            path = self._control.streams / f"{name}-{digest}"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.write(fd, content)
+            os.close(fd)
+
+    def at_forward(self) -> None:
+        if self._injector is not None:
+            self._injector.at_forward()
+
+    # --- one step ---
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
+        self._passed += 1
+        if self._passed == STEPS and self._ranks.world_size == 1:
+            self._took_s = time.monotonic() - self._entered_at
+        self.note_step(position, is_cut=is_cut)
+        return self._act(position)
+
+    def _act(self, position: Position) -> bool:
+        control, alarm = self._control, self._control.alarm
+        if self._is_ended:
+            return False
+        place = self._series, position.step, self._passed, position.batch_num, self._took_s
+        if control.is_last(*place, in_all=next(_passed)):
+            self._is_ended = True
+            save = self._stopper.save
+            save.policies = tuple(replace(policy, save=False) for policy in save.policies)
+            self._stopper.request("the proof ends here", 0)
+            return True
+        if self._injector is not None and self._injector.at_boundary(position.step):
+            return True
+        if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
+            return False
+        if alarm.rank != self._ranks.rank:
+            return not alarm.kill
+        if not self._fires_first():
+            return False
+        self.write("alarm", step=position.step, kill=alarm.kill)
+        os.kill(os.getpid(), signal.SIGKILL if alarm.kill else self._signal)
+        return True
+
+    def _fires_first(self) -> bool:
+        """A job that an agent has started again passes the same boundary once more."""
+        try:
+            os.close(
+                os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            )
+        except FileExistsError:
+            return False
+        return True
