@@ -1,0 +1,277 @@
+"""Which variables of a running function go on from step to step, found in its bytecode.
+
+A variable is *carried* by a loop when an iteration binds it and the next one may read that value. The compiler has
+left all that this takes in the code object: its instructions, where they jump, and which names they read and bind. No
+source is read, so a program from stdin, a notebook or a compiled file is seen as well as any other.
+
+Instructions are nodes of a graph, numbered as they come; a loop is a node that jumps back to one through which every
+way to it leads (the *head*). Within the body of one loop, a dataflow from the end of an iteration to its head finds
+what is read before it is bound, or bound by some iterations only and read behind the loop. Sets of names are bits of
+an int. Three things are taken for granted, because programs are written that way: a ``for`` goes round at least once,
+``with`` lets exceptions pass, and an exception may come from anywhere inside of a ``try``.
+
+Python 3.10 to 3.14: names are known by their instructions' families (``LOAD_FAST_BORROW`` reads as ``LOAD_FAST``
+does), and an instruction of no known family is taken to do nothing to names.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+
+__all__ = ["carried", "rebound_in"]
+
+_MOST_INSTRUCTIONS = 5_000  # so many, in 150 loops, take 0.3 s; a larger function is not looked at
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_NO_FALL_THROUGH = re.compile(r"(RETURN_(VALUE|CONST)|RAISE_VARARGS|RERAISE|JUMP(_FORWARD|_ABSOLUTE|_BACKWARD\w*))$")
+_OF_NAMES = re.compile(r"(LOAD|STORE|DELETE)_(?:FAST|NAME|GLOBAL|DEREF|CLASSDEREF|FROM_DICT_OR_\w+)")
+_PUT_ASIDE = "LOAD_FAST_AND_CLEAR"
+"""From 3.12 on a comprehension runs in the function's own code: what has its variable's name is put aside meanwhile."""
+
+
+@dataclass(frozen=True)
+class _Loop:
+    line: int
+    body: frozenset[int]
+    carried: frozenset[str]
+    bound: frozenset[str]
+    targets: frozenset[str]
+    """What the ``for`` itself binds."""
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Of one code object. `after[n]`: the instructions that may come after the one with number n."""
+
+    ops: list[dis.Instruction]
+    offsets: list[int]
+    lines: list[int]
+    after: list[list[int]]
+    events: list[list[tuple[str, str]]]
+    """``LOAD``, ``STORE`` or ``DELETE`` and the name, in the order in which an instruction does it."""
+
+
+def carried(frame: FrameType) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """For each loop in which `frame` stands, the outermost first: the line of its head, and the names that an iteration
+    leaves for the next one. Any thread; no code of the program runs. Never raises: odd code has no loops."""
+    return tuple((loop.line, tuple(sorted(loop.carried))) for loop in _loops_around(frame))
+
+
+def rebound_in(frame: FrameType) -> set[str]:
+    """The names that each iteration of the innermost loop around `frame` binds before it reads them: a batch, a loss.
+    Whole numbers that a ``for`` counts with are left out: they say where the loop is. Never raises."""
+    loops = _loops_around(frame)
+    if not loops:
+        return set()
+    innermost = loops[-1]
+    rebound = set(innermost.bound.difference(*(loop.carried for loop in loops)))
+    for name in rebound & innermost.targets:
+        if type(frame.f_locals.get(name)) is int:
+            rebound.discard(name)
+    return rebound
+
+
+def _loops_around(frame: FrameType) -> list[_Loop]:
+    try:
+        offsets, loops = _loops_of(frame.f_code)
+        at = bisect_right(offsets, frame.f_lasti) - 1
+        return [loop for loop in loops if at in loop.body]
+    except Exception:  # code that was made by hand, or by a Python that is not known yet
+        return []
+
+
+@lru_cache(64)
+def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
+    """The instructions' offsets, and the loops, outer ones first."""
+    if len(code.co_code) > 2 * _MOST_INSTRUCTIONS:
+        return [], []
+    graph = _read(code)
+    _join_tests(graph)
+    bodies = _bodies(graph)
+    _enter_once(graph, bodies)
+    found = sorted(bodies.items(), key=lambda item: -len(item[1]))
+    names = sorted({name for events in graph.events for _, name in events})
+    bits = {name: 1 << number for number, name in enumerate(names)}
+    reads, binds, ends = _effects(graph, bits)
+    live = _flow(graph, range(len(graph.ops)), -1, 0, reads, ends)
+    loops = []
+    for head, body in found:
+        behind, bound = 0, 0
+        for n in body:
+            bound |= binds[n]
+            for following in graph.after[n]:
+                if following not in body:
+                    behind |= live[following]
+        needed = _flow(graph, body, head, behind, reads, ends)[head] & bound
+        loops.append(
+            _Loop(
+                line=graph.lines[head],
+                body=frozenset(body),
+                carried=frozenset(name for name in names if bits[name] & needed),
+                bound=frozenset(name for name in names if bits[name] & bound),
+                targets=_targets(graph, head),
+            )
+        )
+    return graph.offsets, loops
+
+
+def _read(code: CodeType) -> _Code:
+    ops = list(dis.get_instructions(code))
+    offsets = [op.offset for op in ops]
+    line_at, line = {}, code.co_firstlineno
+    for begin, end, number in code.co_lines():
+        line = number or line
+        line_at.update(dict.fromkeys(range(begin, end), line))
+    # After an exception a ``with`` is taken to raise it again: nothing follows its handler.
+    of_with = {n - back for n, op in enumerate(ops) if op.opname == "WITH_EXCEPT_START" for back in range(3)}
+    after: list[list[int]] = [[] for _ in ops]
+    for n, op in enumerate(ops):
+        if n + 1 < len(ops) and not _NO_FALL_THROUGH.match(op.opname):
+            after[n].append(n + 1)
+        # Before 3.11 what begins a ``try`` jumps to its handler.
+        if op.opcode in _JUMPS and (target := bisect_left(offsets, op.argval)) not in of_with:
+            after[n].append(target)
+    for begin, end, handler in _handlers(code):
+        if (target := bisect_left(offsets, handler)) not in of_with:
+            for n in range(bisect_left(offsets, begin), bisect_left(offsets, end)):
+                after[n].append(target)
+    return _Code(ops, offsets, [line_at.get(offset, line) for offset in offsets], after, _events(ops, offsets))
+
+
+def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
+    """Begin, end and handler of what is tried: the table of Python 3.11 and later, numbers of 6 bits a byte."""
+    numbers, value = [], 0
+    for byte in getattr(code, "co_exceptiontable", b""):
+        value = value << 6 | byte & 63
+        if not byte & 64:  # its last byte
+            numbers.append(2 * value)
+            value = 0
+    return [(begin, begin + n, to) for begin, n, to in zip(numbers[::4], numbers[1::4], numbers[2::4], strict=False)]
+
+
+def _events(ops: list[dis.Instruction], offsets: list[int]) -> list[list[tuple[str, str]]]:
+    """What each instruction does to names, without the variables of comprehensions."""
+    events: list[list[tuple[str, str]]] = [[] for _ in ops]
+    for n, op in enumerate(ops):
+        if op.opname != _PUT_ASIDE:
+            given = op.argval if type(op.argval) is tuple else (op.argval,)
+            events[n] += zip(_OF_NAMES.findall(op.opname), given, strict=False)
+    for n, op in enumerate(ops):
+        if op.opname == "RERAISE":  # after an exception a comprehension gives the variable its value back
+            store = n - 1
+            while ops[store].opname.startswith("STORE_FAST"):
+                events[store] = []
+                store -= 1
+    for n, op in enumerate(ops):
+        if op.opname == _PUT_ASIDE:
+            begin = next((m for m in range(n, len(ops)) if ops[m].opname == "FOR_ITER"), None)
+            end = 0 if begin is None else bisect_left(offsets, ops[begin].argval)
+            for m in range(n, len(ops)):
+                given_back = m >= end and ("STORE", op.argval) in events[m]
+                events[m] = [each for each in events[m] if each[1] != op.argval]
+                if given_back:
+                    break
+    return events
+
+
+def _join_tests(graph: _Code) -> None:
+    """The compiler puts a second copy of a ``while``'s test at the end of the body, which jumps back behind the first
+    one. Let it jump to the first one, as Python 3.14 does: a test belongs to the iteration that it begins."""
+    lines = graph.lines
+    for n, following in enumerate(graph.after):
+        for head in following[:]:
+            if head > n or lines[n] >= lines[head]:
+                continue
+            copy = n
+            while lines[copy - 1] < lines[head] and copy - 1 > head:
+                copy -= 1
+            of_test, first = set(lines[copy : n + 1]), head
+            while first > 0 and lines[first - 1] in of_test:
+                first -= 1
+            for m in range(copy, n + 1):
+                if head in graph.after[m]:
+                    graph.after[m][graph.after[m].index(head)] = first
+
+
+def _before(graph: _Code) -> list[list[int]]:
+    before: list[list[int]] = [[] for _ in graph.after]
+    for n, following in enumerate(graph.after):
+        for each in following:
+            before[each].append(n)
+    return before
+
+
+def _bodies(graph: _Code) -> dict[int, set[int]]:
+    """By head. A jump back to what can be reached without passing it is none, the end of a handler for one."""
+    bodies: dict[int, set[int]] = {}
+    before = _before(graph)
+    for n, following in enumerate(graph.after):
+        for head in following:
+            if head <= n:
+                body, waiting = {head}, [n]
+                while waiting and (head == 0 or 0 not in body):
+                    each = waiting.pop()
+                    if each not in body:
+                        body.add(each)
+                        waiting.extend(before[each])
+                if head == 0 or 0 not in body:
+                    bodies.setdefault(head, set()).update(body)
+    return bodies
+
+
+def _enter_once(graph: _Code, bodies: dict[int, set[int]]) -> None:
+    """A ``for`` is entered at its body, so that what it binds is bound behind it."""
+    before = _before(graph)
+    for head, body in bodies.items():
+        if graph.ops[head].opname == "FOR_ITER":
+            for n in before[head]:
+                if n not in body:
+                    graph.after[n][graph.after[n].index(head)] = head + 1
+
+
+def _effects(graph: _Code, bits: dict[str, int]) -> tuple[list[int], list[int], list[int]]:
+    """Of each instruction: the names that it reads before it binds them, that it binds, and whose value ends there."""
+    reads, binds, ends = ([0] * len(graph.ops) for _ in range(3))
+    for n, events in enumerate(graph.events):
+        for kind, name in events:
+            bit = bits[name]
+            if kind == "LOAD":
+                reads[n] |= bit & ~ends[n]
+            else:
+                ends[n] |= bit
+                binds[n] |= bit if kind == "STORE" else 0
+    return reads, binds, ends
+
+
+def _flow(
+    graph: _Code, nodes: range | set[int], head: int, at_end: int, reads: list[int], ends: list[int]
+) -> dict[int, int]:
+    """The names whose value is still needed in front of each of `nodes`, when those of `at_end` are where `head` comes
+    again. Ways that leave `nodes` need none."""
+    needed = dict.fromkeys(nodes, 0)
+    order = sorted(nodes, reverse=True)
+    changed = True
+    while changed:
+        changed = False
+        for n in order:
+            later = 0
+            for following in graph.after[n]:
+                later |= at_end if following == head else needed.get(following, 0)
+            now = reads[n] | later & ~ends[n]
+            if now != needed[n]:
+                needed[n], changed = now, True
+    return needed
+
+
+def _targets(graph: _Code, head: int) -> frozenset[str]:
+    targets: set[str] = set()
+    if graph.ops[head].opname == "FOR_ITER":
+        for op, events in zip(graph.ops[head + 1 :], graph.events[head + 1 :], strict=True):
+            if not op.opname.startswith(("STORE", "UNPACK", "EXTENDED_ARG")):
+                break
+            targets.update([name for _, name in events])
+    return frozenset(targets)
