@@ -156,7 +156,7 @@ def _tell(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed
 def _print(console: Console, drill: Drill, asked: Asked, seconds: float, repeat: Sequence[str]) -> None:
     from mindx_elastic.drill.drill import GOOD
     from mindx_elastic.drill.report import COLUMNS, cells, describe, summary
-    from mindx_elastic.prove.report import describe_run
+    from mindx_elastic.prove.report import describe as describe_run
 
     proof = drill.proof
     for row in proof.rows:

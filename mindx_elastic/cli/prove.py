@@ -133,18 +133,23 @@ def _tell(proof: Proof, asked: Asked, seconds: float, repeat: Sequence[str], *, 
 
 def _print_result(console: Console, proof: Proof, seconds: float) -> None:
     from mindx_elastic.prove.baseline import steps_in_words
-    from mindx_elastic.prove.report import describe
+    from mindx_elastic.prove.causes import NOT_GOT_BACK, in_words
 
     first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
     if first is None:
         ranks = f" of {proof.num_ranks} ranks" if proof.num_ranks > 1 else ""
         rest = ", the whole training" if proof.has_ended else ""
-        steps = steps_in_words(proof.steps)
-        console.print(f"all equal: {steps}{ranks}{rest}, in {seconds:.0f} s", style="bold green")
+        made = f"{steps_in_words(proof.steps)}{ranks}{rest}, in {seconds:.0f} s"
+        if lost := in_words(proof.lost):
+            console.print(printable(f"every step equal: {made}; not got back: {lost}"), style="bold", soft_wrap=True)
+            console.print(f"  {NOT_GOT_BACK}", soft_wrap=True)
+        else:
+            console.print(f"all equal: {made}", style="bold green")
         if not proof.has_ended:
             console.print(f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
         return
-    what, *others = describe(first)
+    assert first.verdict.explained is not None
+    what, *others = first.verdict.explained.lines
     rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
     stopped = f"{first.name}: " if first.resumed is not None else ""
     console.print(printable(f"{stopped}{what}{rank}"), style="bold red", soft_wrap=True)
@@ -159,6 +164,8 @@ def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:
 
     is_first = row is proof.rows[0]
     result = row.verdict.outcome
+    if row.lost:
+        result = f"equal; {len(row.lost)} variable{'s' * (len(row.lost) != 1)} not got back"
     if result == "equal" and is_first:
         result = f"{steps_in_words(proof.steps)}{', the whole training' if proof.has_ended else ''}"
     if result == "differs" and row.verdict.step is not None:

@@ -347,7 +347,7 @@ class _Driller(Baseline):
         if odd:
             known = ", ".join(map(str, result.fault.about.codes))
             what = f"the job ended with exit code {odd[0]}, which no orchestrator is told to expect here ({known})"
-            explained = Explained(what=what, cause="", remedy="")
+            explained = Explained(what=what)
             lines = next(run.last_lines for run in chain.runs if run.code == odd[0])
             return replace(result, outcome="failed", explained=explained, lines=lines)
         return None
@@ -374,7 +374,7 @@ class _Driller(Baseline):
             why = "the stop has left no checkpoint of this rank"
         if not why:
             return None
-        return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}", cause="", remedy=""))
+        return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
 
     def _differs(
         self, result: Result, lives: Sequence[Life], chain: Chain, events: Sequence[Mapping[str, Any]]
@@ -388,7 +388,7 @@ class _Driller(Baseline):
             return replace(
                 result,
                 outcome="inexact as said",
-                explained=Explained(what=what, cause="", remedy=""),
+                explained=Explained(what=what),
                 rank=found.rank,
                 step=found.step,
             )
@@ -404,7 +404,7 @@ class _Driller(Baseline):
         if result.lost <= allowed:
             return None
         what = f"{result.lost} steps were done again; of this fault {allowed} may be"
-        return replace(result, outcome="lost", explained=Explained(what=what, cause="", remedy=""))
+        return replace(result, outcome="lost", explained=Explained(what=what))
 
     def _since_cut(self, result: Result) -> int:
         """Steps since the newest boundary at which a checkpoint can be taken: in the middle of an accumulation there
@@ -430,7 +430,7 @@ class _Driller(Baseline):
         if not found:
             return None
         what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
-        explained = Explained(what=what, cause="", remedy="mindx-elastic clean removes what dead jobs left in memory")
+        explained = Explained(what=what, remedy="mindx-elastic clean removes what dead jobs left in memory")
         return replace(result, outcome="left behind", explained=explained, leftovers=found)
 
 
@@ -470,7 +470,7 @@ def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) 
     if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
         return None
     what = line.partition("NoUsableCheckpointError: ")[2] or line
-    explained = Explained(what=what, cause="", remedy="")
+    explained = Explained(what=what)
     return replace(result, outcome="refused as said", explained=explained, resumed=None, lost=None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindx_elastic.drill.drill import GOOD, Drill, Result
-from mindx_elastic.prove.report import Case, case_of, describe_cause, junit
+from mindx_elastic.prove.report import Case, case_of, junit
 from mindx_elastic.prove.report import to_json as proof_to_json
 
 __all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json", "to_junit"]
@@ -36,7 +36,7 @@ def cells(result: Result) -> Sequence[str]:
 
 def describe(result: Result) -> list[str]:
     """What is to be said of a result beside its line."""
-    return [] if result.explained is None else describe_cause(result.explained)
+    return [] if result.explained is None else result.explained.lines
 
 
 def summary(drill: Drill) -> str:

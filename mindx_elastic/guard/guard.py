@@ -526,6 +526,8 @@ class Guard(LayeredGuard):
         """The code behind an epoch has run: its last boundary is here. `may_stop`: else the block ends, and with it
         comes the stop."""
         self._boundaries.copy(self._loops.position)
+        if self._observer is not None:
+            self._observer.behind_tail()
         if may_stop:
             self._offer_stop(at_tail=True)
         else:

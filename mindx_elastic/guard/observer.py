@@ -61,6 +61,9 @@ class Observer(Protocol):
         """A step has ended. `is_cut`: with a boundary; not inside an accumulation window. Returns whether a stop is on
         its way: the boundary waits for it."""
 
+    def behind_tail(self) -> None:
+        """The code behind an epoch has run since `at_boundary`, and the boundary has what it has changed."""
+
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
         """The block is over. `outcome`: ``finished``, or the exception's class. `notes`: what the guard knows against
         an exact resume."""

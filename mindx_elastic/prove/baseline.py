@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
-from mindx_elastic.prove.compare import Difference, Reference, compare_life, split_kinds
+from mindx_elastic.prove.compare import Difference, Lost, Reference, compare_life, lost_variables, split_kinds
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
 from mindx_elastic.prove.streams import numbers_between
@@ -62,6 +62,8 @@ class Row:
     """The step that it went on from."""
     compared: int = 0
     """Steps that were compared."""
+    lost: Sequence[Lost] = ()
+    """Variables of the program that the resumed run did not get back, though its steps are equal."""
 
 
 @dataclass
@@ -91,6 +93,11 @@ class Proof:
     def verdict(self) -> Verdict:
         """Of the whole: the first that is not equal."""
         return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), Verdict(outcome="equal"))
+
+    @property
+    def lost(self) -> list[Lost]:
+        """Of all rows, each variable once."""
+        return list({lost.name: lost for row in reversed(self.rows) for lost in reversed(row.lost)}.values())[::-1]
 
     @property
     def exit_code(self) -> int:
@@ -135,7 +142,7 @@ class Baseline:
         if verdict is None and not steps:
             what = "the script has passed no step_end()" if outcome.lives else "the script has entered no guard"
             remedy = "Write `with guard:` around the loop and guard.step_end() at the end of each step"
-            verdict = _fails(Explained(what=f"{what}, so there is nothing to prove", cause="", remedy=remedy), outcome)
+            verdict = _fails(Explained(what=f"{what}, so there is nothing to prove", remedy=remedy), outcome)
         self.reference = Reference(lives=outcome.lives)
         self.proof.steps, self.proof.num_ranks = len(steps), len(self.reference.by_rank)
         self.proof.has_ended = self.reference.has_ended
@@ -160,7 +167,7 @@ class Baseline:
         unseeded = _unseeded(first.lives, again.lives)
         self.reference = replace(self.reference, unseeded=unseeded)
         self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
-        verdict = failure(again, "the second uninterrupted run") or self.chance(first, again)
+        verdict = failure(again, "the second uninterrupted run") or self.chance(again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=count_steps(again.lives)))
         left_out = sorted(_shown(key) for key in self.reference.varying if split_kinds(key)[0] != "variable")
         if left_out and verdict.outcome == "equal":
@@ -168,14 +175,12 @@ class Baseline:
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
         return verdict.outcome == "equal"
 
-    def chance(self, first: Outcome, other: Outcome) -> Verdict:
+    def chance(self, other: Outcome) -> Verdict:
         """Whether `other`, a run that nothing has stopped, is as the reference."""
         found = self.earliest(other.lives)
         if found is None:
             return self.length(other) or Verdict(outcome="equal")
-        explained = explain_chance(
-            found, by_hash=self._is_by_hash(found), unseeded=tuple(sorted(self.reference.unseeded))
-        )
+        explained = explain_chance(found, by_hash=self._is_by_hash(found), unseeded=sorted(self.reference.unseeded))
         return Verdict(outcome="not deterministic", explained=explained, rank=found.rank, step=found.step)
 
     def _is_by_hash(self, found: Difference) -> bool:
@@ -232,6 +237,11 @@ class Baseline:
     def earliest(self, lives: Iterable[Life]) -> Difference | None:
         return _earliest(self.reference, lives)
 
+    def lost(self, lives: Iterable[Life]) -> list[Lost]:
+        """Variables that resumed runs did not get back, each once."""
+        found = (lost for life in lives for lost in lost_variables(self.reference, life))
+        return list({lost.name: lost for lost in found}.values())
+
     def moves(self, stream: str, before: str, after: str) -> int | None:
         key = stream, before, after
         if key not in self._moves_cache:
@@ -273,9 +283,9 @@ def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
         known = reference.by_rank.get(life.rank, {})
         for step in life.steps:
             if (one := known.get(step.place)) is not None:
-                ends = [{**each.end, **each.scalars} for each in (one, step)]
-                keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
-                found |= {key for key in keys if key.startswith(("scalar|", "stateful|", "variable|"))}
+                for ends in ((one.end, step.end), (one.scalars, step.scalars), (one.given or {}, step.given or {})):
+                    keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
+                    found |= {key for key in keys if key.startswith(("scalar|", "stateful|", "variable|"))}
         exits = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
         if exits and life.exit:
             found |= {key for key in {**exits[-1], **life.exit} if exits[-1].get(key) != life.exit.get(key)}
@@ -285,19 +295,15 @@ def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
 def failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | None:
     """Why the run did not come to its end; None: it did. `stopped`: a stop may be its end."""
     if outcome.refusal:
-        explained = Explained(what=f"{run} is refused: {outcome.refusal}", cause="", remedy="")
-        return Verdict(outcome="refused", explained=explained)
+        return Verdict(outcome="refused", explained=Explained(what=f"{run} is refused: {outcome.refusal}"))
     if outcome.hung_s:
         what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
-        return _fails(
-            Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome
-        )
+        return _fails(Explained(what=what, remedy="Give it more time (--timeout), or look at its log"), outcome)
     if outcome.code == 0 or (stopped and any(life.alarm is not None for life in outcome.lives)):
         return None
     said = next((f"{error['type']}: {error['text']}" for error in outcome.errors), "")
     how = f"by signal {-outcome.code}" if outcome.code < 0 else f"with exit code {outcome.code}"
-    what = f"{run} fails {how}{': ' if said else ''}{said}"
-    return _fails(Explained(what=what, cause="", remedy=""), outcome)
+    return _fails(Explained(what=f"{run} fails {how}{': ' if said else ''}{said}"), outcome)
 
 
 def resumed_failure(outcome: Outcome, *, stopped: bool = False) -> Verdict | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mindx_elastic.prove.records import Life, Sample, Step, Streams
 
-__all__ = ["Difference", "Part", "Reference", "compare_life", "compare_steps", "split_kinds"]
+__all__ = ["Difference", "Lost", "Part", "Reference", "compare_life", "compare_steps", "lost_variables", "split_kinds"]
 
 _AT_ENTRY = ("weights", "option", "optimizer")
 _AT_FORWARD = ("flag", "option", "weights")
@@ -37,6 +37,18 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A variable of the program that the resumed run did not get back."""
+
+    name: str
+    """``"passed" (train.py)``, ``the length of "rows" (train.py)``."""
+    first: str
+    """Its value in the reference, or the digest of that."""
+    second: str
+    """In the resumed run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Difference:
     """The first step of a process that differs."""
 
@@ -45,15 +57,19 @@ class Difference:
     step: int
     resumed: int | None
     """The step that the process went on from."""
-    is_first: bool
-    """It is the first step after that."""
     parts: tuple[Part, ...]
     """In causal order; never empty."""
-    one: Step | None
+    one: Step | None = None
     """The step in the reference; None: it does not exist there."""
-    other: Step | None
-    entered: Sample = field(default_factory=dict)
-    """What the process had when it entered the guard."""
+    other: Step | None = None
+    lost: tuple[Lost, ...] = ()
+    """Variables that had other values as the step began."""
+
+    @property
+    def is_fact(self) -> bool:
+        """Only states of objects in ``stateful`` differ. Where no second run shows what varies by itself (wall times in
+        a history), that is a fact and no verdict."""
+        return all(part.kind == "stateful" for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +91,13 @@ class Reference:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the training came to its own end, before the proof's."""
-        return bool(self.lives) and all(life.outcome == "finished" for life in self.lives)
+        """Whether the training came to its own end, before the proof's; that may be an exception that is caught, or
+        ``sys.exit()``."""
+        return bool(self.lives) and all(life.outcome not in ("", "ended") for life in self.lives)
 
     def places(self, rank: int = 0) -> list[tuple[int, int]]:
         """Series and number of each step, in order."""
         return sorted(self.by_rank.get(rank, {}))
-
-    def step_before(self, rank: int, step: Step) -> Step | None:
-        return self.by_rank.get(rank, {}).get((step.series, step.number - 1))
 
 
 def compare_life(reference: Reference, life: Life) -> Difference | None:
@@ -91,59 +105,55 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
     unless it has come to its own end."""
     known = reference.by_rank.get(life.rank, {})
     last = max((number for series, number in known if series == life.series), default=0)
-    entry: tuple[Part, ...] = ()
-    if (saved := _state_at_entry(reference, life)) is not None:
-        entry = tuple(_unequal("entry", _AT_ENTRY, saved, life.entered, reference.varying))
-    for index, step in enumerate(life.steps):
-        one = known.get(step.place)
-        is_first = index == 0
-        parts: tuple[Part, ...] = ()
-        if one is not None:
-            parts = tuple(compare_steps(one, step, unseeded=reference.unseeded, varying=reference.varying))
-            position = tuple(part for part in parts if part.kind == "position")
-            parts = position + entry * is_first + tuple(part for part in parts if part.kind != "position")
+    entry = tuple(_at_entry(reference, life))
+
+    def found(number: int, parts: tuple[Part, ...], one: Step | None = None, other: Step | None = None) -> Difference:
+        lost = lost_variables(reference, life) if one is None or other is None else _lost(reference, life, one, other)
+        return Difference(
+            rank=life.rank, series=life.series, step=number, resumed=life.resumed,
+            parts=parts, one=one, other=other, lost=lost,
+        )  # fmt: skip
+
+    for step in life.steps:
+        if (one := known.get(step.place)) is not None:
+            parts = list(compare_steps(one, step, unseeded=reference.unseeded, varying=reference.varying))
+            if step is life.steps[0]:
+                parts = sorted([*parts, *entry], key=lambda part: (part.kind != "position", part.where != "entry"))
+            if parts:
+                return found(step.number, tuple(parts), one, step)
         elif reference.has_ended and step.number > last:
-            cut = "and more" if life.outcome != "finished" else ""
-            parts = (Part(where="position", kind="too many", first=str(life.steps[-1].number - last), second=cut),)
-        if parts:
-            return Difference(
-                rank=life.rank,
-                series=life.series,
-                step=step.number,
-                resumed=life.resumed,
-                is_first=is_first,
-                parts=parts,
-                one=one,
-                other=step,
-                entered=life.entered,
-            )
-    if entry and not life.steps:  # resumed at the very end: nothing else would show it
-        number = life.resumed or 0
-        return Difference(
-            rank=life.rank,
-            series=life.series,
-            step=number,
-            resumed=number,
-            is_first=True,
-            parts=entry,
-            one=None,
-            other=None,
-            entered=life.entered,
-        )
-    if ends := tuple(_at_exit(reference, life)):
-        number = life.steps[-1].number if life.steps else life.resumed or 0
-        return Difference(
-            rank=life.rank,
-            series=life.series,
-            step=number,
-            resumed=life.resumed,
-            is_first=False,
-            parts=ends,
-            one=None,
-            other=None,
-            entered=life.entered,
-        )
-    return None
+            more = "and more" * (life.outcome != "finished")
+            too_many = Part(where="position", kind="too many", first=str(life.steps[-1].number - last), second=more)
+            return found(step.number, (too_many,), other=step)
+    number = life.steps[-1].number if life.steps else life.resumed or 0
+    if not life.steps and entry:  # resumed at the very end: nothing else would show it
+        return found(number, entry)
+    ends = tuple(_at_exit(reference, life))
+    return found(number, ends) if ends else None
+
+
+def lost_variables(reference: Reference, life: Life) -> tuple[Lost, ...]:
+    """Variables of the program that had other values as the first step of a resumed `life` began than as that step
+    began in the reference. Of equal steps, too: they may count much later, or behind the training only."""
+    if life.resumed is None or not life.steps:
+        return ()
+    one = reference.by_rank.get(life.rank, {}).get(life.steps[0].place)
+    return () if one is None else _lost(reference, life, one, life.steps[0])
+
+
+def _lost(reference: Reference, life: Life, one: Step, other: Step) -> tuple[Lost, ...]:
+    """At the first forward: what differs at the boundary may be an effect. What the reference itself does not change in
+    its training is left out: it may well say that this run was resumed."""
+    ours, theirs = ((step.given or step.end) for step in (one, other))
+    first = reference.by_rank[life.rank].get((life.series, 1))
+    begun = {} if first is None or first.number == one.number else first.given or first.end
+    found = []
+    for key, value in ours.items():
+        kind, name = split_kinds(key)
+        is_compared = kind == "variable" and key not in reference.varying and begun.get(key) != value
+        if is_compared and theirs.get(key, value) != value:
+            found.append(Lost(name=name, first=value, second=theirs[key]))
+    return tuple(found)
 
 
 def _at_exit(reference: Reference, life: Life) -> Iterator[Part]:
@@ -153,13 +163,18 @@ def _at_exit(reference: Reference, life: Life) -> Iterator[Part]:
         yield from _unequal("exit", ("exit",), known[-1], life.exit, reference.varying)
 
 
-def _state_at_entry(reference: Reference, life: Life) -> Sample | None:
-    """What the process must have had when it entered the guard; None: the reference does not know."""
+def _at_entry(reference: Reference, life: Life) -> list[Part]:
+    """What the process had not as it must, when it entered the guard."""
     if life.resumed is not None:
         saved = reference.by_rank.get(life.rank, {}).get((life.series, life.resumed))
-        return None if saved is None else saved.end
-    fresh = (one for one in reference.lives if (one.rank, one.series, one.resumed) == (life.rank, life.series, None))
-    return next((one.entered for one in fresh), None)
+        wanted = [] if saved is None else [saved.end] if saved.behind is None else [saved.behind, saved.end]
+    else:
+        begun = (
+            one for one in reference.lives if (one.rank, one.series, one.resumed) == (life.rank, life.series, None)
+        )
+        wanted = [one.entered for one in begun][:1]
+    found = [list(_unequal("entry", _AT_ENTRY, sample, life.entered, reference.varying)) for sample in wanted]
+    return found[0] if all(found) and found else []
 
 
 def compare_steps(

@@ -83,8 +83,8 @@ class _Prover(Baseline):
             remedy = f"Give --steps {least} or more"
             if self.proof.has_ended:
                 said, remedy = f"{said}, the whole training", f"Train for {least} steps or more, or leave --kill out"
-            explained = Explained(what=said, cause="", remedy=remedy)
-            self.proof.rows.append(Row(name=f"no {what}", verdict=Verdict(outcome="fails", explained=explained)))
+            verdict = Verdict(outcome="fails", explained=Explained(what=said, remedy=remedy))
+            self.proof.rows.append(Row(name=f"no {what}", verdict=verdict))
         return not chosen
 
     # --- with stops ---
@@ -95,7 +95,7 @@ class _Prover(Baseline):
             if chain is None:
                 chain = self.runs.chain()
                 first = self.run(chain, f"until it is {alarm}", alarm=alarm, last=self.last, hashes=index)
-                verdict = failure(first, "an uninterrupted run", stopped=True) or self.chance(first, first)
+                verdict = failure(first, "an uninterrupted run", stopped=True) or self.chance(first)
                 if verdict.outcome != "equal":
                     self.proof.rows.append(Row(name="uninterrupted, once more", verdict=verdict))
                     return
@@ -136,6 +136,7 @@ class _Prover(Baseline):
             verdict=verdict or Verdict(outcome="equal"),
             resumed=max(steps, default=None),
             compared=count_steps(resumed.lives),
+            lost=self.lost(resumed.lives) if verdict is None else (),
         )
 
     def _never_resumed(self, stopped: Outcome, resumed: Outcome) -> Verdict | None:

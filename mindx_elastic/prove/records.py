@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 __all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
 
 Sample = Mapping[str, str]
-"""``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful, and variable, which is not compared."""
+"""``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful, and variable, which decides nothing."""
 Streams = Mapping[str, str]
 """Name of a random stream -> digest of its state."""
 MOST_FORWARDS = 8
@@ -48,6 +48,8 @@ class Step:
     """At the boundary."""
     end: Sample = field(default_factory=dict)
     """At the boundary."""
+    behind: Sample | None = None
+    """Behind the code that has followed it at its epoch's end, which a checkpoint of it may have, too."""
     clock: float = 0.0
     """`time.monotonic` of the machine when its boundary was noted."""
 
@@ -116,6 +118,9 @@ def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
             return None
         elif kind == "step":
             life.steps.append(_step(event, known))
+        elif kind == "tail" and life.steps:
+            _apply(known, event["end"])
+            life.steps[-1] = replace(life.steps[-1], behind=dict(known))
         elif kind == "alarm":
             life.alarm = event["step"]
         elif kind == "exit":
@@ -139,7 +144,7 @@ def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
     given = forward = None
     if event["forward"] is not None:
         _apply(known, event["forward"]["sample"])
-        given = {k: v for k, v in known.items() if k.partition("|")[0] in ("weights", "option", "flag")}
+        given = {k: v for k, v in known.items() if k.partition("|")[0] in ("weights", "option", "flag", "variable")}
         forward = event["forward"]["streams"]
     _apply(known, event["end"])
     fetched = event["fetched"]

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from xml.etree import ElementTree
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.prove.baseline import Proof, Row
-from mindx_elastic.prove.causes import Explained
 
-__all__ = ["SCHEMA", "Case", "case_of", "describe", "describe_cause", "describe_run", "junit", "to_json", "to_junit"]
+__all__ = ["SCHEMA", "Case", "case_of", "describe", "junit", "to_json", "to_junit"]
 
 SCHEMA = 1
 _ERRORS = ("not fired", "refused", "fails")
 
 
 def describe(row: Row) -> list[str]:
-    """A row's difference in lines."""
-    return [] if row.verdict.explained is None else describe_cause(row.verdict.explained)
-
-
-def describe_run(row: Row) -> list[str]:
-    """The same, and the end of what the run has printed."""
-    return [*describe(row), *row.verdict.lines]
-
-
-def describe_cause(found: Explained) -> list[str]:
-    """What differs, the usual cause, what to write, what else differs, which variables."""
-    lines = [found.what]
-    lines += [f"usual cause: {found.cause}"] if found.cause else []
-    lines += [f"what to write: {found.remedy}"] if found.remedy else []
-    lines += [f"at the same step differ: {found.also}"] if found.also else []
-    lines += [f"variables of the program that the resumed run did not get back: {found.variables}"] * bool(
-        found.variables
-    )
-    return lines
+    """A row's difference in two lines at most, and the end of what the run has printed."""
+    return [*([] if row.verdict.explained is None else row.verdict.explained.lines), *row.verdict.lines]
 
 
 def to_json(proof: Proof, *, command: Sequence[str], seconds: float, repeat: Sequence[str] = ()) -> dict[str, Any]:
@@ -65,6 +47,7 @@ def _row(row: Row) -> dict[str, Any]:
         "outcome": verdict.outcome,
         "resumed_step": row.resumed,
         "steps_compared": row.compared,
+        "not_got_back": [asdict(each) for each in row.lost],
         "first_difference": None
         if found is None
         else {
@@ -73,7 +56,6 @@ def _row(row: Row) -> dict[str, Any]:
             "what": found.what,
             "cause": found.cause or None,
             "remedy": found.remedy or None,
-            "also": found.also or None,
             "variables": found.variables or None,
         },
         "last_lines": list(verdict.lines),
@@ -99,7 +81,7 @@ class Case:
 
 def case_of(row: Row, group: str) -> Case:
     outcome = row.verdict.outcome
-    return Case(group=group, name=row.name, outcome=outcome, is_good=outcome == "equal", said=describe_run(row))
+    return Case(group=group, name=row.name, outcome=outcome, is_good=outcome == "equal", said=describe(row))
 
 
 def junit(what: str, command: Sequence[str], cases: Sequence[Case], seconds: float) -> str:

@@ -3,10 +3,11 @@
 It looks in up to four places:
 
 * the first batch that the loader hands out, and the streams after it;
-* the first forward of a named module in training mode: streams, weights, options of the optimizers, flags;
+* the first forward of a named module in training mode: streams, weights, options of the optimizers, flags, and the
+  program's own variables, which are not compared, but explain a difference;
 * what the modules are given: the tensors of the first forwards;
 * the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
-  named module), and the streams; and the program's own variables, which are not compared, but explain a difference.
+  named module), and the streams; and the variables. Once more where code has followed the step at its epoch's end.
 
 It only reads. Values that are as in the line before are left out (`prove.records` puts them back). Training thread.
 """
@@ -134,7 +135,7 @@ class Witness:
         if self._forward is None:
             self._forward = {
                 "streams": self._streams(),
-                "sample": {**self._weights(), **self._options(), **self._flags()},
+                "sample": {**self._weights(), **self._options(), **self._flags(), **self._variables()},
             }
             self.at_forward()
         given = self._inputs.setdefault(name, [])
@@ -159,9 +160,15 @@ class Witness:
             inputs=self._inputs,
             scalars={name: digest(value) for name, value in self.scalars.items()},
             streams=self._streams(),
-            end=self._changes({**self._state(), **self._options(), **self._flags(), **self._variables()}),
+            end=self._everything(),
         )
         self._begin_step()
+
+    def behind_tail(self) -> None:
+        self.write("tail", end=self._everything())
+
+    def _everything(self) -> dict[str, Any]:
+        return self._changes({**self._state(), **self._options(), **self._flags(), **self._variables()})
 
     def entry(self) -> dict[str, Any]:
         """All that the guard saves, and the program's variables, as they are once the state is back."""

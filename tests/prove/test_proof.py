@@ -71,6 +71,57 @@ def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) ->
     assert "stopped after step 12" in [row.name for row in proof.rows], "the end of an epoch"
 
 
+EPOCHS = """
+import copy, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+import mindx_elastic as mx
+torch.manual_seed(0)
+torch.set_num_threads(1)
+loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randint(0, 3, (12,))), batch_size=4, shuffle=True)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+snapshots, done = [], 0
+with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=sys.argv[1]) as guard:
+    for epoch in guard.epochs(3):
+        for x, y in loader:
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            guard.step_end(loss=loss)
+            IN_THE_STEP
+        BEHIND_THE_EPOCH
+"""
+
+
+def prove_epochs(runs: Runs, tmp_path: Path, *, step: str = "pass", behind: str = "pass") -> Proof:
+    script = tmp_path / "train.py"
+    script.write_text(EPOCHS.replace("IN_THE_STEP", step).replace("BEHIND_THE_EPOCH", behind))
+    return prove_job(runs, script, tmp_path / "ckpt", stops=4)
+
+
+def test_an_option_that_is_set_by_hand_behind_an_epoch_is_equal(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_epochs(runs, tmp_path, behind='optimizer.param_groups[0]["lr"] *= 0.9; print(loss.item())')
+    assert proof.exit_code == 0, text_of(proof)
+    assert {3, 9} <= {row.resumed for row in proof.rows}, "the end of an epoch, and of the training"
+    assert not proof.lost
+
+
+def test_a_list_that_grows_behind_each_epoch_is_told(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_epochs(runs, tmp_path, behind="snapshots.append(copy.deepcopy(model.state_dict()))")
+    assert proof.exit_code == 0, text_of(proof)
+    assert 'the length of "snapshots" (train.py)' in [lost.name for lost in proof.lost]
+
+
+def test_a_training_that_its_own_exit_ends_is_compared_behind_its_last_step(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDX_UNMANAGED", "warn")
+    proof = prove_epochs(runs, tmp_path, step="done += 1\n            if done == 7: sys.exit()")
+    assert (proof.steps, proof.has_ended, proof.exit_code) == (7, True, 1)
+    assert "the uninterrupted run ended after step 7" in text_of(proof) and "too many" in text_of(proof)
+
+
 @pytest.mark.drill
 def test_a_function_that_draws_and_is_fetched_ahead_is_equal(runs: Runs, tmp_path: Path) -> None:
     proof = prove_job(runs, JOBS / "proved_function.py", tmp_path / "ckpt", stops=None)

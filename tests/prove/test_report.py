@@ -12,7 +12,7 @@ def proof_with(*verdicts: Verdict) -> Proof:
     return Proof(steps=9, has_ended=True, num_ranks=2, rows=rows)
 
 
-FOUND = Explained(what="lr <differs>", cause="a scheduler", remedy="Name it", also="weights", variables="n: 2, and 0")
+FOUND = Explained(what="lr <differs>", cause="a scheduler", remedy="Name it", variables="n: 2, now 0")
 EQUAL = Verdict(outcome="equal")
 DIFFERS = Verdict(outcome="differs", explained=FOUND, rank=1, step=4)
 
@@ -37,8 +37,7 @@ def test_json() -> None:
         "what": "lr <differs>",
         "cause": "a scheduler",
         "remedy": "Name it",
-        "also": "weights",
-        "variables": "n: 2, and 0",
+        "variables": "n: 2, now 0",
     }
 
 
@@ -49,7 +48,9 @@ def test_junit() -> None:
     cases = suite.findall("testcase")
     assert [len(case) for case in cases] == [0, 1, 1]
     failure, error = cases[1].find("failure"), cases[2].find("error")
-    assert failure is not None and failure.attrib["message"] == "lr <differs>"
-    assert "what to write: Name it" in (failure.text or "")
-    assert "variables of the program that the resumed run did not get back: n: 2, and 0" in (failure.text or "")
+    assert failure is not None and failure.attrib["message"] == "lr <differs>; not got back: n: 2, now 0"
+    assert (failure.text or "").splitlines() == [
+        "lr <differs>; not got back: n: 2, now 0",
+        "usual cause: a scheduler. Name it",
+    ]
     assert error is not None and "\\x1b[1m" in (error.text or "")
