@@ -245,19 +245,15 @@ class Guard(LayeredGuard):
             loaders=self._loaders.named,
             ddp=opening.ddp,
             more=self._more,
-            **self._looked_into,
+            kept=self._kept,
+            own=self._own,
             uneven=start.uneven,
-            guard=self,
-            names_sums=self._ranks.rank == 0 and (self._place is None or not self._place.is_again),
-            keeps_setting=self._loaders.keeps_setting,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest
         self._loaders.know((self._checks.at_entry() if trains else look(sys._getframe(1), {})).loaders)
         if trains:
             self._loops.at_next_batch = self._checks.refreshed.at_next_batch
-            self._loops.at_loop = self._checks.at_loop
-            self._loaders.at_epoch(self._checks.at_epoch)
             stack.callback(self._checks.refreshed.leave)
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)
@@ -507,7 +503,7 @@ class Guard(LayeredGuard):
         if self._listeners.handlers.postponed and self._cut:
             self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):
-            self._before_save(refuse=False)
+            self._copy_new_settings()
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
         if not tail.is_pending:
             self._save_if_due()
@@ -545,13 +541,12 @@ class Guard(LayeredGuard):
     def _save_if_due(self) -> None:
         for policy in self._periodic:
             if self._cut and policy.due(self._loops.position):
-                self._before_save(refuse=True)
+                self._copy_new_settings()
                 self.save_periodic(policy)
 
-    def _before_save(self, *, refuse: bool) -> None:
+    def _copy_new_settings(self) -> None:
         if self._cut and self._loaders.find_settings():  # set in this very step, and not looked for at its boundary
             self._boundaries.copy(self._loops.position)
-        self._checks.before_save(refuse=refuse)
 
     # --- between two steps ---
 

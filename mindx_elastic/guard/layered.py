@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,8 +28,6 @@ class LayeredGuard(SizedGuard):
         self._more: Mapping[str, object] = {}
         self._kept: Sequence[object] = ()
         self._own: Mapping[str, object] = {}
-        self._hosts: Mapping[str, object] = {}
-        self._sums: Collection[tuple[int, str]] = ()
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
         self._place: Place | None = None  # in recoveries in place
@@ -54,21 +52,13 @@ class LayeredGuard(SizedGuard):
         *,
         kept: Sequence[Any] = (),
         own: Mapping[str, Any] | None = None,
-        hosts: Mapping[str, Any] | None = None,
-        sums: Collection[tuple[int, str]] = (),
         tail: str | None = None,
     ) -> None:
         """Objects of the program by the names that it knows; those whose state the layer keeps; those that hang on
-        these and have a state that nobody keeps (callbacks of the program's own); the program's subclasses of a host,
-        of which it keeps what is the host's; the attributes (`id` of a module, name) that it keeps; what its code at
-        an epoch's end needs the epoch's steps for."""
-        self._own, self._hosts, self._sums = dict(own or {}), dict(hosts or {}), sums
+        these and have a state that nobody keeps (callbacks of the program's own); what its code at an epoch's end needs
+        the epoch's steps for."""
+        self._own = dict(own or {})
         self._more, self._kept, self._loops.tail.layer_reads = {**variables, **self._own}, tuple(kept), tail
-
-    @property
-    def _looked_into(self) -> dict[str, Any]:
-        """For `Checks`, beside the objects."""
-        return {"kept": self._kept, "own": self._own, "hosts": self._hosts, "sums": self._sums}
 
     def take_place(self, place: Place | None) -> None:
         """See `guard.running`."""

@@ -46,7 +46,7 @@ from mindx_elastic.guard.reentry import ReentryPart
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.tail_side import TailSide
-from mindx_elastic.guard.unmanaged import ONLY_THE_CHOICE, Unmanaged
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
@@ -204,10 +204,8 @@ def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes
     if saver.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
     of_files = found.plan.unmanaged if saver.ranks.rank == 0 else ()
-    if of_weights := [note for note in of_files if ONLY_THE_CHOICE not in note]:
-        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", "; ".join(of_weights))
-    if of_choices := [note for note in of_files if ONLY_THE_CHOICE in note]:
-        logger.warning("according to its files: %s", "; ".join(of_choices))
+    if of_files:
+        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", "; ".join(of_files))
     doubts = list(dict.fromkeys([*found.plan.unmanaged, *notes]))
     saver.events.emit(
         "resume",

@@ -7,18 +7,15 @@ that is resumed inherits the notes of its file: what its weights have gone throu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 
-__all__ = ["MODES", "ONLY_THE_CHOICE", "Unmanaged"]
+__all__ = ["MODES", "Unmanaged"]
 
 MODES = ("error", "warn")
-ONLY_THE_CHOICE = "the choice of the best may differ"
-"""In notes that leave the weights of each step as they are."""
 _MOST_NOTES = 32
 _MOST_CHARACTERS = 400
 
@@ -69,15 +66,6 @@ class Unmanaged:
     def inherit(self, notes: Iterable[str]) -> None:
         """The run goes on from a file with these notes."""
         self._note(notes)
-
-    @contextmanager
-    def only_recorded(self) -> Iterator[None]:
-        """What is found inside is a warning and a note, also where it is certain: a stop saves what there is."""
-        before, self._refuses = self._refuses, False
-        try:
-            yield
-        finally:
-            self._refuses = before
 
     def _note(self, notes: Iterable[str]) -> None:
         shortened = (printable(note)[:_MOST_CHARACTERS] for note in notes)

@@ -144,7 +144,7 @@ class ElasticCallback(Callback):
             guard.expect_no_look_ahead()
         without = _without_state(trainer)
         kept = [each for each in trainer.callbacks if not any(each is one for one in without.values())]
-        guard.look_into({"module": module}, kept=[trainer, *kept], own=without, sums=loops.sums)
+        guard.look_into({"module": module}, kept=[trainer, *kept], own=without)
         guard.open()
         self.guard, self._loops = guard, loops
         self._wrap(trainer, loops, guard)
@@ -352,11 +352,6 @@ class _Loops(GivesCopies, InParts):
         self._accumulation: int | None = None
         self.is_cut = False
         """What follows the batch (validation, schedulers that go by it) has not been done."""
-
-    @property
-    def sums(self) -> list[tuple[int, str]]:
-        """See `Gathered`."""
-        return self._gathered.sums
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:  # Lightning prepares its loops; they stand where they were

@@ -304,9 +304,8 @@ class _Training:
         guard.expect_no_look_ahead()
         callbacks = owner.callback_handler.callbacks
         own = {type(each).__name__: each for each in callbacks if _is_own(type(each)) and not _has_state(each)}
-        hosts = {type(owner).__name__: owner} if _is_own(type(owner)) else {}
         kept = [owner, *(each for _, each in _stateful(owner))]
-        guard.look_into({"model": owner.model}, kept=kept, own=own, hosts=hosts)
+        guard.look_into({"model": owner.model}, kept=kept, own=own)
         guard.open()
         self.guard = guard
         callbacks.insert(0, self._hook)

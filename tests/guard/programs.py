@@ -311,34 +311,6 @@ EXACT = {
                 update((probe(x) - float(rng.normal())).square().mean(), probe_opt); probe_sched.step()
                 seen.append(x)
         """,
-    "histories of numbers": """
-        losses, log, best = [], {"loss": [], "lr": deque(maxlen=100)}, float("inf")
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            loss = net(x).square().mean(); update(loss, opt)
-            losses.append(loss.item()); log["loss"].append(loss.detach()); log["lr"].append((1, 0.5))
-        """,
-    "the best weights so far": """
-        best, best_net = None, None
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            global best, best_net
-            update(net(x).square().mean(), opt)
-            best, best_net = copy.deepcopy(net.state_dict()), copy.deepcopy(net)
-        """,
-    "batches and statistics in containers": """
-        class Meter:
-            def __init__(self): self.sums, self.count, self.weights = torch.zeros(3), 0, torch.ones(3)
-            def update(self, out): self.sums = self.sums + out.detach().sum(0); self.count += 1
-        meter, static, stats = Meter(), {"x": torch.zeros(5, 3)}, {}
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            global batch, grads, before
-            batch = {"x": x, "y": torch.ones(5)}; static["x"].copy_(x)
-            before = {n: p.detach().clone() for n, p in net.named_parameters()}
-            out = net(static["x"]); update(out.square().mean(), opt); meter.update(out)
-            grads = [p.grad.clone() for p in net.parameters()]; stats["grads"] = grads
-        """,
     "a temperature that is named": """
         log_alpha = torch.zeros(1, requires_grad=True); alpha_opt = torch.optim.Adam([log_alpha], lr=0.1)
         PARTS = dict(model=net, optimizer=[opt, alpha_opt], stateful={"alpha": torch.nn.ParameterList([log_alpha])})
@@ -363,22 +335,6 @@ EXACT = {
             net.zero_grad(); net(x).square().mean().backward()
             with torch.no_grad():
                 for p in net.parameters(): p -= 0.1 * p.grad
-        """,
-    "an optimizer of the program's own without state, or that is named": """
-        class Sgd:
-            def __init__(self, params):
-                self.params = list(params); self.buffers = [torch.zeros_like(p) for p in self.params]
-            def step(self):
-                with torch.no_grad():
-                    for p, b in zip(self.params, self.buffers): b.zero_(); p -= 0.1 * p.grad
-        own, scratch = Sgd(net.parameters()), [torch.zeros_like(p) for p in net.parameters()]
-        named = [torch.zeros_like(p) for p in net.parameters()]
-        PARTS = dict(model=net, stateful={"named": named})
-        def step():
-            global grads
-            net.zero_grad(); net(x).square().mean().backward(); own.step()
-            grads = [p.grad.clone() for p in net.parameters()]
-            for n, s, p in zip(named, scratch, net.parameters()): n.lerp_(p.grad, 0.1); s.fill_(0.0)
         """,
     "objects that must not be touched": """
         class Wild:
@@ -652,77 +608,6 @@ REFUSED = {
 }
 
 NOTED = {
-    "a replay buffer": (
-        """
-        memory = deque(maxlen=4)
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            memory.append((x, torch.ones(5))); update(net(random.choice(memory)[0]).square().mean(), opt)
-        """,
-        '"memory" (deque, train.py) grows from step to step, holds tensors or arrays, and is not kept',
-    ),
-    "a replay buffer of an object": (
-        """
-        class Memory:
-            def __init__(self): self.items = []
-        memory = Memory()
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            memory.items.append((np.ones(3), 1, 0.5)); update(net(x).square().mean(), opt)
-        """,
-        '"memory.items" (list, train.py) grows from step to step, holds tensors or arrays, and is not kept',
-    ),
-    "a replay buffer of arrays": (
-        """
-        class Memory:
-            def __init__(self): self.states, self.rewards, self.at, self.size = np.zeros((50, 3)), np.zeros(50), 0, 50
-            def add(self, state, reward):
-                self.states[self.at], self.rewards[self.at] = state, reward
-                self.at = (self.at + 1) % self.size
-        memory = Memory()
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            memory.add(np.random.rand(3), 0.5); update(net(x).square().mean(), opt)
-        """,
-        '"memory" (Memory, train.py) writes into states, rewards from step to step and is not kept',
-    ),
-    "an average in a dict": (
-        """
-        class Average:
-            def __init__(self): self.shadow = {n: p.detach().clone() for n, p in net.named_parameters()}
-            def update(self):
-                for n, p in net.named_parameters(): self.shadow[n] = 0.9 * self.shadow[n] + 0.1 * p.detach()
-        average = Average()
-        PARTS = dict(model=net, optimizer=opt)
-        def step(): update(net(x).square().mean(), opt); average.update()
-        """,
-        (
-            '"average.shadow" (dict, train.py) looks like an average of the weights, changes in the training, and is '
-            "not kept"
-        ),
-    ),
-    "an average of all that state_dict() has": (
-        """
-        shadow = {n: v.clone() for n, v in net.state_dict().items()}
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            update(net(x).square().mean(), opt)
-            for n, v in net.state_dict().items():
-                if v.is_floating_point(): shadow[n].mul_(0.9).add_(v, alpha=0.1)
-        """,
-        '"shadow" (dict, train.py) looks like an average of the weights, changes in the training, and is not kept',
-    ),
-    "an average in a list": (
-        """
-        shadow = [p.detach().clone() for p in net.parameters()]
-        PARTS = dict(model=net, optimizer=opt)
-        def step():
-            update(net(x).square().mean(), opt)
-            with torch.no_grad():
-                for s, p in zip(shadow, net.parameters()): s.lerp_(p, 0.1)
-        """,
-        '"shadow" (list, train.py) looks like an average of the weights, changes in the training, and is not kept',
-    ),
     "a teacher in training mode": (
         """
         teacher = make().requires_grad_(False)
@@ -752,38 +637,6 @@ NOTED = {
         def after_epoch(): rng.permutation(10)
         """,
         'generator "rng" (Generator, train.py) draws numbers between epochs and is not kept',
-    ),
-    "an optimizer of the program's own": (
-        """
-        class Momentum:
-            def __init__(self, params):
-                self.params = list(params); self.m = [torch.zeros_like(p) for p in self.params]
-            @torch.no_grad()
-            def step(self):
-                for p, m in zip(self.params, self.m): m.mul_(0.9).add_(p.grad); p -= 0.1 * m
-        own = Momentum(net.parameters())
-        PARTS = dict(model=net)
-        def step(): net.zero_grad(); net(x).square().mean().backward(); own.step()
-        """,
-        (
-            'the weights change without any of torch\'s optimizers, and "own.m" (list, train.py) changes with them and '
-            "is not kept: that looks like the state of an optimizer of the program's own"
-        ),
-    ),
-    "an optimizer in functions": (
-        """
-        state = {p: dict(m=torch.zeros_like(p)) for p in net.parameters()}
-        PARTS = dict(model=net)
-        def step():
-            net.zero_grad(); net(x).square().mean().backward()
-            with torch.no_grad():
-                for p, s in state.items(): s["m"] = s["m"].lerp_(p.grad, 0.1); p -= 0.1 * s["m"]
-        """,
-        (
-            'the weights change without any of torch\'s optimizers, and "state[...]" (dict, train.py), "state[...]" '
-            "(dict, train.py) and 4 more change with them and are not kept: that looks like the state of an optimizer "
-            "of the program's own"
-        ),
     ),
     "a schedule of the program's own": (
         """

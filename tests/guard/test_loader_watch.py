@@ -605,15 +605,6 @@ def test_a_loader_with_workers_and_a_state_of_its_own(
     assert streamed(tmp_path / "cut", 0, workers) == whole[stop:]
 
 
-@pytest.mark.parametrize("is_library", [True, False])
-def test_the_place_of_a_librarys_stream_is_no_variable_of_the_program(
-    is_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("mindx_elastic.guard.loops.loaders.is_library", lambda module: is_library)
-    streamed(tmp_path, 0)
-    assert (".dataset.place" in caplog.text) is not is_library
-
-
 def test_a_file_of_an_earlier_version_or_of_another_loader() -> None:
     """The first had the library's state as it is."""
     loader = Streaming(0)

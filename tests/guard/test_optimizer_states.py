@@ -210,10 +210,6 @@ def noisy(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net, "optimizer": optimizer, "stateful": {"noise": Noise(net)}}
 
 
-def inner_only(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": net, "optimizer": optimizer, "outer": Averaged(optimizer)}
-
-
 def agent(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"optimizer": optimizer, "stateful": {"agent": Agent(net)}}
 
@@ -224,8 +220,7 @@ def train(
     """The weights at the end, or at step `stop`."""
     net = Net(order)
     given = objects(net, make(net))
-    outer = given.pop("outer", None)
-    optimizer = outer or given.get("optimizer") or given["stateful"]["averaged"]
+    optimizer = given.get("optimizer") or given["stateful"]["averaged"]
     optimizer = optimizer[-1] if isinstance(optimizer, list) else optimizer
     loader = DataLoader(DATA, batch_size=8)
     guard = mx.Guard(**given, loader=loader, directory=directory, prefix="a", unmanaged="warn")
@@ -330,9 +325,3 @@ def test_states_of_other_forms_go_on(
     for name, tensor in whole.items():
         assert torch.equal(resumed[name], tensor), name
     assert "other types" not in caplog.text
-
-
-def test_a_wrapper_beside_its_named_inner_one_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, listed("a", "b", "out"), inner_only, stop=5)
-    assert '"outer" (Averaged) is around optimizer and has a state of its own' in caplog.text
-    assert "Guard(optimizer=outer, ...)" in caplog.text

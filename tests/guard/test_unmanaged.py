@@ -105,25 +105,6 @@ def test_another_exception_made_of_it_saves_nothing_either(tmp_path: Path) -> No
 # --- when ---
 
 
-def test_what_moves_now_and_then_is_in_the_file_of_a_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The looks are at the boundaries 1, 2, 3, 4, 8, ...; a stop in between looks once more and saves what there is."""
-    job = Job(tmp_path)
-    target = Target(job, 5)
-
-    def middle(job: Job, step: int) -> None:
-        target.after(job, step)
-        if step == 5:
-            stop_and_wait(job)
-
-    with no_traces(), pytest.raises(SystemExit):
-        job.run(middle=middle)
-    (file,) = files(tmp_path)
-    (note,) = read_header(file).info.unmanaged
-    assert note == 'module "target.network" (Sequential, ' + note.partition("(Sequential, ")[2]
-    assert "changes in the training and is not named" in note
-    assert note in caplog.text
-
-
 def test_what_an_evaluation_does_counts_nowhere(tmp_path: Path) -> None:
     job = Job(tmp_path)
     target, rng = Target(job, 1), np.random.default_rng(0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.harness import Job, start_job
-from tests.natural.verdicts import LOOPS, Cut, Exact, Found, Loop, Refused, Warned
+from tests.natural.verdicts import LOOPS, Cut, Exact, Found, Loop, Refused, Told, Warned
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ _OFTEN = """
 """Those that every run of the tests stops; `make drill` stops all, more often."""
 _REFUSED = [loop for loop in LOOPS if isinstance(loop.verdict, Refused)]
 _CUTS = [(loop, cut) for loop in LOOPS for cut in loop.cuts]
-_TOLD = [(loop, cut) for loop, cut in _CUTS if not isinstance(cut.verdict, Found)]
+_TOLD = [(loop, cut) for loop, cut in _CUTS if isinstance(cut.verdict, (Refused, Warned))]
 
 
 def _proved() -> Iterator[Any]:
@@ -36,7 +36,7 @@ def _proved() -> Iterator[Any]:
     pairs: list[tuple[Loop, Cut | None]] = [*((loop, None) for loop in LOOPS), *_CUTS]
     for loop, cut in pairs:
         verdict = cut.verdict if cut else loop.verdict
-        found = verdict.found if isinstance(verdict, Warned) else verdict
+        found = verdict.found if isinstance(verdict, (Told, Warned)) else verdict
         if isinstance(found, Found):
             name = f"{loop.name}, cut" if cut else loop.name
             yield pytest.param(loop, cut, found, id=name, marks=() if found.often else pytest.mark.drill)

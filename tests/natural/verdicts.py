@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EXACT", "LOOPS", "Cut", "Exact", "Found", "Loop", "Refused", "Verdict", "Warned"]
+__all__ = ["EXACT", "LOOPS", "Cut", "Exact", "Found", "Loop", "Refused", "Told", "Verdict", "Warned"]
 
 _FOLDER = Path(__file__).parent / "loops"
 
@@ -45,7 +45,16 @@ class Warned:
     """What `prove` says about it."""
 
 
-Verdict = Exact | Refused | Warned | Found
+@dataclass(frozen=True)
+class Told:
+    """The first run may be silent; the first one that is resumed says these words: the variable, or the cause."""
+
+    words: str
+    found: Found | None = None
+    """What `prove` says about it."""
+
+
+Verdict = Exact | Refused | Warned | Found | Told
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,7 @@ LOOPS: Sequence[Loop] = (
         EXACT,
         [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
     ),
-    Loop("ema_own_class", EXACT, [Cut('    stateful={"ema": ema},\n', Warned("looks like an average of the weights"))]),
+    Loop("ema_own_class", EXACT, [Cut('    stateful={"ema": ema},\n', Told("ema"))]),
     Loop(
         "ema_copy",
         EXACT,
@@ -190,7 +199,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 '    stateful={"meter": meter},\n',
-                Warned("meter (train_one_epoch() in plateau_of_a_meter.py) is filled"),
+                Told("meter"),
             )
         ],
     ),
@@ -281,7 +290,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 '    stateful={"clip": clip},\n',
-                Warned('"clip.norms" (AutoClip, auto_clip.py) is carried from one step'),
+                Told("clip.norms"),
             )
         ],
     ),
@@ -307,12 +316,12 @@ LOOPS: Sequence[Loop] = (
         "dqn",
         EXACT,
         [
-            Cut('"memory": memory', Warned("grows from step to step")),
+            Cut('"memory": memory', Told("memory")),
             Cut("model=[q, target]", Refused("changes in the training and is not named"), new="model=q"),
             Cut('"world": world, ', Refused("draws numbers in the training and is not kept")),
         ],
     ),
-    Loop("dqn_deque", EXACT, [Cut(', "memory": memory', Warned("grows from step to step"))]),
+    Loop("dqn_deque", EXACT, [Cut(', "memory": memory', Told("memory"))]),
     Loop(
         "reinforce",
         EXACT,
@@ -374,19 +383,19 @@ LOOPS: Sequence[Loop] = (
         EXACT,
         [
             Cut(', "noise")}', Refused('Guard(stateful={"noise": self.noise}, ...)'), new=")}"),
-            Cut('"factor", ', Warned('stateful={"trainer": mx.attributes(self, "factor")}'), new=""),
+            Cut('"factor", ', Told("factor"), new=""),
             Cut('"history", ', Refused("Trainer has no attribute 'histroy'"), new='"histroy", '),
         ],
     ),
     Loop(
         "counter_of_its_own",
-        Warned("the variable passed", Found("weights differ after step", "passed")),
+        Told("passed", Found("weights differ after step", "passed")),
     ),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
     Loop("best_weights", Found("weights differ after step", "best_loss")),
     Loop(
         "moving_average_of_the_loss",
-        Warned("the variable average", Found("optimizer lr differs at step", "average", often=True)),
+        Told("average", Found("optimizer lr differs at step", "average", often=True)),
     ),
     Loop(
         "calls_of_the_data_set",
@@ -404,7 +413,7 @@ LOOPS: Sequence[Loop] = (
     Loop(
         "memory_bank",
         EXACT,
-        [Cut('stateful={"bank": bank}, ', Warned('"bank.rows" (Bank, memory_bank.py) is carried from one step'))],
+        [Cut('stateful={"bank": bank}, ', Told("bank.rows"))],
     ),
     Loop(
         "temporal_ensembling",
@@ -412,7 +421,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 '    stateful={"ensemble": ensemble},\n',
-                Warned("the variable ensemble (temporal_ensembling.py) is changed in place"),
+                Told("ensemble"),
             )
         ],
     ),
@@ -422,7 +431,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 '    stateful={"history": history},\n',
-                Warned("the variable history (dynamic_weight_average.py) is changed in place"),
+                Told("history"),
             )
         ],
     ),
@@ -432,12 +441,12 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 '    stateful={"balance": balance},\n',
-                Warned('"balance.first" (Balance, first_losses.py) is carried from one step'),
+                Told("balance.first"),
             )
         ],
     ),
     Loop("wgan_while", Refused("(while i < len(loader)) begins anew when its epoch is resumed in the middle")),
-    Loop("lstm_of_a_module", Warned('"model.state" is a plain attribute of a named module, in no state_dict')),
+    Loop("lstm_of_a_module", Told("state")),
     Loop(
         "epochs_of_steps",
         EXACT,

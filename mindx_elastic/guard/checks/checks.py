@@ -1,8 +1,8 @@
 """Finds what the training has and the guard does not keep: optimizers, parameters, schedulers, modules, generators.
 
-At entry, and at the boundaries 1, 2, 3, 4, 8, 16, ... of the process, it looks through the program's variables (see
-`surroundings`) and compares what it finds with the look before (see `movements`). At every boundary it asks only
-whether an optimizer has stepped that it does not know, which the update gate's hook notes.
+At entry, and at the boundaries 1, 8, 16, 32, ... of the process, it looks through the program's variables (see
+`surroundings`); there and at 2, 3 and 4 it compares what it has found with the look before (see `movements`). At every
+boundary it asks only whether an optimizer has stepped that it does not know, which the update gate's hook notes.
 
 ===============================================================  ==================================================
 found                                                            certain when
@@ -15,13 +15,9 @@ a module, not named                                              its parameters 
                                                                  epoch; buffers, or between epochs: a risk
 a generator                                                      it moves twice between boundaries; in an evaluation
                                                                  between epochs: a risk
-a list or deque of tensors or arrays that grows, an average of   a risk
-weights in a dict, a ring buffer of arrays
-a tensor or container of `stateful` whose variable the loop      a step reads what an earlier one has left
-binds anew
-a copy of the weights that is chosen or replaced now and then    a risk
-tensors shaped as the weights, where no optimizer of torch's     a risk
-updates these
+a named tensor, container or module whose variable holds         a risk: it may be made anew in each step
+another one, which changes
+weights of a `WeightedRandomSampler` that change in an epoch     a risk
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -31,10 +27,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -42,33 +37,24 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.components import OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.checks.averagers import Averagers
-from mindx_elastic.guard.checks.carried_variables import CarriedVariables
 from mindx_elastic.guard.checks.cudnn_dropout import tell_of_cudnn_dropout
 from mindx_elastic.guard.checks.generators import Generators
-from mindx_elastic.guard.checks.kept import Kept, named_in_states
-from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
+from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.movements import (
     Movement,
     NumbersLook,
     TensorsLook,
     is_sharded_in_part,
 )
-from mindx_elastic.guard.checks.optimizer_wrappers import tell_of_wrappers
-from mindx_elastic.guard.checks.own_numbers import OwnNumbers
-from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
-from mindx_elastic.guard.checks.own_tensors import OwnTensors
-from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.rebound import ReboundState
 from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
-from mindx_elastic.guard.checks.running_source import entry_of
-from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
+from mindx_elastic.guard.checks.samplers import WeightsOfSamplers
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
@@ -78,12 +64,8 @@ from mindx_elastic.guard.checks.surroundings import (
     kind_of,
     look,
     places_of,
-    program_files,
-    program_frames,
     reachable,
 )
-from mindx_elastic.guard.checks.switches import Switches
-from mindx_elastic.guard.checks.weight_copies import WeightCopies
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -127,36 +109,23 @@ class Checks:
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
         own: Mapping[str, object] | None = None,
-        hosts: Mapping[str, object] | None = None,
-        sums: Collection[tuple[int, str]] = (),
         uneven: str = "",
-        guard: object = None,
-        names_sums: bool = True,
-        keeps_setting: Callable[[object, str], bool] = lambda owner, name: False,
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
-        may have, `kept`: those whose state is kept all the same, but for that of `own`, and for the numbers that
-        the program's classes keep on `hosts`. `sums`: see `ModuleAttributes`. `uneven`: see `Start.uneven`.
-        `keeps_setting`: whether a loader's state has that attribute of an object. `names_sums`: this process says
-        which printed sums begin anew. `epoch`: gives the epoch of the last boundary."""
+        may have, `kept`: those whose state is kept all the same, but for that of `own`. `uneven`: see `Start.uneven`.
+        `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
-        self._hosts, self._names_sums, self._keeps_setting = dict(hosts or {}), names_sums, keeps_setting
-        self._more = dict(more or {})
-        self._roots = {**self._more, **targets}
+        self._roots = {**(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
-        self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes(sums)
-        self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
-        self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
-        self._own_numbers, self._switches = OwnNumbers(), Switches(unmanaged.risk)
+        self._watch, self._gate, self._weights_of_samplers = _Watch(), UpdateGate(), WeightsOfSamplers()
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._has_told_of_size = False
-        self.refreshed, self._averagers = RefreshedModules(), Averagers(unmanaged)
+        self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
-        self._variables = CarriedVariables(unmanaged, [guard, *self._loaders, *targets.values()])
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
@@ -181,23 +150,8 @@ class Checks:
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
         tell_of_cudnn_dropout(self._targets, self._unmanaged)
-        tell_of_wrappers(self._named_optimizers(), self._targets, sys._getframe(1), self._unmanaged)
-        self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
-        position = self._collector.position
-        is_inside = self._names_sums and position.step_in_epoch != position.batch_num
-        self._variables.at_entry(sys._getframe(1), resumed_at=position.step_in_epoch if is_inside else 0)
-        self._own_numbers.begin(seen.counted.values())
-        self._switches.at_entry(entry_of(sys._getframe(1)), {**self._more, **self._hosts})
         return seen
-
-    def at_epoch(self) -> None:
-        """A named loader begins an epoch."""
-        self._switches.is_due = not self._is_outside
-
-    def at_loop(self, frame: FrameType) -> None:
-        """The program, in `frame`, begins a loop over the guard."""
-        self._variables.at_loop(frame)
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -219,23 +173,6 @@ class Checks:
             self._collector.devices.wait_for_update()  # a look reads from them
             self._look_again(sys._getframe(1))
             self.refreshed.watch((one.reference() for one in self._watch.modules.values()), self._targets.values())
-        elif self._switches.is_due:  # the head of an epoch
-            self._switches.look_again(sys._getframe(1))
-
-    def before_save(self, *, refuse: bool) -> None:
-        """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
-        else, at a stop, it is a note in the file."""
-        if not self._boundaries:
-            return
-        self._collector.devices.wait_for_update()
-        with nullcontext() if refuse else self._unmanaged.only_recorded():
-            seen, kept = self._look(sys._getframe(1))
-            self._compare(kept)
-            self._generators.look(seen, kept, self._epoch())
-            self._look_at_copies(seen, kept, sys._getframe(1))
-            self._rebound.look(sys._getframe(1))
-            self._variables.look(sys._getframe(1), kept)
-            self._switches.look(sys._getframe(1), kept)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -250,7 +187,7 @@ class Checks:
         self.refreshed.leave()
         try:
             if closely and not self._is_stale:
-                self._compare(self._kept())
+                self._compare()
             yield
         finally:
             self._is_outside = False
@@ -263,6 +200,9 @@ class Checks:
 
     def _kept(self) -> Kept:
         return Kept(self._targets, self._loaders, self._collector, self._also_kept, tuple(self._own.values()))
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        return self._kept().has(tensor)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
         if self._is_stale:
@@ -277,18 +217,20 @@ class Checks:
 
     def _look_again(self, frame: FrameType | None) -> None:
         self._strangers.look_again()
-        seen, kept = self._look(frame)
-        self._check_parameters(seen, kept)
-        self._check_schedulers(seen, kept, search=self._boundaries == 1)
-        self._compare(kept)
-        self._generators.look(seen, kept, self._epoch())
-        self._look_at_attributes(kept, frame)
-        self._watch_found(seen, kept, frame)
-        self._look_at_copies(seen, kept, frame)
+        if 1 < self._boundaries <= _FIRST_LOOKS:
+            if self._is_stale:
+                self._watch_anew()
+            self._compare()
+        else:
+            seen, kept = self._look(frame)
+            self._check_parameters(seen, kept)
+            self._check_schedulers(seen, kept, search=self._boundaries == 1)
+            self._compare()
+            self._watch_found(seen, kept)
+            self._generators.watch(seen, kept, self._epoch())
+        for told in self._weights_of_samplers.look(self._loaders, self._epoch(), self._holds):
+            self._unmanaged.risk(*told)
         self._rebound.look(frame)
-        self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame)
-        self._variables.look(frame, kept)
-        self._switches.look(frame, kept)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -406,7 +348,7 @@ class Checks:
                 candidates[id(scheduler)] = Found("", "", scheduler)
         children = {key for found in candidates.values() for key in inner_schedulers(found.value)}
         for key, found in candidates.items():
-            if id(_optimizer_of(found.value)) not in ours or key in kept.objects or key in children:
+            if id(_optimizer_of(found.value)) not in ours or kept.has_object(found.value) or key in children:
                 continue
             if key in self._watch.schedulers:
                 continue
@@ -460,7 +402,7 @@ class Checks:
 
     # --- what moves ---
 
-    def _watch_found(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
+    def _watch_found(self, seen: Seen, kept: Kept) -> None:
         """Begin to watch what has been found and is not kept."""
         watch, epoch = self._watch, self._epoch()
         claimed: set[int] = set()
@@ -476,84 +418,39 @@ class Checks:
                 remedy = self._remedies.how_to_keep(found)
                 watch.modules[key] = _Watched(weakref.ref(found.value), _shown(found), looks, epoch, remedy=remedy)
         for key, found in seen.scalers.items():
-            if key not in watch.scalers and key not in kept.objects:
+            if key not in watch.scalers and not kept.has_object(found.value):
                 watch.scalers[key] = _Watched(weakref.ref(found.value), _shown(found), _scale_of(found.value), epoch)
         ours = self._optimizer_ids()
         for key, found in seen.scheduler_likes.items():
             attributes = attributes_of(found.value)
-            if key not in watch.scheduler_likes and key not in kept.objects and id(attributes["optimizer"]) in ours:
+            if key in watch.scheduler_likes or id(attributes["optimizer"]) not in ours:
+                continue
+            if not kept.has_object(found.value):
                 look = NumbersLook.at(attributes)
                 watch.scheduler_likes[key] = _Watched(_reference(found.value), _shown(found), look, epoch)
-        weights = self._weights()
-        plain = [found for key, found in (*seen.containers.items(), *seen.instances.items()) if key not in kept.objects]
-        for what, remedy in self._plain.look(plain, weights, kept.has):
-            self._unmanaged.risk(what, self._remedies.of_own(remedy))
-        if self._gate.unguarded:
-            trained = [p for p in self._collector.parameters if p.requires_grad]
-            line, files = self._remedies.stateful_line, partial(program_files, frame)
-            if told := self._own_optimizers.look(plain, trained, kept.has, line, files):
-                self._unmanaged.risk(*told)
-
-    def _weights(self) -> list[dict[str, torch.Tensor]]:
-        return [dict(c.named) for c in self._collector.components.values() if isinstance(c, ModuleComponent)]
-
-    def _look_at_copies(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
-        some = (*seen.containers.items(), *seen.modules.items())
-        told_of = self._plain.changing | self._own_optimizers.told_of
-        known = kept.objects | told_of
-        found = [one for key, one in some if key not in known]
-        files = partial(program_files, frame)
-        for told in self._copies.look(found, self._weights(), kept.has, files, self._boundaries):
-            self._unmanaged.risk(*told)
-        holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
-        named = set(map(id, self._targets.values()))
-        holders += [one for one in samplers_of(self._loaders) if id(one.value) not in named]
-        line = self._remedies.stateful_line
-        for told in self._weights_of_samplers.look(self._loaders, self._epoch(), kept.has, files):
-            self._unmanaged.risk(*told)
-        for told in self._own_tensors.look(holders, kept, files, line):
-            self._unmanaged.risk(*told)
-        if self._boundaries:
-            objects = {**seen.holders, **seen.counted}
-            for told in self._own_tensors.look_for_first_values(objects.values(), kept, files, line):
-                self._unmanaged.risk(*told)
-        targets = [target for target in self._targets.values() if not any(target is one for one in self._loaders)]
-        for told in self._own_numbers.look(
-            seen.counted.values(),
-            lambda value: _has(value, (*targets, *self._also_kept, *named_in_states(targets))),
-            lambda value: _has(value, self._loaders),
-            lambda owner, name: (id(owner), name) in kept.attributes or self._keeps_setting(owner, name),
-            files,
-            line,
-        ):
-            self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
         self._is_stale = False
-        watch = self._watch
-        epoch = self._epoch()
-        kept = self._kept()
+        watch, epoch = self._watch, self._epoch()
+        kept: Kept | None = None
         for watched in watch.modules.values():
             if (module := watched.reference()) is not None:
+                kept = kept or self._kept()
                 parameters, buffers = kept.missing(module)
                 watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
-        self._generators.forget()
+        self._generators.take_anew(epoch)
         for watched in watch.scalers.values():
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
-        self._plain.forget()
-        self._own_optimizers.forget()
-        self._copies.forget()
-        self._own_tensors.forget()
-        self._own_numbers.forget()
         self._weights_of_samplers.forget()
-        self._attributes.forget()
 
-    def _compare(self, kept: Kept) -> None:
+    def _compare(self) -> None:
         """Compare what is watched with the look before. Raises UnmanagedStateError."""
         self._compare_scalers()
-        self._compare_modules(kept)
+        self._generators.compare(self._epoch())
+        if self._watch.modules:
+            self._compare_modules(self._kept())
         for key, watched in list(self._watch.scheduler_likes.items()):
             value = watched.reference()
             if value is None:
@@ -613,21 +510,6 @@ class Checks:
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
 
-    def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
-        modules = {n: c for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
-        for what, remedy in self._attributes.look(
-            {name: component.module for name, component in modules.items() if not component.keeps_attributes},
-            kept.has,
-            lambda: [place.f_code.co_filename for place in program_frames(frame)],
-            own=self._own,
-            hosts=self._hosts,
-        ):
-            self._unmanaged.risk(what, remedy)
-
-
-def _has(value: object, owners: Sequence[object]) -> bool:
-    return any(id(value) in reachable(owner, models=False) for owner in owners)
-
 
 def _shown(found: Found) -> str:
     return str(found) if found.name else f"({type(found.value).__name__})"
@@ -667,7 +549,7 @@ def _scale_of(scaler: Any) -> tuple[float, int] | None:
 
 def _outermost(modules: Mapping[int, Found], kept: Kept) -> Sequence[tuple[int, Found]]:
     """The modules that are not kept, those that contain others in front."""
-    own = [(key, found) for key, found in modules.items() if key not in kept.objects]
+    own = [(key, found) for key, found in modules.items() if not kept.has_object(found.value)]
     return sorted(own, key=lambda item: -sum(1 for _ in item[1].value.modules()))
 
 

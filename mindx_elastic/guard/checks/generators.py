@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,9 @@ _MOST = 256
 
 @dataclass
 class _Watched:
-    """Some cannot be referred to weakly, so they are held, as small as they are, until the program has them no more."""
+    """Some cannot be referred to weakly, so they are held, as small as they are, until a search does not find them."""
 
-    generator: Any
+    found: Found
     look: GeneratorLook
     epoch: int
     moves: int = 0
@@ -42,26 +41,31 @@ class Generators:
         self._watched: dict[int, _Watched] = {}
         self._global = _global_generators()
 
-    def forget(self) -> None:
-        """What is drawn until the next look does not count."""
-        self._watched = {}
+    def take_anew(self, epoch: int) -> None:
+        """What was drawn since the last look does not count."""
+        for watched in self._watched.values():
+            watched.look, watched.epoch = GeneratorLook.at(watched.found.value) or watched.look, epoch
 
-    def look(self, seen: Seen, kept: Kept, epoch: int) -> None:
-        """Compare those that the program has now with those of the look before. Raises UnmanagedStateError."""
+    def watch(self, seen: Seen, kept: Kept, epoch: int) -> None:
+        """Watch those of `seen` that are not kept from here on."""
         before, self._watched = self._watched, {}
-        own = [(k, f) for k, f in seen.generators.items() if k not in kept.objects and k not in self._global]
+        own = [(k, f) for k, f in seen.generators.items() if k not in self._global and not kept.has_object(f.value)]
         in_loaders = _in_loaders(seen, kept) if own else set()
         for key, found in own:
-            now = None if key in in_loaders else GeneratorLook.at(found.value)
-            if now is None or len(self._watched) >= _MOST:
+            look = None if key in in_loaders else GeneratorLook.at(found.value)
+            if look is not None and len(self._watched) < _MOST:
+                self._watched[key] = before.get(key) or _Watched(found, look, epoch)
+
+    def compare(self, epoch: int) -> None:
+        """With the look before. Raises UnmanagedStateError."""
+        for watched in self._watched.values():
+            if (now := GeneratorLook.at(watched.found.value)) is None:
                 continue
-            watched = self._watched[key] = _Watched(found.value, now, epoch)
-            if (old := before.get(key)) is None:
-                continue
-            watched.moves = old.moves
-            if old.look.movement(now) is Movement.MOVED:
-                watched.moves += old.epoch == epoch
-                self._tell(found, watched.moves, between_epochs=old.epoch != epoch)
+            old, between_epochs = watched.look, watched.epoch != epoch
+            watched.look, watched.epoch = now, epoch
+            if old.movement(now) is Movement.MOVED:
+                watched.moves += not between_epochs
+                self._tell(watched.found, watched.moves, between_epochs=between_epochs)
 
     def _tell(self, found: Found, moves: int, *, between_epochs: bool) -> None:
         remedy = f"{self._how_to_keep(found)}, or seed it anew in each step"
@@ -77,7 +81,7 @@ def _in_loaders(seen: Seen, kept: Kept) -> set[int]:
     """What hangs on loaders is their own business."""
     found: set[int] = set()
     for key, loader in seen.loaders.items():
-        if key not in kept.objects and key not in found:
+        if key not in found and not kept.has_object(loader.value):
             found |= reachable(loader.value, models=False).keys()
     return found
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import FunctionType
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +14,9 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.strangers import storage_of
-from mindx_elastic.guard.checks.surroundings import inner_schedulers, is_library, kind_of, reachable
+from mindx_elastic.guard.checks.surroundings import inner_schedulers, kind_of, reachable
 
-__all__ = ["Kept", "named_in_states"]
-
-
-def named_in_states(targets: Iterable[object]) -> Iterator[object]:
-    """Objects of libraries that the ``state_dict`` of a program's class names: ``return batches.get_state()``."""
-    for target in targets:
-        function = inspect.getattr_static(type(target), "state_dict", None)
-        if isinstance(function, FunctionType) and not is_library(function.__module__):
-            named = (function.__globals__.get(name) for name in function.__code__.co_names)
-            yield from (one for one in named if is_library(type(one).__module__) and kind_of(type(one)) == "instance")
+__all__ = ["Kept"]
 
 
 class Kept:
@@ -42,45 +31,50 @@ class Kept:
         but: Collection[Any] = (),
     ) -> None:
         """`others`: kept by somebody else, but for those of `but` that hang on them."""
-        self.objects: set[int] = set()
-        self.attributes: set[tuple[int, str]] = set()
-        """By `id` of their owner: those that are named by themselves."""
+        self._objects: set[int] = set()
+        self._loaders, self._in_loaders = tuple(loaders), set[int]()
         self._held: list[torch.Tensor | None] = []
         self._storages: set[int | None] | None = None
         for name, target in targets.items():
             self._add_target(target, collector.components.get(name))
-        for loader in loaders:
-            self.objects |= reachable(loader, models=False).keys()
         for other in others:
             self._add_target(other, None, but)
         self.tensors = set(map(id, self._held))
 
     def _add_target(self, target: Any, component: object, but: Collection[Any] = ()) -> None:
-        self.objects.add(id(target))
+        self._objects.add(id(target))
         if isinstance(target, Attributes):
             held = attributes_of(target.target)
             for name in target.names:
-                self.attributes.add((id(target.target), name))
                 self._add_target(held.get(name), None, but)
         elif isinstance(target, nn.Module):
             for module in target.modules():
-                self.objects.add(id(module))
+                self._objects.add(id(module))
                 self._held += [t for table in (parameters_of(module), buffers_of(module)) for t in table.values()]
             if isinstance(component, ModuleComponent) and component.is_sharded:
                 self._held += component.named.values()
         elif isinstance(target, torch.optim.Optimizer):
             if isinstance(component, OptimizerComponent):
-                self.objects |= {id(component.optimizer), id(component.local)}
+                self._objects |= {id(component.optimizer), id(component.local)}
                 # its generators, too: `OwnAttributes`
-                self.objects |= {
+                self._objects |= {
                     id(v) for v in attributes_of(component.optimizer).values() if kind_of(type(v)) == "generator"
                 }
         elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
-            self.objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
+            self._objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
         else:
             found = reachable(target, models=kind != "loader", but=but)
-            self.objects |= found.keys()
+            self._objects |= found.keys()
             self._held += [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+    def has_object(self, value: object) -> bool:
+        """Whether it is part of a named object, or hangs on a loader, whose business it is."""
+        if id(value) in self._objects:
+            return True
+        for loader in self._loaders:  # only now: such a search takes hundreds of calls
+            self._in_loaders |= reachable(loader, models=False).keys()
+        self._loaders = ()
+        return id(value) in self._in_loaders
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a named object has it, or its memory."""

@@ -1,19 +1,18 @@
 """Finds a tensor, container or module whose variable the loop binds anew: the checkpoint keeps the first object.
 
-``protos = 0.9 * protos + 0.1 * means`` makes another tensor, of which the guard knows nothing. It is certain where
+``protos = 0.9 * protos + 0.1 * means`` makes another tensor, of which the guard knows nothing. What is told:
 
-- the variable (or attribute) that held the object when the guard was entered holds another one of its kind now,
-- what it holds changes from look to look, and the guard's object does not, and
-- the source shows that a step reads it as an earlier one has left it.
+- the variable (or attribute) that held the object when the guard was entered holds another one of its kind now, and no
+  other one that held it has it still, and
+- what it holds changes from look to look, and the guard's object does not.
 
-It is a risk without source, and where each epoch sets it before its first step.
+A risk: each step, or each epoch, may make it from what the guard keeps.
 """
 
 from __future__ import annotations
 
-import ast
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
@@ -27,15 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.core.looks import attributes_of, text_of
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
 from mindx_elastic.guard.checks.movements import TensorsLook
-from mindx_elastic.guard.checks.running_source import spans, tree_of
-from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import kind_of, place_of, program_files, program_frames, variables_of
-from mindx_elastic.guard.checks.syntax import children, walk
+from mindx_elastic.guard.checks.surroundings import kind_of, variables_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["ReboundState", "content_of", "paths_of"]
+__all__ = ["ReboundState", "content_of"]
 
 _KINDS: tuple[tuple[type, ...], ...] = ((torch.Tensor, np.ndarray), (list, tuple, deque), (dict,), (set, frozenset))
 _KINDS += ((nn.Module,),)
@@ -89,45 +84,35 @@ class ReboundState:
             return
         known: set[tuple[str, tuple[str, ...]]] = set()
         for place, variables in variables_of(frame):
-            for path, value in paths_of(variables):
+            for path, value in _paths_of(variables):
                 if id(value) in plain and (place, path) not in known:
                     known.add((place, path))
                     self._holders.append(_Holder(*plain[id(value)], place, path))
 
     def look(self, frame: FrameType | None) -> None:
-        """At a boundary. Raises UnmanagedStateError."""
+        """At a boundary."""
         if not self._holders:
             return
         places: dict[str, Mapping[str, Any]] = {}
         for place, variables in variables_of(frame):
             places.setdefault(place, variables)
-        kept = {holder.key: holder.target for holder in self._holders}
-        now = {key: content_of(target) for key, target in kept.items()}
+        now = {holder.key: content_of(holder.target) for holder in self._holders}
         before, self._kept = self._kept, now
-        told = []
-        for holder in self._holders:
-            value = holder.value(places)
+        values = [holder.value(places) for holder in self._holders]
+        bound = {h.key for h, value in zip(self._holders, values, strict=True) if value is h.target}
+        for holder, value in zip(self._holders, values, strict=True):
             is_bound, was_bound = value is holder.target, holder.was_bound
             content = None if is_bound or _kind(value) != _kind(holder.target) else content_of(value)
             old, holder.before, holder.was_bound = holder.before, content, is_bound
             if content is None or content == now[holder.key] or before.get(holder.key) != now[holder.key]:
                 continue
-            if was_bound or (old is not None and old != content):
-                told.append((holder, value))
-        for holder, value in told:
-            self._tell(holder, value, frame)
+            if holder.key not in bound and (was_bound or (old is not None and old != content)):
+                self._tell(holder, value)
 
-    def _tell(self, holder: _Holder, value: Any, frame: FrameType | None) -> None:
-        is_carried = _is_carried(holder, frame)
-        if is_carried is False:
-            return
+    def _tell(self, holder: _Holder, value: Any) -> None:
         named = holder.key if isinstance(holder.target, nn.Module) else f'stateful["{holder.key}"]'
         what = f"the variable {holder.name} ({holder.place}) is bound to another object than {named}, which does not "
-        what += "change: checkpoints hold the first one"
-        if is_carried:
-            self.unmanaged.certain(what, _remedy(holder, value))
-        else:
-            self.unmanaged.risk(what, _remedy(holder, value))
+        self.unmanaged.risk(f"{what}change: checkpoints hold the first one", _remedy(holder, value))
 
 
 def _kind(value: object) -> int:
@@ -135,7 +120,7 @@ def _kind(value: object) -> int:
     return next((number for number, kinds in enumerate(_KINDS, 1) if isinstance(value, kinds)), 0)
 
 
-def paths_of(variables: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _paths_of(variables: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The variables, and attributes of the program's own objects among them, two levels deep."""
     for name, value in list(variables.items()):
         yield (name,), value
@@ -187,64 +172,6 @@ def _hash(array: np.ndarray[Any, Any]) -> str:
     if array.nbytes > _MOST_BYTES:
         array = array.reshape(-1)[:: array.nbytes // _MOST_BYTES + 1]
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).tobytes())
-
-
-def _is_carried(holder: _Holder, frame: FrameType | None) -> bool | None:
-    """Whether a step reads it as an earlier one has left it; None: perhaps."""
-    if len(holder.path) > 1:
-        return _is_attribute_carried(holder.path[-1], program_files(frame))
-    it = variable(holder.path[0])
-    running = [each for each in program_frames(frame) if place_of(each) == holder.place]
-    trees = [(each, tree) for each in running if (tree := tree_of(each)) is not None]
-    if len(trees) < len(running):
-        return None
-    loops = [loop for each, tree in trees for loop in _loops_of(each, tree)]
-    if any(is_carried(loop, it) or _is_chosen(loop, it) for loop in loops):
-        return True
-    if loops and is_read(loops[0].body, it) and any(_is_set(node) for node in walk(loops[-1]) if it(node)):
-        return None  # at the head of an epoch, perhaps from the epoch's number
-    return not loops and _is_global(holder.path[0], program_files(frame))
-
-
-def _loops_of(frame: FrameType, tree: ast.AST) -> list[ast.For | ast.While]:
-    """The loops that run in a function, the innermost first; also one that waits for its iterator's next item."""
-    found: list[ast.For | ast.While] = []
-    node: ast.AST | None = tree
-    while node is not None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == frame.f_code.co_name:
-            found = []  # loops around the definition do not run
-        if isinstance(node, (ast.For, ast.While)):
-            found.append(node)
-        node = next((inner for inner in children(node) if spans(inner, frame.f_lineno)), None)
-    return found[::-1]
-
-
-def _is_chosen(loop: ast.For | ast.While, it: Callable[[ast.AST], bool]) -> bool:
-    """Whether some turns set it and others leave it as it is, as ``if loss < best:`` does."""
-    sets = [node for node in walk(loop) if it(node) and isinstance(node, ast.Name) and _is_set(node)]
-    return bool(sets) and is_read([*loop.body, ast.Expr(ast.Name(sets[0].id, ast.Load()))], it)
-
-
-def _is_set(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-
-
-def _is_attribute_carried(name: str, files: Iterable[str]) -> bool | None:
-    trees = [tree for tree, _ in Sources(files).trees()]
-    it = attribute(name)
-    if not trees:
-        return None
-    functions = [n for tree in trees for n in walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    bodies = [function.body for function in functions if function.name != "__init__"]
-    bodies += [tree.body for tree in trees if isinstance(tree, ast.Module)]
-    return any(is_read(body, it) for body in bodies)
-
-
-def _is_global(name: str, files: Iterable[str]) -> bool:
-    """Whether a function of the program sets the global variable `name`."""
-    return any(
-        isinstance(node, ast.Global) and name in node.names for tree, _ in Sources(files).trees() for node in walk(tree)
-    )
 
 
 def _remedy(holder: _Holder, value: Any) -> str:

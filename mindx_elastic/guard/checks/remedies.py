@@ -6,14 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.guard.checks.surroundings import Found, Names, Seen
 
-__all__ = ["Remedies", "attributes_line", "can_be_named"]
+__all__ = ["Remedies"]
 
 
 class Remedies:
@@ -44,13 +40,6 @@ class Remedies:
                 return f"state_dict() and load_state_dict() in {owner}, with this in it"
         content = ", ".join(f'"{self.key(name)}": {_as_code(name)}' for name in names)
         return f"Guard(stateful={{{content}}}, ...)"
-
-    def of_own(self, remedy: str) -> str:
-        """`remedy`, which may have a line for `stateful` with a part of an object that is asked for its state."""
-        for owner in self._own:
-            if re.search(rf"stateful=\{{[^}}]*: {re.escape(owner)}\.", remedy):
-                return f"Write state_dict() and load_state_dict() in {owner}, with this in it"
-        return remedy
 
     def how_to_keep(self, found: Found) -> str:
         """What to do about an object that goes into `stateful`."""
@@ -102,26 +91,3 @@ class Remedies:
 def _as_code(name: str) -> str:
     """``model[0].gen`` of ``model.0.gen``: the parts of an `nn.Sequential` have numbers for names."""
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
-
-
-def attributes_line(found: Found, names: Iterable[str]) -> str:
-    """What to write about attributes of an object that cannot be named as a whole."""
-    listed = "".join(f', "{name}"' for name in names)
-    key = type(found.value).__name__.lower()
-    return f'Write Guard(stateful={{"{key}": mx.attributes({_as_code(found.name)}{listed})}}, ...)'
-
-
-def can_be_named(value: object) -> bool:
-    """Whether an object can be named in `stateful` as it is: all its attributes are plain."""
-    return all(_is_plain(each) for each in attributes_of(value).values())
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Numbers, text, tensors, arrays, and containers of these."""
-    if isinstance(value, (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.random.Generator)):
-        return True
-    if type(value) in (torch.Tensor, torch.Generator, torch.dtype, torch.device, torch.Size):
-        return True
-    if isinstance(value, (list, tuple, dict)) and depth < 3:
-        return all(_is_plain(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
-    return False

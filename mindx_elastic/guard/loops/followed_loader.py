@@ -116,8 +116,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         """It came to its end before the present epoch of the first loader: its next iteration is another one."""
         self.has_moved_on = False
         """So it was at the loaded boundary."""
-        self.at_epoch: Callable[[], None] | None = None
-        """Called when an iteration begins."""
         self.has_told = False
         """How its order arises has been said."""
 
@@ -216,8 +214,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             other._is_over = other.is_at_rest()
             if other._is_over:  # an evaluation has used them, no step will
                 other.begin_epoch()
-        if self.at_epoch is not None:
-            self.at_epoch()
         if self.settings is not None:
             self.settings.at_begin(self.engine.cursor.epoch, goes_on_with_workers=self.engine.has_workers)
 

@@ -24,7 +24,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.checks.surroundings import Found, is_library, program_frames, reachable
+from mindx_elastic.guard.checks.surroundings import Found, program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -178,13 +178,6 @@ class Loaders:
             return None
         return None if followed.look_ahead.ahead else (track.handed, track.iterations)
 
-    def keeps_setting(self, owner: object, name: str) -> bool:
-        """Whether the state of one of them has that attribute of its data set, or of what hangs on that; a stream's
-        place, which its library's own loader keeps, is no variable of the program."""
-        if is_library(type(owner).__module__) and any(id(owner) in reachable(o.loader, models=False) for o in self.own):
-            return True
-        return any(each.settings is not None and each.settings.keeps(owner, name) for each in self._followed)
-
     def find_settings(self) -> bool:
         """Look for what the program has set on their data sets. Returns whether there is something new."""
         found = [each.settings.look() for each in self._followed if each.settings is not None]
@@ -242,11 +235,6 @@ class Loaders:
         for loader in self.named:
             if hasattr(loader, "shutdown"):
                 loader.shutdown()
-
-    def at_epoch(self, look: Callable[[], None]) -> None:
-        """Have `look` called when one of them begins an iteration."""
-        for followed in self._followed:
-            followed.at_epoch = look
 
     # --- steps ---
 

@@ -85,8 +85,6 @@ class Loops:
         self._restore: Callable[[], None] | None = None
         self.at_next_batch: Callable[[], None] = lambda: None
         """Called when the loop asks for the next batch after one of the first boundaries."""
-        self.at_loop: Callable[[FrameType], None] = lambda _: None
-        """Called where the program begins to loop, with the frame that does."""
         self._is_resuming = self._restores = False
         self._empty_epoch = 0
         self.tail = EpochTail(loaders)
@@ -272,7 +270,6 @@ class Loops:
         self._leave_step()
 
     def _begin_loop(self) -> None:
-        self.at_loop(sys._getframe(2))
         if self._between_loops:
             self._between_loops = False
             self._enter_step()
