@@ -1,8 +1,10 @@
-"""The program's own variables, as `mindx-elastic prove` notes them at each step: what no checkpoint has.
+"""The program's own variables, which no checkpoint need have: by them a difference is explained, and a resumed run is
+compared with the stopped one.
 
-Numbers, texts, small tensors and arrays, and the length of containers, by the name that the program has for them. It
-runs no code of the program (see `checks.surroundings`), and it is bounded. Of texts only a hash is noted, because one
-may be a password.
+Numbers, texts, tensors, arrays, and the length of containers, by the name that the program has for them: local and
+global variables, attributes of the program's objects, functions and classes (`own_variables`), and those of what the
+guard keeps (`attributes_of_kept`). It runs no code of the program (see `checks.surroundings`), and it is bounded. Of
+texts only a hash is noted, because one may be a password.
 """
 
 from __future__ import annotations
@@ -12,117 +14,230 @@ import operator
 import os
 import queue
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from types import FrameType, FunctionType, GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.surroundings import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
 
-__all__ = ["own_variables"]
+__all__ = ["KEPT", "attributes_of_kept", "own_variables"]
 
+KEPT = "kept object"
+"""The place of what `attributes_of_kept` gives."""
 _MOST = 2000
 _MOST_ITEMS = 64
 _MOST_BYTES = 1 << 20
 _MOST_BYTES_IN_ALL = 1 << 26
 _BLOCK, _MOST_BLOCKS = 4096, 64
 _DEPTH = 3
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_LONGEST_KEY = 32
+_MOST_NESTED = 4
+_MOST_INNER = 16
+_MODULES = ("builtins", "itertools")
+_NUMBERS = (int, float)
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, deque, *_DICTS)
-_LONGEST_KEY = 32
-_TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
-_MODULES = ("builtins", "itertools")
-_MOST_NESTED = 4
-_MOST_INNER = 16
-_NUMBERS = (int, float)
+_OF_LIBRARY = (float, *_TENSORS)
+"""Of an object of a library's class: a program may set the rate of a dropout. All else its class keeps."""
+_OF_TORCH = frozenset(
+    (*vars(nn.Module()), "param_groups", "state", "defaults", "optimizer", "_step_count", "_opt_called")
+)
+"""Attributes that the state has, or that torch sets on objects of other classes."""
+_OF_TORCH_TOO = ("_optimizer_", "_warned_", "_zero_grad_", "__")
 # Those of objects with a __getitem__ or a callable: to ask for their length runs code of the program.
 _ASK_OTHERS = ("iterator", "callable_iterator", "reversed")
 
 
 def own_variables(
-    frame: FrameType | None, kept: Collection[int], *, positions: bool = False, without_epoch: Collection[int] = ()
+    frame: FrameType | None,
+    kept: Collection[int],
+    *,
+    positions: bool = False,
+    without_epoch: Collection[int] = (),
+    quick: bool = False,
 ) -> dict[str, str]:
-    """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out. `positions`: also
-    where iterators stand, how many items queues have, what only functions and classes of the program have, and samples
-    of large tensors and arrays. `without_epoch`: `id` of objects of which all but the ``epoch`` is noted."""
-    found: dict[str, str] = {}
-    known = set(kept)
-    left: float = _MOST_BYTES_IN_ALL
-    waiting: deque[tuple[str, str, Any, int]] = deque()
-    of_callers: dict[str, int] = {}
+    """``"best_loss" (train.py)`` -> the value where it is short, else a digest. `frame` and its callers have the local
+    variables. `kept`: `id` of what the guard keeps, which is left out. `positions`: also where iterators stand, and how
+    many items queues have. `without_epoch`: `id` of objects of which all but the ``epoch`` is noted. `quick`: of
+    tensors and arrays only what changes with each assignment, for comparisons within a process."""
+    walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick)
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
-            of_callers[name] = id(value)
-            if isinstance(name, str) and not (name.startswith("__") and name.endswith("__")):
-                waiting.append((name, place, value, 0))
-    while waiting and len(found) < _MOST:
-        name, place, value, depth = waiting.popleft()
-        if type(value) in _PLAIN:
-            found.setdefault(f'"{name}" ({place})', _noted(value))
-        elif type(value) in _TENSORS:
-            if id(value) not in known and (nbytes := _num_bytes(value)) <= min(left, _MOST_BYTES):
-                left -= nbytes
-                found.setdefault(f'"{name}" ({place})', digest(value))
-            elif positions and id(value) not in known and (sample := _sample(value)) is not None:
-                found.setdefault(f'"{name}" ({place})', digest(sample))
-        elif positions and type(value) in _QUEUES:
-            found.setdefault(f'the length of "{name}" ({place})', str(len(value.queue)))
-        elif positions and _is_iterator(value):
-            if id(value) not in known:
-                known.add(id(value))
-                found.setdefault(f'the position of "{name}" ({place})', _position(value))
-        elif positions and type(value) is FunctionType:
-            if id(value) not in known and depth < _DEPTH and not is_library(str(value.__module__)):
-                known.add(id(value))
-                where = f"{value.__name__}() in {os.path.basename(value.__code__.co_filename)}"
-                cells, own = _closure_of(value), [*vars(value).items(), *_defaults_of(value)]
-                waiting.extend((n, where, child, depth + 1) for n, child in cells if of_callers.get(n) != id(child))
-                waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in own)
-        elif positions and isinstance(value, torch.optim.Optimizer):  # also a kept one: no state_dict has these
-            waiting.extend((f"{name}.{n}", place, child, _DEPTH) for n, child in _own_numbers(value))
-        elif positions and isinstance(value, type):
-            if id(value) not in known and depth < _DEPTH and not is_library(value.__module__):
-                known.add(id(value))
-                children = ((n, child) for n, child in list(vars(value).items()) if not n.startswith("__"))
-                waiting.extend((f"{name}.{n}", place, child, depth + 1) for n, child in children)
-        elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
-            known.add(id(value))
-            if type(value) in _CONTAINERS:  # `isinstance` with an abstract class takes 0.1 ms for each new type
-                found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
-            left_out = ".epoch" if id(value) in without_epoch else None
-            children = (each for each in _children(value) if each[0] != left_out)
-            waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in children)
-            if positions and type(value) is deque:  # a full one has the same length for ever
-                items = [("[0]", value[0]), ("[-1]", value[-1])] if value else []
-                waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in items)
-    return found
+            if isinstance(name, str):
+                walk.of_callers[name] = id(value)
+                if not (name.startswith("__") and name.endswith("__")):
+                    walk.waiting.append((name, place, value, 0))
+    return walk.run()
 
 
-def _num_bytes(value: Any) -> float:
-    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, which would be asked."""
-    if isinstance(value, np.ndarray):
-        return float("inf") if value.dtype.hasobject else value.nbytes
-    is_plain = value.layout is torch.strided and not value.is_nested
-    return float(value.nbytes) if is_plain else float("inf")
+def attributes_of_kept(
+    targets: Mapping[str, Any], is_loader: Callable[[str], bool], *, quick: bool = False
+) -> dict[str, str]:
+    """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects but the loaders, of
+    modules in them, and of parameters, which no state_dict need have. Private ones count too, unless the class is a
+    library's: an optimizer may keep its own count there."""
+    walk = _Walk(set(map(id, targets.values())), quick=quick)
+    libraries: dict[type, bool] = {}
+    for name, target in targets.items():
+        if is_loader(name):
+            continue
+        owners: list[tuple[str, Any]] = [(name, target)]
+        if type(target).__module__.startswith("mindx_elastic."):  # an adapter around an object of the program
+            owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
+        elif isinstance(target, nn.Module):
+            owners = [(f"{name}.{inner}" if inner else name, module) for inner, module in target.named_modules()]
+            owners += [(f"{name}.{inner}", parameter) for inner, parameter in target.named_parameters()]
+        for label, owner in owners:
+            kind, is_tensor = type(owner), isinstance(owner, torch.Tensor)
+            own = owner.__dict__ if is_tensor else attributes_of(owner)
+            if own and kind not in libraries:
+                libraries[kind] = is_library(kind.__module__)
+            for key, value in list(own.items()):
+                if key in _OF_TORCH or key.startswith(_OF_TORCH_TOO):
+                    continue
+                is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
+                if is_set or not libraries[kind]:
+                    walk.waiting.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
+    return walk.run()
 
 
-def _sample(value: Any) -> np.ndarray[Any, Any] | None:
+class _Walk:
+    """Breadth first, so that each object gets its shortest name."""
+
+    def __init__(
+        self,
+        kept: Collection[int],
+        *,
+        positions: bool = False,
+        without_epoch: Collection[int] = (),
+        quick: bool = False,
+    ) -> None:
+        """See `own_variables`."""
+        self.waiting: deque[tuple[str, str, Any, int]] = deque()
+        """Name, place, value and how deep it is."""
+        self.of_callers: dict[str, int] = {}
+        """The variables that were begun with; what functions share with them is not noted twice."""
+        self._known = set(kept)
+        self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
+        self._left = _MOST_BYTES_IN_ALL
+        self._kinds: dict[type, str] = {}
+
+    def run(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        while self.waiting and len(found) < _MOST:
+            name, place, value, depth = self.waiting.popleft()
+            try:
+                if (shown := self._shown(value)) is not None:
+                    found.setdefault(f'{shown[0]}"{name}" ({place})', shown[1])
+                if depth < _DEPTH and type(value) not in _PLAIN and type(value) not in _TENSORS:
+                    self._go_into(name, place, value, depth)
+            except Exception:  # a table that changes meanwhile, a number of a million digits
+                continue
+        return found
+
+    def _shown(self, value: Any) -> tuple[str, str] | None:
+        """What is noted of a value itself, and the words in front of its name."""
+        kind = type(value)
+        if kind in _PLAIN or issubclass(kind, np.generic):
+            return "", _noted(value)
+        if id(value) in self._known:
+            return None
+        if kind in _TENSORS:
+            return None if (shown := self._shown_tensor(value)) is None else ("", shown)
+        if kind in _CONTAINERS:
+            return "the length of ", str(len(value))
+        if self._positions and kind in _QUEUES:
+            return "the length of ", str(len(value.queue))
+        if self._positions and _is_iterator(value):
+            return "the position of ", _position(value)
+        return None
+
+    def _shown_tensor(self, value: Any) -> str | None:
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                return None
+        elif self._quick:
+            return f"{id(value)} {value._version}"
+        elif value.layout is not torch.strided or value.is_nested:  # no plain bytes
+            return None
+        elif value.dim() == 0:
+            return digest(value.item())
+        if value.nbytes > min(self._left, _MOST_BYTES) and (value := _sample(value)) is None:
+            return None
+        self._left -= value.nbytes
+        return digest(value)
+
+    def _go_into(self, name: str, place: str, value: Any, depth: int) -> None:
+        kind = self._kinds.get(type(value))
+        if kind is None:
+            kind = "container" if type(value) in _CONTAINERS else kind_of(type(value))
+            self._kinds[type(value)] = kind
+        if kind not in _WITH_PARTS or id(value) in self._known or len(self._known) >= _MOST:
+            return
+        if kind in ("function", "class") and is_library(str(value.__module__)):
+            return
+        self._known.add(id(value))
+        if kind == "function":
+            where = f"{value.__name__}() in {os.path.basename(value.__code__.co_filename)}"
+            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+                with suppress(ValueError):  # it is empty yet
+                    if self.of_callers.get(variable) != id(cell.cell_contents):
+                        self.waiting.append((variable, where, cell.cell_contents, depth + 1))
+        for suffix, part in _parts(kind, value):
+            if suffix != ".epoch" or id(value) not in self._without_epoch:
+                self.waiting.append((f"{name}{suffix}", place, part, depth + 1))
+
+
+_WITH_PARTS = frozenset(("class", "container", "function", "instance", "loader"))
+
+
+def _parts(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What hangs on it, by what comes behind its name."""
+    if kind == "instance":
+        own = attributes_of(value)
+        shared = [item for each in reversed(type(value).__mro__) for item in vars(each).items()]
+        first = {name: item for name, item in shared if type(item) in _PLAIN and not name.startswith("__")}
+        yield from [(f".{name}", item) for name, item in {**first, **own}.items()]
+    elif kind == "class":
+        yield from [(f".{name}", item) for name, item in vars(value).items() if not name.startswith("__")]
+    elif kind == "function":
+        yield from [(f".{name}", item) for name, item in vars(value).items()]
+        code, defaults = value.__code__, value.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for name, item in [*zip(names, defaults, strict=True), *(value.__kwdefaults__ or {}).items()]:
+            if type(item) in _CONTAINERS:  # made once: each call without the argument goes on with it
+                yield f".{name}", item
+    elif kind == "loader":
+        yield ".dataset", attributes_of(value).get("dataset")
+    elif type(value) is deque:  # a full one has the same length for ever
+        yield from [("[0]", value[0]), ("[-1]", value[-1])] if value else ()
+    elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
+        yield from [(f"[{number}]", item) for number, item in enumerate(value)]
+    elif type(value) in _DICTS and len(value) <= _MOST_ITEMS:
+        for key, item in list(value.items()):
+            if type(key) is int or (type(key) is str and len(key) <= _LONGEST_KEY):  # no text that is looked up
+                yield f"[{key!r}]", item
+
+
+def _sample(value: Any) -> Any:
     """Some of the bytes of a large tensor or array in host memory, from all over it: what changes it at random places
     or as a whole is seen, and its size does not count. None: it has no plain bytes."""
     if isinstance(value, torch.Tensor):
-        is_plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
-        if not is_plain or not value.is_contiguous() or value.is_conj() or value.is_neg():
+        if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
             return None
         value = np.frombuffer(memory_of(value), dtype=np.uint8)
-    elif value.dtype.hasobject or not value.flags.c_contiguous:
+    elif not value.flags.c_contiguous:
         return None
     flat = value.reshape(-1).view(np.uint8)
     starts = np.linspace(0, len(flat) - _BLOCK, _MOST_BLOCKS, dtype=np.int64)
@@ -131,49 +246,6 @@ def _sample(value: Any) -> np.ndarray[Any, Any] | None:
 
 def _noted(value: Any) -> str:
     return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
-
-
-def _closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # it is empty yet
-            yield name, cell.cell_contents
-
-
-def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Containers that are made once, with the function: each call without the argument goes on with them."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    for name, value in [*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
-        if type(value) in _CONTAINERS:
-            yield name, value
-
-
-def _own_numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """What a class of the program's keeps in attributes, the number of its steps, say."""
-    for name, value in attributes_of(optimizer).items():
-        if type(value) in _PLAIN and not name.startswith("_"):
-            yield name, value
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    kind = kind_of(type(value))
-    if kind == "instance":
-        own = attributes_of(value)
-        shared = (item for each in reversed(type(value).__mro__) for item in vars(each).items())
-        first = {name: item for name, item in shared if type(item) in _PLAIN and not name.startswith("__")}
-        yield from ((f".{name}", item) for name, item in {**first, **own}.items())
-    elif kind == "loader":
-        yield ".dataset", attributes_of(value).get("dataset")
-    elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
-        yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
-    elif type(value) in _DICTS and len(value) <= _MOST_ITEMS:
-        items = list(value.items())
-        yield from ((f"[{key!r}]", item) for key, item in items if type(key) is int or _is_name(key))
-
-
-def _is_name(key: Any) -> bool:
-    """Of an entry, and no text that is looked up."""
-    return type(key) is str and len(key) <= _LONGEST_KEY
 
 
 def _is_iterator(value: object) -> bool:

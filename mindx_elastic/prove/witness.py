@@ -35,7 +35,7 @@ from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
-from mindx_elastic.prove.variables import own_variables
+from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
 __all__ = ["Witness"]
 
@@ -261,7 +261,8 @@ class Witness:
         return found
 
     def _variables(self) -> dict[str, str]:
-        return {f"variable|{name}": d for name, d in own_variables(sys._getframe(1), self._kept).items()}
+        found = own_variables(sys._getframe(1), self._kept) | attributes_of_kept(self._targets, self._is_loader)
+        return {f"variable|{name}": each for name, each in found.items()}
 
     def _is_loader(self, name: str) -> bool:
         target = self._targets.get(name)

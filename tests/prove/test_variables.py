@@ -5,15 +5,17 @@ from __future__ import annotations
 import queue
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.checks import surroundings
-from mindx_elastic.prove.variables import own_variables
+from mindx_elastic.prove.variables import KEPT, attributes_of_kept, own_variables
 
 TOKEN = "sk-0123456789"
 
@@ -88,15 +90,18 @@ def test_texts_are_noted_by_a_hash_only() -> None:
     assert "x" * 33 not in str(noted(table={"x" * 33: 1})), "nor a long key"
 
 
-def test_tensors_and_arrays_up_to_a_size() -> None:
+def test_tensors_and_arrays() -> None:
     found = noted(
         centre=torch.zeros(3),
         table=np.zeros(4),
-        large=torch.zeros(1 << 19),
+        loss=torch.tensor(0.5),
+        best=np.float64(0.25),
         objects=np.array([Trainer()]),
         sparse=torch.eye(3).to_sparse(),
+        model=nn.Linear(2, 2),
     )
-    assert {name for name in found if name.startswith('"values[')} == {"\"values['centre']\"", "\"values['table']\""}
+    names = {name.split("'")[1]: value for name, value in found.items() if name.startswith('"values[')}
+    assert names.keys() == {"centre", "table", "loss", "best"} and (names["loss"], names["best"]) == ("0.5", "0.25")
     assert found["\"values['centre']\""] != noted(centre=torch.ones(3))["\"values['centre']\""]
 
 
@@ -110,7 +115,7 @@ def compared(**values: Any) -> dict[str, str]:
     return {name.partition(" (")[0]: value for name, value in program().items() if "kept[" in name}
 
 
-def test_of_large_tensors_and_arrays_samples_are_noted_where_ranks_are_compared() -> None:
+def test_of_large_tensors_and_arrays_samples_are_noted() -> None:
     tensor, array = torch.zeros(1 << 22), np.ones((1 << 10, 1 << 10))
     before = compared(tensor=tensor, array=array, some=tensor[::2])
     assert set(before) == {"\"kept['tensor']\"", "\"kept['array']\""}
@@ -121,7 +126,7 @@ def test_of_large_tensors_and_arrays_samples_are_noted_where_ranks_are_compared(
     assert all(after[name] != before[name] for name in before)
 
 
-def test_what_functions_and_classes_carry_is_noted_where_ranks_are_compared() -> None:
+def test_what_functions_and_classes_carry_is_noted() -> None:
     def made() -> Any:
         def train() -> None:
             pass
@@ -155,28 +160,6 @@ def test_of_long_containers_the_length_is_noted() -> None:
     assert not any("rows'][" in name for name in found)
 
 
-def test_it_is_bounded() -> None:
-    nested: list[Any] = [[[index] * 60 for index in range(60)] for _ in range(60)]
-    assert len(noted(nested=nested)) <= 2000
-
-
-PLACE = "found_in() in test_variables.py"
-
-
-REPLAY = [1, 2]
-
-
-class Stopping:
-    best = 9.0  # until an instance has its own
-
-    def __init__(self) -> None:
-        self.bad = 0
-
-    @property
-    def never(self) -> int:
-        raise AssertionError("code of the program ran")
-
-
 class Counting(Dataset[int]):
     calls = 0
 
@@ -187,30 +170,17 @@ class Counting(Dataset[int]):
         return 3
 
 
-def found_in(*kept: object) -> dict[str, str]:
-    stopping, names, table, mean = Stopping(), {"x": 1, "y": [2.5]}, np.zeros(3), torch.ones(2)  # noqa: F841
-    loader, huge, model, window = DataLoader(Counting()), torch.zeros(1 << 20), torch.nn.Linear(2, 2), deque([5])  # noqa: F841
-    return own_variables(sys._getframe(), set(map(id, kept)))
-
-
-def test_plain_values_are_found_by_their_names() -> None:
-    found = found_in()
-    expected = {"stopping.bad": "0", "stopping.best": "9.0", "names['x']": "1", "names['y'][0]": "2.5",
-                "loader.dataset.calls": "0"}  # fmt: skip
-    assert {name: found.get(f'"{name}" ({PLACE})') for name in expected} == expected
-    assert found['the length of "REPLAY" (test_variables.py)'] == "2"
-    assert found[f'the length of "window" ({PLACE})'] == "1"
-    assert len(found[f'"mean" ({PLACE})']) == len(found[f'"table" ({PLACE})']) == 16
-    assert not [name for name in found if name.startswith(('"huge', '"model', '"found_in', '"__'))]
-
-
-def test_a_list_that_the_guard_keeps_is_left_out() -> None:
-    assert '"REPLAY[0]" (test_variables.py)' in found_in()
-    assert not [name for name in found_in(REPLAY) if "REPLAY" in name]
+def test_the_data_of_a_loader_is_looked_at() -> None:
+    assert noted(loader=DataLoader(Counting()))["\"values['loader'].dataset.calls\""] == "0"
 
 
 def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:
-    assert f'"stopping.bad" ({PLACE})' in found_in(0)
+    assert noted(0, bad=0)["\"values['bad']\""] == "0"
+
+
+def test_it_is_bounded() -> None:
+    nested: list[Any] = [[[index] * 60 for index in range(60)] for _ in range(60)]
+    assert len(noted(nested=nested)) <= 2000
 
 
 def test_what_changes_in_containers_of_the_standard_library_and_in_defaults_is_found() -> None:
@@ -242,19 +212,43 @@ def test_what_changes_in_containers_of_the_standard_library_and_in_defaults_is_f
 class Warming(torch.optim.SGD):
     """Counts its steps in an attribute."""
 
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._warmed, self.sums = 0, {"loss": 0.5}
+
+
+class Memory(nn.Module):
     def __init__(self) -> None:
-        super().__init__([torch.zeros(1)], lr=0.1)
-        self.warmed = 0
+        super().__init__()
+        self.weight, self.drop = nn.Parameter(torch.zeros(2)), nn.Dropout(0.1)
+        self.queue, self._at, self.history = torch.zeros(2), 0, [1.0]
+        self.mean = nn.Buffer(torch.zeros(2))
 
 
-def test_what_an_optimizer_has_in_attributes_is_found_though_the_guard_keeps_it() -> None:
-    optimizer = Warming()
+def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
+    model, trainer = Memory(), Trainer()
+    hess = model.weight.hess = torch.ones(2)  # type: ignore[attr-defined]
+    optimizer = Warming(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    targets = {"model": model, "optimizer": optimizer, "trainer": trainer, "losses": [1.0], "loader": Counting()}
 
     def looked_at() -> dict[str, str]:
-        return own_variables(sys._getframe(1), {id(optimizer)}, positions=True)
+        return attributes_of_kept(targets, lambda name: name == "loader")
 
     before = looked_at()
-    optimizer.warmed += 1
+    model._at, model.drop.p, trainer.best = 1, 0.5, 0.25
+    model.history.append(2.0)
+    optimizer._warmed += 1
+    optimizer.sums["loss"] = 0.0
+    with torch.no_grad():
+        torch._foreach_add_([model.queue, hess, model.weight, model.mean], 1)
     after = looked_at()
-    changed = {name.split('"')[1] for name in after if after[name] != before.get(name)}
-    assert "optimizer.warmed" in changed
+    assert all(name.endswith(f"({KEPT})") for name in before)
+    changed = {name.partition(" (kept")[0]: value for name, value in after.items() if value != before.get(name)}
+    expected = {'"model._at"': "1", '"model.drop.p"': "0.5", '"trainer.best"': "0.25", '"optimizer._warmed"': "1"}
+    assert {name: changed.get(name) for name in expected} == expected
+    others = {'"model.queue"', '"model.weight.hess"', "\"optimizer.sums['loss']\""}
+    others |= {'the length of "model.history"', '"model.history[1]"'}
+    assert changed.keys() == expected.keys() | others
+    assert not [name for name in before if "loader" in name or "losses" in name or "_opt" in name]
