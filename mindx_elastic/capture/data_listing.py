@@ -9,7 +9,7 @@ indices. No sample is made: that draws random numbers. Folders that all names be
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ from mindx_elastic.core.looks import attributes_of, length_of
 __all__ = ["Listing", "first_difference", "listing_of"]
 
 Listing = Mapping[str, Mapping[str, Any]]
-"""By the list's path (``dataset.samples``): its ``length``, and ``items``: [number, text]."""
+"""By the list's path (``dataset.samples``): its ``length``, and ``items``: the texts of some, see `_numbers`."""
 
 _MOST_LISTS, _MOST_ITEMS, _MOST_PARTS, _MOST_VALUES, _LONGEST = 8, 32, 4, 1024, 60
 
@@ -34,7 +34,7 @@ def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
     for path, values in _lists(dataset, parts):
         with suppress(Exception):  # of a library's list or table
             length = len(values)
-            items = _words_of({number: _parts(values, number) for number in _numbers(length)})
+            items = _words_of([_parts(values, number) for number in _numbers(length)])
             if items and len(found) < _MOST_LISTS:
                 found[path] = {"length": length, "items": items}
     return found
@@ -50,8 +50,8 @@ def first_difference(now: object, begun: object) -> str:
             continue
         if ours["length"] != theirs.get("length"):
             return f"{path} has {ours['length']} items and had {theirs.get('length')}"
-        for (number, item), (_, other) in zip(ours["items"], theirs.get("items", ()), strict=False):
-            if item != other:
+        for number, item, other in zip(_numbers(ours["length"]), ours["items"], theirs.get("items", ()), strict=False):
+            if item != (other[1] if isinstance(other, list) else other):  # [number, text] in older files
                 return f"item {number} of {path} is now {item} and was {other}"
     return ""
 
@@ -97,8 +97,7 @@ def _parts(values: Any, number: int) -> list[str] | None:
     if isinstance(item, Mapping):
         item = list(item.values())
     several = item if type(item) in (list, tuple) else list(item) if hasattr(item, "iloc") else [item]
-    words = [_word(each) for each in several[:_MOST_PARTS]]
-    return [word for word in words if word is not None] or None
+    return [word for each in several[:_MOST_PARTS] if (word := _word(each)) is not None] or None
 
 
 def _word(value: object) -> str | None:
@@ -115,21 +114,20 @@ def _word(value: object) -> str | None:
     return str(row[0]) if row.size == 1 else f"values {xxhash.xxh3_64_hexdigest(row.tobytes())[:8]}"
 
 
-def _words_of(items: Mapping[int, list[str] | None]) -> list[list[Any]]:
+def _words_of(items: Sequence[list[str] | None]) -> list[str]:
     """Without the folders that all names are in; empty: they are of a kind that is not compared."""
-    if not all(items.values()):
+    if not all(items):
         return []
     for place in range(_MOST_PARTS):
-        column = [parts for parts in items.values() if parts is not None and len(parts) > place]
+        column = [parts for parts in items if parts is not None and len(parts) > place]
         names = [parts[place] for parts in column]
         if names and all("/" in name for name in names):
             folder = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - up to a slash
             for parts in column:
                 parts[place] = parts[place].removeprefix(folder).lstrip("/")
-    return [[number, _short(", ".join(parts or ()))] for number, parts in items.items()]
+    texts = [", ".join(parts or ()) for parts in items]
+    return [text if len(text) <= _LONGEST else _short(text) for text in texts]
 
 
 def _short(text: str) -> str:
-    if len(text) <= _LONGEST:
-        return text
     return f"...{text[-_LONGEST:]} ({xxhash.xxh3_64_hexdigest(text.encode('utf-8', 'surrogatepass'))[:4]})"

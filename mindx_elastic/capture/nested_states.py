@@ -25,6 +25,7 @@ _STATE, _ATTRIBUTES = "__mindx_state__", "__mindx_attributes__"
 _OF_OTHERS = (*NO_STATE, DataLoader, Dataset, Sampler)
 _DEEPEST = 8
 _SHALLOW = (dict, list, tuple)
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 class NestedStates:
@@ -37,7 +38,8 @@ class NestedStates:
     def are_in(self, state: Any, depth: int = 0) -> bool:
         """Whether an object is in `state`, as the program gives it."""
         if type(state) in _SHALLOW and depth < _DEEPEST:
-            return any(self.are_in(item, depth + 1) for item in (state.values() if type(state) is dict else state))
+            items = state.values() if type(state) is dict else state
+            return any(self.are_in(item, depth + 1) for item in items if type(item) not in _PLAIN)
         return self._is_object(state)
 
     def _is_object(self, value: Any) -> bool:

@@ -250,7 +250,7 @@ class OptimizerComponent:
             state["names"] = self._named
         if retired:
             state["retired"] = _with_local_parts(retired)
-        if own := self._own.state((*self.tensors(), *self.parameters)):
+        if self._has_own and (own := self._own.state((*self.tensors(), *self.parameters))):
             state["own"] = named_keys(own, self._places)
         state["param_groups"] = [
             {**copied, "params": live["params"]}

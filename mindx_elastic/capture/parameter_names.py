@@ -39,6 +39,7 @@ __all__ = [
 Groups = list[dict[str, Any]]
 """``param_groups``."""
 _DEEPEST, _MANY = 4, 4096
+_PLAIN = frozenset((type(None), bool, int, float, str))
 _SAME_OBJECTS = 'use the same objects as the run that wrote it, or start anew with resume="never" in another directory'
 
 
@@ -75,7 +76,7 @@ def _held(target: object, others: Collection[int]) -> Iterator[Any]:
     for _ in range(_DEEPEST + 1):
         below: list[Any] = []
         for value in level:
-            if id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, type)):
+            if type(value) in _PLAIN or id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, type)):
                 continue
             seen.add(id(value))
             if isinstance(value, (list, tuple, dict)):

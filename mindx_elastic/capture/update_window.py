@@ -276,8 +276,10 @@ def _changes(one: Any, other: Any, place: str = "") -> Iterator[str]:
         here, there = one.get(key, _MISSING), other.get(key, _MISSING)
         if here is there or (type(here) in _PLAIN and type(here) is type(there) and here == there):
             continue
-        inside = _inside(place, key)
-        if here is _MISSING or there is _MISSING:
+        inside = f"{place}.{key}" if place else str(key)
+        if type(here) in _PLAIN and type(there) in _PLAIN:
+            yield inside
+        elif here is _MISSING or there is _MISSING:
             yield from (name for name, _ in _leaves(there if here is _MISSING else here, inside))
         else:
             yield from _changes(here, there, inside)

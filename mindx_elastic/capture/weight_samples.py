@@ -17,6 +17,7 @@ from mindx_elastic.core.tensor_memory import memory_of
 __all__ = ["WeightSample", "WeightSamples"]
 
 _DIGITS = 16  # of a digest
+_STOCK = frozenset((torch.Tensor, torch.nn.Parameter))
 _PIECES = 4  # a sample has an element more, of a large parameter the first one and about the last
 
 
@@ -71,7 +72,7 @@ def _sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
     groups: dict[Any, list[torch.Tensor]] = {}
     owners: dict[Any, list[tuple[int, int]]] = {}
     for number, parameter in enumerate(parameters):
-        tensor = local_part(parameter)
+        tensor = parameter if type(parameter) in _STOCK else local_part(parameter)
         if tensor.numel() and _is_plain(tensor):
             piece = _piece(tensor)
             key = (tensor.device, tensor.dtype)

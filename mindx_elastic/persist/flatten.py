@@ -23,6 +23,7 @@ import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
+_FIRST = itemgetter(slice(1))
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
@@ -88,11 +90,20 @@ class _Encoder:
         return handler(self, value, where, depth)
 
     def _items(self, values: Iterable[object], where: str, depth: int) -> list[Tree]:
-        return [self.encode(item, f"{where}.{index}", depth + 1) for index, item in enumerate(values)]
+        inner, encode = depth + 1, self.encode
+        return [  # without a call for what most items are
+            item
+            if type(item) in _AS_THEY_ARE or (type(item) is float and item - item == 0.0)  # finite
+            else encode(item, f"{where}.{index}", inner)
+            for index, item in enumerate(values)
+        ]
 
     def _list(self, value: list[Any], where: str, depth: int) -> Tree:
-        if {*map(type, value)} == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
+        kinds = {*map(type, value)}
+        if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
             return value.copy()  # an optimizer's list of parameters has thousands
+        if kinds <= _AS_THEY_ARE:
+            return value.copy()
         return self._items(value, where, depth)
 
     def _tuple(self, value: tuple[object, ...], where: str, depth: int) -> Tree:
@@ -109,7 +120,7 @@ class _Encoder:
             self._in_key = outer
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
-        if {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:  # type: ignore[index]
+        if {*map(type, value)} <= {str} and "$" not in {*map(_FIRST, value)}:  # type: ignore[arg-type]
             inner, encode = depth + 1, self.encode
             tensor: Callable[[Any, str, int], Tree] = self._tensor
             within, prefix = inner < MAX_DEPTH, f"{where}." if where else ""
@@ -120,7 +131,7 @@ class _Encoder:
                 or (type(item) is float and item - item == 0.0)  # finite
                 else tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
                 if type(item) in _TENSORS and within
-                else encode(item, _join(where, key), inner)
+                else encode(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
                 for key, item in value.items()
             }
         return {"$map": self._pairs(value, where, depth)}

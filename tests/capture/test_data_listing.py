@@ -60,5 +60,5 @@ def test_a_long_list_is_looked_at_in_some_places() -> None:
     held = [f"s3://shard/{number}.tar?signature={number}" for number in range(100_000)]
     found = listing(held=held)
     assert len(found["dataset.held"]["items"]) == 32
-    assert found["dataset.held"]["items"][-1] == [99_999, "99999.tar"]
+    assert found["dataset.held"]["items"][-1] == "99999.tar"
     assert first_difference(listing(held=[*held[1:], held[0]]), found)

@@ -150,7 +150,7 @@ class Checks:
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
         tell_of_cudnn_dropout(self._targets, self._unmanaged)
-        self._rebound.at_entry(self._targets, sys._getframe(1))
+        self._rebound.at_entry(self._targets, seen)
         return seen
 
     def at_boundary(self) -> None:
@@ -209,7 +209,7 @@ class Checks:
             self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
-        seen = look(frame, self._roots, map(id, loose))
+        seen = look(frame, self._roots, map(id, (*loose, *self._targets.values())))
         if not seen.complete and not self._has_told_of_size:
             self._has_told_of_size = True
             logger.info("the program has more objects than the checks look at, so what is not named may go unnoticed")
@@ -230,7 +230,8 @@ class Checks:
             self._generators.watch(seen, kept, self._epoch())
         for told in self._weights_of_samplers.look(self._loaders, self._epoch(), self._holds):
             self._unmanaged.risk(*told)
-        self._rebound.look(frame)
+        if self._boundaries not in (2, 4):  # it goes through all variables
+            self._rebound.look(frame)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -273,9 +274,9 @@ class Checks:
             if owner is not None:
                 owners.setdefault(id(owner.value), owner)
                 names.append(f'"{owner.name}.{place}"')
-            elif (variable := seen.tensors.get(id(parameter))) is not None:
-                variables.append(variable)
-                names.append(str(variable))
+            elif id(parameter) in seen.asked:
+                variables.append(seen.asked[id(parameter)][0])
+                names.append(str(variables[-1]))
             else:
                 names.append(f"one of shape {list(parameter.shape)}")
         optimizer = loose[0][0]

@@ -14,7 +14,7 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.strangers import storage_of
-from mindx_elastic.guard.checks.surroundings import inner_schedulers, kind_of, reachable
+from mindx_elastic.guard.checks.surroundings import GENERATORS, inner_schedulers, kind_of, reachable
 
 __all__ = ["Kept"]
 
@@ -57,9 +57,8 @@ class Kept:
             if isinstance(component, OptimizerComponent):
                 self._objects |= {id(component.optimizer), id(component.local)}
                 # its generators, too: `OwnAttributes`
-                self._objects |= {
-                    id(v) for v in attributes_of(component.optimizer).values() if kind_of(type(v)) == "generator"
-                }
+                inside = attributes_of(component.optimizer).values()
+                self._objects |= {id(value) for value in inside if isinstance(value, GENERATORS)}
         elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
             self._objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
         else:

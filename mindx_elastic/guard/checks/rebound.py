@@ -12,7 +12,7 @@ A risk: each step, or each epoch, may make it from what the guard keeps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from mindx_elastic.core.looks import attributes_of, text_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.movements import TensorsLook
-from mindx_elastic.guard.checks.surroundings import kind_of, variables_of
+from mindx_elastic.guard.checks.surroundings import Seen, variables_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ReboundState", "content_of"]
@@ -37,6 +37,7 @@ _KINDS += ((nn.Module,),)
 _MOST_BYTES = 1 << 20
 _MOST_ITEMS = 32
 _DEPTH = 3
+_LONGEST_PATH = 3
 
 
 @dataclass
@@ -46,12 +47,12 @@ class _Holder:
     key: str
     target: Any
     place: str
-    path: tuple[str, ...]
-    """``("protos",)``, ``("trainer", "h")``."""
+    path: Sequence[str]
+    """``["protos"]``, ``["trainer", "h"]``."""
     was_bound: bool = False
-    """Whether it held the named object at the last look."""
-    before: object = None
-    """What was in the other object that it held at the last look."""
+    """Whether it has held the named object at a look."""
+    before: tuple[object, object] | None = None
+    """What was in the named object and in the other one at the last look, if it held that."""
 
     @property
     def name(self) -> str:
@@ -72,22 +73,16 @@ class ReboundState:
 
     unmanaged: Unmanaged
     _holders: list[_Holder] = field(default_factory=list)
-    _kept: dict[str, object] = field(default_factory=dict)
-    """What was in the guard's objects at the last look."""
 
-    def at_entry(self, targets: Mapping[str, Any], frame: FrameType | None) -> None:
-        """Remember where the program has the plain objects among `targets`."""
-        plain = {id(t): (key, t) for key, t in targets.items() if _kind(t) and not isinstance(t, nn.Parameter)}
-        self._holders = []
-        self._kept = {key: content_of(target) for key, target in plain.values()}
-        if not plain:
-            return
-        known: set[tuple[str, tuple[str, ...]]] = set()
-        for place, variables in variables_of(frame):
-            for path, value in _paths_of(variables):
-                if id(value) in plain and (place, path) not in known:
-                    known.add((place, path))
-                    self._holders.append(_Holder(*plain[id(value)], place, path))
+    def at_entry(self, targets: Mapping[str, Any], seen: Seen) -> None:
+        """Remember where the program has the plain objects among `targets`, of all of which `seen` has the names."""
+        self._holders = [
+            _Holder(key, target, found.place, path)
+            for key, target in targets.items()
+            if _kind(target) and not isinstance(target, nn.Parameter)
+            for found in seen.asked.get(id(target), ())
+            if found.place and all(map(str.isidentifier, path := found.name.split("."))) and len(path) <= _LONGEST_PATH
+        ]
 
     def look(self, frame: FrameType | None) -> None:
         """At a boundary."""
@@ -96,17 +91,17 @@ class ReboundState:
         places: dict[str, Mapping[str, Any]] = {}
         for place, variables in variables_of(frame):
             places.setdefault(place, variables)
-        now = {holder.key: content_of(holder.target) for holder in self._holders}
-        before, self._kept = self._kept, now
-        values = [holder.value(places) for holder in self._holders]
-        bound = {h.key for h, value in zip(self._holders, values, strict=True) if value is h.target}
-        for holder, value in zip(self._holders, values, strict=True):
-            is_bound, was_bound = value is holder.target, holder.was_bound
-            content = None if is_bound or _kind(value) != _kind(holder.target) else content_of(value)
-            old, holder.before, holder.was_bound = holder.before, content, is_bound
-            if content is None or content == now[holder.key] or before.get(holder.key) != now[holder.key]:
+        values = [(holder, holder.value(places)) for holder in self._holders]
+        bound = {holder.key for holder, value in values if value is holder.target}
+        for holder, value in values:
+            if value is holder.target or _kind(value) != _kind(holder.target):
+                holder.was_bound, holder.before = value is holder.target, None
                 continue
-            if holder.key not in bound and (was_bound or (old is not None and old != content)):
+            kept, content = content_of(holder.target), content_of(value)
+            before, holder.before = holder.before, (kept, content)
+            if before is None or before[0] != kept or content == kept or holder.key in bound:
+                continue
+            if holder.was_bound or before[1] != content:
                 self._tell(holder, value)
 
     def _tell(self, holder: _Holder, value: Any) -> None:
@@ -118,20 +113,6 @@ class ReboundState:
 def _kind(value: object) -> int:
     """0: none of those whose variable counts."""
     return next((number for number, kinds in enumerate(_KINDS, 1) if isinstance(value, kinds)), 0)
-
-
-def _paths_of(variables: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The variables, and attributes of the program's own objects among them, two levels deep."""
-    for name, value in list(variables.items()):
-        yield (name,), value
-        for inner, one in _attributes(value):
-            yield (name, inner), one
-            for innermost, another in _attributes(one):
-                yield (name, inner, innermost), another
-
-
-def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
-    return list(attributes_of(value).items()) if kind_of(type(value)) in ("instance", "module") else ()
 
 
 def content_of(value: Any, depth: int = 0) -> object:

@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader
 from mindx_elastic.core.looks import attributes_of, has_method
 
 __all__ = [
+    "GENERATORS",
     "Found",
     "Names",
     "Seen",
@@ -65,6 +67,7 @@ _LIBRARIES = frozenset(
     typing_extensions wandb xxhash yaml zmq
     """.split()  # noqa: SIM905
 )
+_CLOSED = _LIBRARIES | sys.stdlib_module_names | {_OURS, "builtins"}
 _HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OPTIMIZER_INTERNALS = frozenset(("state", "param_groups", "defaults"))
@@ -84,8 +87,10 @@ _ATOMS: tuple[type, ...] = (
 )
 _ATOMS += (types.BuiltinFunctionType, types.FrameType, types.TracebackType, torch.dtype, torch.device, torch.Size)
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+_OUR_DATA = f"{_OURS}.data"
+_TO_LOADERS = (DataLoader, types.MethodType)
 
 
 @dataclass(frozen=True)
@@ -137,24 +142,26 @@ class Seen:
     modules: dict[int, Found] = field(default_factory=dict)
     """Modules that are found by a variable or an attribute, and not only inside another module."""
     generators: dict[int, Found] = field(default_factory=dict)
-    containers: dict[int, Found] = field(default_factory=dict)
-    """Lists, dicts and deques with tensors, arrays or tuples of those in them."""
-    instances: dict[int, Found] = field(default_factory=dict)
-    """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
-    holders: dict[int, Found] = field(default_factory=dict)
-    """The same, also those without whole numbers, and with lists of whole numbers."""
-    counted: dict[int, Found] = field(default_factory=dict)
-    """Objects of the program's classes with numbers among their attributes."""
-    tensors: dict[int, Found] = field(default_factory=dict)
-    """Of those that were asked for."""
+    asked: dict[int, list[Found]] = field(default_factory=dict)
+    """All variables, attributes and items that hold one of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
     complete: bool = True
     """Whether everything was looked at, within the depth."""
 
+    def __post_init__(self) -> None:
+        self.by_kind = {
+            "optimizer": self.optimizers,
+            "scheduler": self.schedulers,
+            "scaler": self.scalers,
+            "module": self.modules,
+            "generator": self.generators,
+            "loader": self.loaders,
+        }
 
-def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable[int] = ()) -> Seen:
-    """Look from `frame` and its callers, and from `roots`. `tensors`: ids of tensors whose names are wanted."""
-    walk = _Walk(set(tensors))
+
+def look(frame: FrameType | None, roots: Mapping[str, object], asked: Iterable[int] = ()) -> Seen:
+    """Look from `frame` and its callers, and from `roots`. `asked`: ids of objects of which all names are wanted."""
+    walk = _Walk(set(asked))
     for place, variables in variables_of(frame):
         walk.add_variables(variables, place)
     walk.add_variables(roots, "")
@@ -192,7 +199,7 @@ def reachable(value: object, *, models: bool, but: Collection[object] = ()) -> d
     walk = _Walk(set(), everything=True, models=models)
     left_out = {id(each): each for each in but}
     walk.known.update(left_out)
-    walk.add("", "", value, 0)
+    walk.add_variables({"": value}, "")
     walk.run()
     return {key: each for key, each in walk.known.items() if key not in left_out}
 
@@ -241,137 +248,97 @@ _kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 class _Walk:
-    def __init__(self, wanted: set[int], *, everything: bool = False, models: bool = True) -> None:
+    """Calls are what it costs, so it goes through the children of an object in one of them."""
+
+    def __init__(self, asked: set[int], *, everything: bool = False, models: bool = True) -> None:
         self.seen = Seen()
         self.known: dict[int, object] = {}
-        self._wanted, self._everything, self._models = wanted, everything, models
+        self._asked, self._everything = asked, everything
+        self._left_out = frozenset(("",)) if models else frozenset(("", "module", "optimizer"))
         self._most, self._depth = (_MOST_OBJECTS, 2 * _DEPTH) if everything else (_MOST_ITEMS, _DEPTH)
         self._queue: deque[tuple[str, str, Any, int]] = deque()
-        self._kinds: dict[type, str] = {}  # faster than the weak one
+        self._kinds = dict(_kinds)  # faster than the weak one
 
     def add_variables(self, variables: Mapping[str, Any], place: str) -> None:
-        for name, value in list(variables.items()):
-            if not self._kind(type(value)):
-                continue
-            if isinstance(name, str) and not (name.startswith("__") and name.endswith("__")):
-                self.add(name, place, value, 0)
-
-    def add(self, name: str, place: str, value: Any, depth: int) -> None:
-        kind = self._kind(type(value))
-        if not kind or (not self._models and kind in ("module", "optimizer")):
-            return
-        key = id(value)
-        if kind == "tensor":
-            if key in self._wanted:
-                self.seen.tensors.setdefault(key, Found(name, place, value))
-            if self._everything:
-                self.known[key] = value
-            return
-        if key in self.known or (kind in _CODE and not _is_worth_it(value, kind)):
-            return
-        if len(self.known) >= _MOST_OBJECTS:
-            self.seen.complete = False
-            return
-        self.known[key] = value
-        self._queue.append((name, place, value, depth))
+        named = [(n, v) for n, v in list(variables.items()) if isinstance(n, str)]
+        self._meet("", place, [(n, v) for n, v in named if not (n.startswith("__") and n.endswith("__"))], 0)
 
     def run(self) -> Seen:
         while self._queue:
             name, place, value, depth = self._queue.popleft()
-            kind = self._kind(type(value))
+            kind = self._kinds[type(value)]
             self._note(kind, Found(name, place, value))
             if depth < self._depth:
-                for suffix, child in self._children(kind, value):
-                    self.add(f"{name}{suffix}", place, child, depth + 1)
+                self._meet(name, place, self._children(kind, value), depth + 1)
         return self.seen
 
-    def _note(self, kind: str, found: Found) -> None:
-        seen, key = self.seen, id(found.value)
-        if kind == "optimizer":
-            seen.optimizers[key] = found
-        elif kind == "scheduler":
-            seen.schedulers[key] = found
-        elif kind == "scaler":
-            seen.scalers[key] = found
-        elif kind == "module":
-            seen.modules[key] = found
-        elif kind == "generator":
-            seen.generators[key] = found
-        elif kind == "loader":
-            seen.loaders[key] = found
-        elif kind in ("dict", "sequence"):
-            if _holds_arrays(found.value):
-                seen.containers[key] = found
-        elif kind == "instance":
-            self._note_instance(found)
-
-    def _note_instance(self, found: Found) -> None:
-        attributes = attributes_of(found.value)
-        kinds = list(map(type, attributes.values()))
-        if int in kinds or float in kinds or any(map(_holds_numbers, attributes.values())):
-            self.seen.counted[id(found.value)] = found
-        if list in kinds and any(type(v) is list and len(v) > 1 and type(v[0]) is int for v in attributes.values()):
-            self.seen.holders[id(found.value)] = found
-        if any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
-            self.seen.holders[id(found.value)] = found
-            if int in kinds:
-                self.seen.instances[id(found.value)] = found
-        if "optimizer" in attributes and not has_method(found.value, "zero_grad"):
-            is_one = has_method(found.value, "step") or has_method(found.value, "state_dict", "load_state_dict")
-            if is_one and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
-                self.seen.scheduler_likes[id(found.value)] = found
-
-    def _children(self, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if kind == "dict":
-            for key, item in _items(value, self._most):
-                if self._kind(type(item)):
-                    yield (f"[{key!r}]" if type(key) in (str, int) else "[...]"), item
-        elif kind == "sequence":
-            for number, item in enumerate(_elements(value, self._most)):
-                if self._kind(type(item)):
-                    yield f"[{number}]", item
-        elif kind == "module":
-            # Its children are its own: only what hangs on them as a plain attribute is looked at.
-            for path, module in islice(nn.Module.named_modules(value), _MOST_OBJECTS // 4):
+    def _meet(self, name: str, place: str, items: Iterable[tuple[str, Any]], depth: int) -> None:
+        """`items`: the objects that hang on one of this name, each with what to add to it."""
+        known, kinds = self.known, self._kinds
+        for suffix, value in items:
+            kind = kinds.get(type(value))
+            if kind is None:
+                kind = self._kind(type(value))
+            key = id(value)
+            if key in self._asked:
+                self.seen.asked.setdefault(key, []).append(Found(f"{name}{suffix}", place, value))
+            if kind in self._left_out or key in known:
+                continue
+            if kind == "tensor":
                 if self._everything:
-                    self.known.setdefault(id(module), module)
-                    for table in (module._parameters, module._buffers):
-                        self.known.update({id(tensor): tensor for tensor in table.values() if tensor is not None})
-                for name, item in list(object.__getattribute__(module, "__dict__").items()):
-                    if name not in _MODULE_INTERNALS and self._kind(type(item)):
-                        yield f".{path}.{name}" if path else f".{name}", item
-        elif kind == "optimizer":
-            for name, item in attributes_of(value).items():
-                if name not in _OPTIMIZER_INTERNALS:
-                    yield f".{name}", item
-        elif kind == "function":
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-                try:
-                    yield f".<{name}>", cell.cell_contents
-                except ValueError:
-                    continue
-        elif kind == "method":
-            yield ".__self__", value.__self__
-        elif kind == "partial":
-            yield from ((f".args[{number}]", item) for number, item in enumerate(value.args))
-            yield from ((f".keywords[{name!r}]", item) for name, item in value.keywords.items())
-            yield ".func", value.func
-        elif kind == "class":
-            yield from ((f".{name}", item) for name, item in list(value.__dict__.items()) if not name.startswith("__"))
-        elif kind in ("instance", "loader", "scheduler", "scaler"):
-            for name, item in attributes_of(value).items():
-                if self._kind(type(item)):
-                    yield f".{name}", item
-            if kind == "instance":
-                yield "", type(value)
+                    known[key] = value
+            elif (kind == "function" and value.__closure__ is None) or (kind == "class" and not _is_own_class(value)):
+                continue
+            elif len(known) >= _MOST_OBJECTS:
+                self.seen.complete = False
+                return
+            else:
+                known[key] = value
+                self._queue.append((f"{name}{suffix}", place, value, depth))
+
+    def _note(self, kind: str, found: Found) -> None:
+        if kind == "instance":
+            if _is_like_a_scheduler(found.value):
+                self.seen.scheduler_likes[id(found.value)] = found
+        elif (of_kind := self.seen.by_kind.get(kind)) is not None:
+            of_kind[id(found.value)] = found
+
+    def _children(self, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
+        if kind == "dict":
+            items = _items(value, self._most)
+            return [(f"[{key!r}]" if type(key) in (str, int) else "[...]", item) for key, item in items]
+        if kind == "sequence":
+            return [(f"[{number}]", item) for number, item in enumerate(_elements(value, self._most))]
+        if kind == "module":
+            return self._children_of_module(value)
+        if kind == "optimizer":
+            held = attributes_of(value).items()
+            return [(f".{name}", item) for name, item in held if name not in _OPTIMIZER_INTERNALS]
+        if kind == "loader" and not self._everything:  # what hangs on it is its own business
+            held = attributes_of(value).items()
+            ours = [(n, i) for n, i in held if isinstance(i, _TO_LOADERS) or type(i).__module__.startswith(_OUR_DATA)]
+            return [(f".{name}", item) for name, item in ours]
+        if kind in ("instance", "loader", "scheduler", "scaler"):
+            found = [(f".{name}", item) for name, item in attributes_of(value).items()]
+            return [*found, ("", type(value))] if kind == "instance" else found
+        return _children_of_code(kind, value)
+
+    def _children_of_module(self, value: nn.Module) -> list[tuple[str, Any]]:
+        """Its children are its own: only what hangs on them as a plain attribute is looked at."""
+        found: list[tuple[str, Any]] = []
+        for path, module in islice(nn.Module.named_modules(value), _MOST_OBJECTS // 4):
+            if self._everything:
+                self.known.setdefault(id(module), module)
+                for table in (module._parameters, module._buffers):
+                    self.known.update({id(tensor): tensor for tensor in table.values() if tensor is not None})
+            held = object.__getattribute__(module, "__dict__")
+            if len(held) > len(_MODULE_INTERNALS) or held.keys() - _MODULE_INTERNALS:
+                prefix = f".{path}." if path else "."
+                found += [(f"{prefix}{n}", item) for n, item in list(held.items()) if n not in _MODULE_INTERNALS]
+        return found
 
     def _kind(self, kind: type) -> str:
-        found = self._kinds.get(kind)
-        if found is None:
-            found = _kinds.get(kind)
-            if found is None:
-                found = _kinds[kind] = kind_of(kind)
-            self._kinds[kind] = found
+        found = self._kinds[kind] = _kinds[kind] = kind_of(kind)
         return found
 
 
@@ -389,9 +356,9 @@ def kind_of(kind: type) -> str:
         return "scheduler"
     if issubclass(kind, torch.amp.GradScaler):
         return "scaler"
-    if issubclass(kind, _GENERATORS):
+    if issubclass(kind, GENERATORS):
         return "" if issubclass(kind, random.SystemRandom) else "generator"
-    if issubclass(kind, DataLoader) or (_root(kind.__module__) == _OURS and ".data." in kind.__module__):
+    if issubclass(kind, DataLoader) or kind.__module__.startswith(_OUR_DATA):
         return "loader"
     if issubclass(kind, dict | ChainMap):
         return "dict" if issubclass(kind, dict) else ""
@@ -416,18 +383,36 @@ def _kind_of_code(kind: type) -> str:
 
 def is_of_library(kind: type) -> bool:
     """Whether a class is of one of the libraries whose objects keep no state of a training."""
-    root = _root(kind.__module__)
-    return root in _LIBRARIES or root == _OURS or root in sys.stdlib_module_names or root == "builtins"
+    return kind.__module__.partition(".")[0] in _CLOSED
 
 
-_CODE = ("function", "class")
-
-
-def _is_worth_it(value: Any, kind: str) -> bool:
-    """Whether a function has variables of its own, and whether a class is the program's."""
-    if kind == "function":
-        return value.__closure__ is not None
+def _is_own_class(value: type) -> bool:
     return not is_library(str(type.__getattribute__(value, "__module__")))
+
+
+def _is_like_a_scheduler(value: Any) -> bool:
+    attributes = attributes_of(value)
+    if "optimizer" not in attributes or has_method(value, "zero_grad"):
+        return False
+    is_one = has_method(value, "step") or has_method(value, "state_dict", "load_state_dict")
+    return is_one and not any(issubclass(type(held), nn.Module) for held in attributes.values())
+
+
+def _children_of_code(kind: str, value: Any) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    if kind == "function":
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            with suppress(ValueError):
+                found.append((f".<{name}>", cell.cell_contents))
+    elif kind == "method":
+        found.append((".__self__", value.__self__))
+    elif kind == "partial":
+        found += [(f".args[{number}]", item) for number, item in enumerate(value.args)]
+        found += [(f".keywords[{name!r}]", item) for name, item in value.keywords.items()]
+        found.append((".func", value.func))
+    elif kind == "class":
+        found += [(f".{name}", item) for name, item in list(value.__dict__.items()) if not name.startswith("__")]
+    return found
 
 
 def _items(value: Mapping[Any, Any], most: int = 4) -> list[tuple[Any, Any]]:
@@ -445,27 +430,6 @@ def _elements(value: Any, most: int = 4) -> list[Any]:
             except RuntimeError:
                 return []
     return []
-
-
-def _holds_numbers(value: Any) -> bool:
-    return type(value) in (list, deque) and bool(value) and type(value[-1]) in (int, float)
-
-
-def _holds_arrays(value: Any, depth: int = 0) -> bool:
-    """Whether a container holds tensors or arrays, or tuples and dicts of those; numbers as tensors do not count."""
-    if isinstance(value, dict):
-        some = [item for _, item in _items(value)]
-    elif isinstance(value, (list, tuple, deque)):
-        some = _elements(value)
-    else:
-        return False
-    for item in some:
-        if isinstance(item, (torch.Tensor, np.ndarray)):
-            if item.ndim:
-                return True
-        elif depth < 2 and type(item) in (tuple, list, dict) and _holds_arrays(item, depth + 1):
-            return True
-    return False
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
@@ -491,14 +455,11 @@ def place_of(frame: FrameType) -> str:
 
 # --- whose code it is ---
 
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _verdicts: dict[str, bool] = {}
 _listed = (0, "")  # how many modules there were when `_own_names` was made, and the name of the last one
 _own_names: list[str] = []
-
-
-def _root(module: str) -> str:
-    return module.partition(".")[0]
+_library_roots, _own_roots = {*_CLOSED}, set[str]()
 
 
 def is_library(module: str) -> bool:
@@ -510,23 +471,27 @@ def is_library(module: str) -> bool:
 
 
 def _judge(module: str) -> bool:
-    root = _root(module)
+    root = module.partition(".")[0]
     if root == "__main__":
         return False
-    if root in _LIBRARIES or root == _OURS or root in sys.stdlib_module_names:
+    if root in _CLOSED:
         return True
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is not None and root == _root(spec.name):
+    if spec is not None and root == spec.name.partition(".")[0]:
         return False  # python -m program
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and any(part in _INSTALLED for part in PurePath(file).parts)
+    return file is not None and not _INSTALLED.isdisjoint(PurePath(file).parts)
 
 
 def _program_modules() -> list[types.ModuleType]:
     global _listed
     newest = len(sys.modules), next(reversed(sys.modules))
     if newest != _listed:  # one was imported since; most of the two thousand are torch's
-        _own_names[:] = [name for name in list(sys.modules) if not is_library(name)]
+        roots = {name.partition(".")[0] for name in list(sys.modules)} - _library_roots - _own_roots
+        _library_roots.update(root for root in roots if is_library(root))
+        _own_roots.update(roots - _library_roots)
+        names = [name for name in list(sys.modules) if name.partition(".")[0] in _own_roots]
+        _own_names[:] = [n for n in names if not (_verdicts[n] if n in _verdicts else is_library(n))]
         _listed = newest
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]

@@ -8,7 +8,7 @@ training's own loader. What it changes in the small state (options of optimizers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from mindx_elastic.core.looks import are_equal
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
 __all__ = ["equal_trees", "moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
+
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 def put_back_small_state(collector: Collector) -> list[str]:
@@ -111,14 +113,23 @@ def equal_trees(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and _equal_bits(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(equal_trees(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and _equal_pairs([(value, other[key]) for key, value in one.items()])
     if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, (str, bytes)):
-        return len(one) == len(other) and all(map(equal_trees, one, other))
+        return len(one) == len(other) and _equal_pairs(zip(one, other, strict=True))
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (one != one and other != other)
     if type(one) is not type(other):
         return False
     return are_equal(one, other)
+
+
+def _equal_pairs(pairs: Iterable[tuple[Any, Any]]) -> bool:
+    for one, other in pairs:  # without a call for what most are
+        if one is other or (type(one) in _PLAIN and type(one) is type(other) and one == other):
+            continue
+        if not equal_trees(one, other):
+            return False
+    return True
 
 
 def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
