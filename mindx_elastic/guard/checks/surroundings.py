@@ -90,7 +90,7 @@ _ATOMS += (types.BuiltinFunctionType, types.FrameType, types.TracebackType, torc
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 _OUR_DATA = f"{_OURS}.data"
-_TO_LOADERS = (DataLoader, types.MethodType)
+_TO_LOADERS = (DataLoader, partial, types.MethodType)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class LoaderWatch:
         own = "loader" if found is None else found.name
         evaluation = "for an evaluation, `with guard.outside_step():` around it"
         if found is None or known is loader:
-            own = self._names.get(id(loader), "loader_2" if own in names else own)
+            own = self._names.get(id(loader), own)
             self._crossing = what, f"Write {_line([*names, own])}; {evaluation}"
             return
         own = own.rpartition(".")[2]
