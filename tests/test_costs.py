@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mindx_elastic as mx
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BoundaryLog
+from tests.harness import run_job
 
 _FIRST, _LAST = 33, 40
 """Steps in which nothing is looked at that is only looked at now and then; the caches and shapes are all made."""
@@ -178,3 +180,16 @@ def test_the_counters_count() -> None:
     assert calls.builtin["posix.getpid"] == 1
     assert any(name.startswith(("io.", "_io.")) for name in calls.builtin)
     assert any(name.endswith(":work") for name in calls.python)
+
+
+_MOST = {"entry": 4300, "step 1": 1500, "step 2": 660, "step 3": 380, "step 4": 340, "stop": 1080}
+"""Calls of the package's own Python functions in all threads, in the README's loop; `stop`: from SIGTERM to the end."""
+
+
+def test_the_calls_of_a_start_of_the_first_steps_and_of_a_stop(tmp_path: Path) -> None:
+    job = run_job("counted_calls.py", tmp_path, env={"MINDX_OVERLAP": "0"}, code=143, fresh=True)
+    found = {name: (total, most) for name, total, most in (json.loads(m[1]) for m in job.matches(r"CALLS (.*)"))}
+    assert list(tmp_path.glob("mlp-1_6_breakpoint.safetensors")), job.report()
+    assert found.keys() >= _MOST.keys()
+    for name, most in _MOST.items():
+        assert found[name][0] <= most, f"{name}: {found[name]}"

@@ -266,7 +266,7 @@ class OptimizerComponent:
         """
         held = set(map(id, self.parameters))
         state = self.local.state if older is None else older
-        if older is None and all(id(p) in held for p in state if isinstance(p, torch.Tensor)):
+        if older is None and {id(p) for p in state if isinstance(p, torch.Tensor)} <= held:
             return self.local, {}
         shadow = object.__new__(type(self.local))
         kept = {p: value for p, value in state.items() if not isinstance(p, torch.Tensor) or id(p) in held}
@@ -392,7 +392,7 @@ def _has_dtensor(value: Any) -> bool:
     elif not isinstance(value, (list, tuple, deque)):
         return isinstance(value, DTensor)
     # No call for what most items are: this is asked in every snapshot.
-    return any(type(each) not in _PLAIN and _has_dtensor(each) for each in value)
+    return any(map(_has_dtensor, [each for each in value if type(each) not in _PLAIN]))
 
 
 def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:

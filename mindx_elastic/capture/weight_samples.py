@@ -73,8 +73,7 @@ def _sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
     owners: dict[Any, list[tuple[int, int]]] = {}
     for number, parameter in enumerate(parameters):
         tensor = parameter if type(parameter) in _STOCK else local_part(parameter)
-        if tensor.numel() and _is_plain(tensor):
-            piece = _piece(tensor)
+        if tensor.numel() and (piece := _piece(tensor)) is not None:
             key = (tensor.device, tensor.dtype)
             groups.setdefault(key, []).append(piece)
             owners.setdefault(key, []).append((number, len(piece)))
@@ -82,14 +81,12 @@ def _sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
     return WeightSample([torch.cat(group) for group in groups.values()], list(owners.values()), versions)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has elements in memory that can be picked; one made of other tensors need not."""
+def _piece(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view of some elements, in one dimension; None: it has none in memory that can be picked. One made of other
+    tensors need not."""
     is_simple = not tensor.is_meta and not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
-    return is_simple and tensor.layout is torch.strided
-
-
-def _piece(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of some elements, in one dimension."""
+    if not is_simple or tensor.layout is not torch.strided:
+        return None
     is_dense = tensor.is_contiguous() or (
         tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # in another order, without gaps
     )

@@ -182,11 +182,13 @@ class _Save:
             check_free_space(self.path.parent, self.nbytes)
 
     def write(self, fd: int) -> None:
-        pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
+        pinned = "cuda" in {tensor.device.type for tensor in self.tensors.values()}
         blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held, cached=self.cached)
         with contextlib.closing(blocks):
             tensors = self.tensors
-            digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in self.entries)
+            digests = blocks.put_tensors(
+                [(name, tensors[name], end - begin) for name, _, _, begin, end in self.entries]
+            )
             blocks.finish()
             self.write_header(blocks, digests)
 
