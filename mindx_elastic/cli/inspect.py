@@ -349,6 +349,7 @@ def _describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: bo
         "kind": info.kind,
         "reason": info.reason,
         "unmanaged": list(info.unmanaged),
+        "not_kept": info.not_kept,
         "rank": info.rank,
         "world_size": info.world_size,
         "attempt": info.attempt,
@@ -465,6 +466,7 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ranks = ", ".join(map(str, details["small_states_of"]))
         lines.append(("also holds", f"the small state (random numbers, buffers) of rank {ranks}"))
     lines += [("not exact" if n == 0 else "", note) for n, note in enumerate(details["unmanaged"])]
+    lines += [("not kept", f"{details['not_kept']} (go on from step to step)")] if details["not_kept"] else []
     lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
     lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []
     lines.append(("state", f"{_count(details['num_tensors'], 'tensor')}, {human_size(details['tensor_bytes'])}"))

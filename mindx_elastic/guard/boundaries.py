@@ -25,6 +25,7 @@ from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
 from mindx_elastic.guard.compilation import tell_of_compiled, tell_of_script_functions, tell_of_torchscript
+from mindx_elastic.guard.observer import NotKept
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
 from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -83,6 +84,7 @@ class Boundaries:
         self.unseen = UnseenUpdates(collector, unmanaged)
         self._is_exposed, self.has_warned_of_window = is_exposed, False
         """`warn_of_window` has nothing left to do."""
+        self._not_kept: NotKept | None = None
         tell_of_torchscript(targets, unmanaged)
         self._has_scripts, self._graph = False, torch._C._last_executed_optimized_graph()
 
@@ -115,6 +117,18 @@ class Boundaries:
             self._has_scripts = True
             tell_of_script_functions(self._unmanaged)
         self._window.at_boundary(position.step)
+        if self._not_kept is not None:
+            self._look_for_not_kept(self._not_kept)
+
+    def look_for_not_kept(self, look: NotKept, *, is_ahead: Callable[[], bool], aloud: bool) -> None:
+        """Find at the first boundaries what goes on from step to step and is not kept. `is_ahead`: see `NotKept`.
+        `aloud`: say it."""
+        self._not_kept, self._is_ahead, self._says_not_kept = look, is_ahead, aloud
+
+    def _look_for_not_kept(self, look: NotKept) -> None:
+        if (names := look.at_boundary(is_ahead=self._is_ahead())) is not None:
+            self._not_kept = None
+            self._unmanaged.tell_not_kept(names, aloud=self._says_not_kept)
 
     def copy(self, position: Position) -> None:
         """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""

@@ -33,7 +33,7 @@ from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.observer import Observed, Observer, ProofObserver
+from mindx_elastic.guard.observer import Observed, Observer, ProofObserver, observers
 from mindx_elastic.guard.opening import Opening, check_guests_path
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
@@ -269,6 +269,10 @@ class Guard(LayeredGuard):
             next_step=lambda: self._step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )
+        if opening.proof is None and not self._loops.is_layered:  # a layer's loop is not the program's
+            aloud = start.step is None and self._ranks.rank == 0
+            finder = observers().look_for_not_kept(self._targets, self._collector)
+            self._boundaries.look_for_not_kept(finder, is_ahead=self._loaders.are_ahead, aloud=aloud)
         if opening.proof is not None and not opening.evaluates:
             self._proof = self._observer = opening.proof
             opening.proof.enter(stack, self._observed())

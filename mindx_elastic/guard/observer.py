@@ -20,7 +20,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 
-__all__ = ["Observed", "Observer", "Observers", "ProofObserver", "observers"]
+__all__ = ["NotKept", "Observed", "Observer", "Observers", "ProofObserver", "observers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,22 @@ class ProofObserver(Observer, Protocol):
         """The state is back, and alarms are heard. `stack` closes it."""
 
 
+class NotKept(Protocol):
+    """Looks at the first boundaries of one entered guard. Training thread only."""
+
+    def at_boundary(self, *, is_ahead: bool) -> Sequence[str] | None:
+        """A boundary has been passed. Returns the names at the fifth one, where the look ends. `is_ahead`: the program
+        has fetched batches of named loaders for later steps; they are fetched again by a resumed run."""
+
+
 class Observers(Protocol):
     """What the module has that answers for the port ``observers``."""
 
     def open_proof(self, ranks: RankInfo) -> ProofObserver | None:
         """None: this is an ordinary run."""
+
+    def look_for_not_kept(self, targets: Mapping[str, Any], collector: Collector) -> NotKept:
+        """What finds the variables that go on from step to step and are in no file."""
 
     def own_variables(
         self,

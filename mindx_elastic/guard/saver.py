@@ -482,6 +482,7 @@ class Saver:
             flags=self.flags.identities,
             names=self.names,
             unmanaged=self._unmanaged.notes,
+            not_kept=self._unmanaged.not_kept,
         )
 
     def _write(

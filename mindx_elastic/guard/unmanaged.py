@@ -7,10 +7,10 @@ that is resumed inherits the notes of its file: what its weights have gone throu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 
 __all__ = ["MODES", "Unmanaged"]
@@ -18,6 +18,7 @@ __all__ = ["MODES", "Unmanaged"]
 MODES = ("error", "warn")
 _MOST_NOTES = 32
 _MOST_CHARACTERS = 400
+_MOST_NAMES = 12
 
 
 class Unmanaged:
@@ -29,6 +30,8 @@ class Unmanaged:
         self._refuses = mode == "error"
         self.notes: tuple[str, ...] = ()
         """What is known, oldest first; only ever replaced."""
+        self.not_kept = ""
+        """Names of variables that go on from step to step and are not kept: a fact, nothing against an exact resume."""
         self._told: set[str] = set()
         self._refusal: str | None = None
         self.has_refused = False
@@ -57,6 +60,14 @@ class Unmanaged:
         if what not in self._told:
             self._told.add(what)
             logger.warning("%s. %s", what, remedy)
+
+    def tell_not_kept(self, names: Sequence[str], *, aloud: bool) -> None:
+        """Variables of the program that go on from step to step. `aloud`: say it, too."""
+        self.not_kept = printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS]
+        if names and aloud:
+            logger.info(
+                "go on from step to step and are not kept: %s. The next resume shows whether they matter", self.not_kept
+            )
 
     @property
     def refusal(self) -> UnmanagedStateError | None:

@@ -140,6 +140,8 @@ class CheckpointInfo:
     """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
     unmanaged: Sequence[str] = ()
     """What was known against an exact resume of this run, in words: state that no file has."""
+    not_kept: str = ""
+    """For people: names of variables that go on from step to step and are in no file. A fact, no verdict."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
@@ -220,7 +222,7 @@ def _is_plain(text: object) -> bool:
 def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can be of any type
     if not isinstance(info.reason, str):
         return "reason must be a string"
-    for name in ("run_id", "kind", "torch_version"):
+    for name in ("run_id", "kind", "torch_version", "not_kept"):
         if not _is_plain(getattr(info, name)):
             return f"{name} must be a string of at most {_MAX_TEXT} characters, without surrogates"
     for name in ("world_size", "rank", "step", "epoch", "step_in_epoch", "batch_num", "attempt"):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
 
-__all__ = ["carried", "rebound_in"]
+__all__ = ["bound_in", "carried", "rebound_in"]
 
 _MOST_INSTRUCTIONS = 5_000  # so many, in 150 loops, take 0.3 s; a larger function is not looked at
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
@@ -75,6 +75,11 @@ def rebound_in(frame: FrameType) -> set[str]:
     return rebound
 
 
+def bound_in(frame: FrameType) -> list[frozenset[str]]:
+    """The names that each of the loops around `frame` binds, those of the outermost first. Never raises."""
+    return [loop.bound for loop in _loops_around(frame)]
+
+
 def _loops_around(frame: FrameType) -> list[_Loop]:
     try:
         offsets, loops = _loops_of(frame.f_code)
@@ -111,8 +116,8 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
             _Loop(
                 line=graph.lines[head],
                 body=frozenset(body),
-                carried=frozenset(name for name in names if bits[name] & needed),
-                bound=frozenset(name for name in names if bits[name] & bound),
+                carried=frozenset([name for name in names if bits[name] & needed]),
+                bound=frozenset([name for name in names if bits[name] & bound]),
                 targets=_targets(graph, head),
             )
         )

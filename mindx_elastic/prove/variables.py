@@ -13,9 +13,11 @@ import gc
 import operator
 import os
 import queue
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from types import FrameType, GeneratorType
 from typing import Any
 
@@ -44,6 +46,7 @@ _MOST_INNER = 16
 _MODULES = ("builtins", "itertools")
 _NUMBERS = (int, float)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_SHORT = frozenset((bool, float, type(None)))
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -82,34 +85,38 @@ def own_variables(
 
 
 def attributes_of_kept(
-    targets: Mapping[str, Any], is_loader: Callable[[str], bool], *, quick: bool = False
+    targets: Mapping[str, Any], left_out: Callable[[str], bool] | None = None, *, quick: bool = False
 ) -> dict[str, str]:
-    """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects but the loaders, of
-    modules in them, and of parameters, which no state_dict need have. Private ones count too, unless the class is a
-    library's: an optimizer may keep its own count there."""
+    """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects, of modules in them,
+    and of parameters, which no state_dict need have. Private ones count too, unless the class is a library's: an
+    optimizer may keep its own count there. `left_out`: whether not to look at that name."""
     walk = _Walk(set(map(id, targets.values())), quick=quick)
-    libraries: dict[type, bool] = {}
     for name, target in targets.items():
-        if is_loader(name):
-            continue
-        owners: list[tuple[str, Any]] = [(name, target)]
-        if type(target).__module__.startswith("mindx_elastic."):  # an adapter around an object of the program
-            owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
-        elif isinstance(target, nn.Module):
-            owners = [(f"{name}.{inner}" if inner else name, module) for inner, module in target.named_modules()]
-            owners += [(f"{name}.{inner}", parameter) for inner, parameter in target.named_parameters()]
-        for label, owner in owners:
-            kind, is_tensor = type(owner), isinstance(owner, torch.Tensor)
-            own = owner.__dict__ if is_tensor else attributes_of(owner)
-            if own and kind not in libraries:
-                libraries[kind] = is_library(kind.__module__)
-            for key, value in list(own.items()):
-                if key in _OF_TORCH or key.startswith(_OF_TORCH_TOO):
-                    continue
-                is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
-                if is_set or not libraries[kind]:
-                    walk.waiting.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
+        if left_out is None or not left_out(name):
+            with suppress(Exception):  # a table that changes meanwhile
+                walk.waiting.extend(_attributes(name, target))
     return walk.run()
+
+
+def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
+    owners: list[tuple[str, Any]] = [(name, target)]
+    if type(target).__module__.startswith("mindx_elastic."):  # an adapter around an object of the program
+        owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
+    elif isinstance(target, nn.Module):
+        owners = [(f"{name}.{inner}" if inner else name, module) for inner, module in target.named_modules()]
+        owners += [(f"{name}.{inner}", parameter) for inner, parameter in target.named_parameters()]
+    found = []
+    for label, owner in owners:
+        is_tensor, kind = isinstance(owner, torch.Tensor), type(owner)
+        has_table = is_tensor or isinstance(owner, nn.Module)
+        own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
+        for key, value in list(own.items()):
+            if key in _OF_TORCH or key.startswith(_OF_TORCH_TOO):
+                continue
+            is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
+            if is_set or not _is_library(kind.__module__):
+                found.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
+    return found
 
 
 class _Walk:
@@ -131,17 +138,25 @@ class _Walk:
         self._known = set(kept)
         self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
         self._left = _MOST_BYTES_IN_ALL
-        self._kinds: dict[type, str] = {}
 
     def run(self) -> dict[str, str]:
         found: dict[str, str] = {}
         while self.waiting and len(found) < _MOST:
             name, place, value, depth = self.waiting.popleft()
+            kind = type(value)
             try:
-                if (shown := self._shown(value)) is not None:
-                    found.setdefault(f'{shown[0]}"{name}" ({place})', shown[1])
-                if depth < _DEPTH and type(value) not in _PLAIN and type(value) not in _TENSORS:
-                    self._go_into(name, place, value, depth)
+                if kind in _SHORT:  # no call for these, which are most
+                    found.setdefault(f'"{name}" ({place})', repr(value))
+                    continue
+                if (treatment := _treatments.get(kind)) is None:
+                    treatment = _treatments[kind] = _treatment_of(kind)
+                if treatment == "value":
+                    if (shown := self._shown(value)) is not None:
+                        found.setdefault(f'{shown[0]}"{name}" ({place})', shown[1])
+                elif treatment and depth < _DEPTH and id(value) not in self._known and len(self._known) < _MOST:
+                    if treatment == "container":
+                        found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
+                    self._go_into(treatment, name, place, value, depth)
             except Exception:  # a table that changes meanwhile, a number of a million digits
                 continue
         return found
@@ -155,20 +170,18 @@ class _Walk:
             return None
         if kind in _TENSORS:
             return None if (shown := self._shown_tensor(value)) is None else ("", shown)
-        if kind in _CONTAINERS:
-            return "the length of ", str(len(value))
-        if self._positions and kind in _QUEUES:
+        if not self._positions:
+            return None
+        if kind in _QUEUES:
             return "the length of ", str(len(value.queue))
-        if self._positions and _is_iterator(value):
-            return "the position of ", _position(value)
-        return None
+        return "the position of ", _position(value)
 
     def _shown_tensor(self, value: Any) -> str | None:
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 return None
-        elif self._quick:
-            return f"{id(value)} {value._version}"
+        elif self._quick:  # what a forward has left is none of the step's state
+            return None if value.grad_fn is not None else f"{id(value)} {value._version}"
         elif value.layout is not torch.strided or value.is_nested:  # no plain bytes
             return None
         elif value.dim() == 0:
@@ -178,14 +191,8 @@ class _Walk:
         self._left -= value.nbytes
         return digest(value)
 
-    def _go_into(self, name: str, place: str, value: Any, depth: int) -> None:
-        kind = self._kinds.get(type(value))
-        if kind is None:
-            kind = "container" if type(value) in _CONTAINERS else kind_of(type(value))
-            self._kinds[type(value)] = kind
-        if kind not in _WITH_PARTS or id(value) in self._known or len(self._known) >= _MOST:
-            return
-        if kind in ("function", "class") and is_library(str(value.__module__)):
+    def _go_into(self, kind: str, name: str, place: str, value: Any, depth: int) -> None:
+        if kind in ("function", "class") and _is_library(str(value.__module__)):
             return
         self._known.add(id(value))
         if kind == "function":
@@ -199,35 +206,48 @@ class _Walk:
                 self.waiting.append((f"{name}{suffix}", place, part, depth + 1))
 
 
-_WITH_PARTS = frozenset(("class", "container", "function", "instance", "loader"))
+_is_library = lru_cache(1024)(is_library)
+_treatments: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
-def _parts(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _treatment_of(kind: type) -> str:
+    """How to treat the objects of a class; empty: leave them alone."""
+    if kind in _PLAIN or kind in _TENSORS or kind in _QUEUES or issubclass(kind, np.generic):
+        return "value"
+    if kind.__module__ in _MODULES and hasattr(kind, "__next__"):  # a generator, or an iterator of Python itself
+        return "value"
+    if kind in _CONTAINERS:
+        return "container"
+    found = kind_of(kind)
+    return found if found in ("class", "function", "instance", "loader") else ""
+
+
+def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
     """What hangs on it, by what comes behind its name."""
     if kind == "instance":
         own = attributes_of(value)
         shared = [item for each in reversed(type(value).__mro__) for item in vars(each).items()]
         first = {name: item for name, item in shared if type(item) in _PLAIN and not name.startswith("__")}
-        yield from [(f".{name}", item) for name, item in {**first, **own}.items()]
-    elif kind == "class":
-        yield from [(f".{name}", item) for name, item in vars(value).items() if not name.startswith("__")]
-    elif kind == "function":
-        yield from [(f".{name}", item) for name, item in vars(value).items()]
+        return [(f".{name}", item) for name, item in {**first, **own}.items()]
+    if kind == "class":
+        return [(f".{name}", item) for name, item in vars(value).items() if not name.startswith("__")]
+    if kind == "function":
         code, defaults = value.__code__, value.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        for name, item in [*zip(names, defaults, strict=True), *(value.__kwdefaults__ or {}).items()]:
-            if type(item) in _CONTAINERS:  # made once: each call without the argument goes on with it
-                yield f".{name}", item
-    elif kind == "loader":
-        yield ".dataset", attributes_of(value).get("dataset")
-    elif type(value) is deque:  # a full one has the same length for ever
-        yield from [("[0]", value[0]), ("[-1]", value[-1])] if value else ()
-    elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
-        yield from [(f"[{number}]", item) for number, item in enumerate(value)]
-    elif type(value) in _DICTS and len(value) <= _MOST_ITEMS:
-        for key, item in list(value.items()):
-            if type(key) is int or (type(key) is str and len(key) <= _LONGEST_KEY):  # no text that is looked up
-                yield f"[{key!r}]", item
+        given = [*zip(names, defaults, strict=True), *(value.__kwdefaults__ or {}).items()]
+        # A container is made once: each call without the argument goes on with it.
+        own = {**vars(value), **{name: item for name, item in given if type(item) in _CONTAINERS}}
+        return [(f".{name}", item) for name, item in own.items()]
+    if kind == "loader":
+        return [(".dataset", attributes_of(value).get("dataset"))]
+    if type(value) is deque:  # a full one has the same length for ever
+        return [("[0]", value[0]), ("[-1]", value[-1])] if value else []
+    if type(value) is set or len(value) > _MOST_ITEMS:
+        return []
+    if type(value) in _DICTS:  # by no text that is looked up
+        items = [(key, item) for key, item in value.items() if type(key) in (int, str)]
+        return [(f"[{key!r}]", item) for key, item in items if type(key) is int or len(key) <= _LONGEST_KEY]
+    return [(f"[{number}]", item) for number, item in enumerate(value)]
 
 
 def _sample(value: Any) -> Any:

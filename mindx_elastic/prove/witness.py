@@ -37,7 +37,7 @@ from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
-__all__ = ["Witness"]
+__all__ = ["Witness", "is_loader"]
 
 _MOST_BATCHES = 8  # a step
 _MOST_PARTS = 16  # of a batch
@@ -265,8 +265,12 @@ class Witness:
         return {f"variable|{name}": each for name, each in found.items()}
 
     def _is_loader(self, name: str) -> bool:
-        target = self._targets.get(name)
-        return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, FollowedLoader, PositionedLoader))
+        return is_loader(name, self._targets.get(name))
+
+
+def is_loader(name: str, target: Any) -> bool:
+    """Whether the object that a guard has under `name` is a loader."""
+    return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, FollowedLoader, PositionedLoader))
 
 
 def _held(target: Any) -> Iterator[Any]:

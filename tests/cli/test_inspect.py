@@ -141,7 +141,11 @@ def test_each_damage_of_a_single_file(run: Callable[..., Any], tree: Path, damag
 
 def test_one_file_in_detail(run: Callable[..., Any], tmp_path: Path) -> None:
     path = write(
-        tmp_path / "x-2_7.safetensors", coordinates={"dp": 1}, append_info=[{"epoch_num": 3}], reason="flag file"
+        tmp_path / "x-2_7.safetensors",
+        coordinates={"dp": 1},
+        append_info=[{"epoch_num": 3}],
+        reason="flag file",
+        not_kept="best, self.count",
     )
     result = run("inspect", path)
     assert result.exit_code == 0
@@ -156,6 +160,7 @@ def test_one_file_in_detail(run: Callable[..., Any], tmp_path: Path) -> None:
         "resumable yes",
         "torch 2.6.0",
         "digests not checked (--verify does)",
+        "not kept best, self.count (go on from step to step)",
         "coordinates {'dp': 1}",
         "append_info [{'epoch_num': 3}]",
         "state 3 tensors, 7.8 KiB",

@@ -189,6 +189,10 @@ class Loaders:
         known = {id(loader) for _, loader in followed}
         return followed + [("loader", loader) for loader in self.named if id(loader) not in known]
 
+    def are_ahead(self) -> bool:
+        """Whether the loop has fetched batches for later steps."""
+        return any(followed.look_ahead.ahead for followed in self._followed)
+
     @property
     def first_track(self) -> Track | None:
         """What is handed out by the first loader of ours."""

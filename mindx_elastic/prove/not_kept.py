@@ -1,0 +1,161 @@
+"""Names what goes on from step to step and is in no checkpoint: facts of a run, without a verdict.
+
+Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
+(`carried`). Containers, tensors and attributes of the program's objects, and attributes of what the guard keeps, count
+when they differ between the process's first and fifth boundary. Left out is what each iteration binds anew, and what
+the guard keeps. Whether any of it matters is shown by the next resume, which compares its first step (`overlap`).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.core.events import logger
+from mindx_elastic.guard.checks.surroundings import kind_of, locals_of, program_frames, reachable
+from mindx_elastic.prove.carried import bound_in, carried
+from mindx_elastic.prove.variables import KEPT, attributes_of_kept, own_variables
+from mindx_elastic.prove.witness import is_loader
+
+__all__ = ["NotKept", "look_for_not_kept"]
+
+_HASHED = re.compile("[0-9a-f]{16}")
+_FIRST, _SECOND = 1, 5
+"""The boundaries that are compared: what is only made in the first step has changed before."""
+_MOST_OF_ONE = 3
+"""An object with more attributes is named as a whole."""
+_VALUES = (bool, int, float, complex, str, bytes, np.generic)
+_WITH_OWN_PARTS = (nn.Module, torch.optim.Optimizer)
+_DATA = (torch.Tensor, np.ndarray, list, tuple, dict)
+
+
+def look_for_not_kept(targets: Mapping[str, Any], collector: Collector) -> NotKept:
+    """See `guard.observer.Observers`."""
+    return NotKept(targets, collector)
+
+
+class NotKept:
+    """One per entered guard. Training thread; runs no code of the program."""
+
+    def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
+        self._collector = collector
+        self._kept = [target for name, target in targets.items() if not is_loader(name, target)]
+        whole = {name for name, component in collector.components.items() if _keeps_all(component)}
+        self._partly = {n: t for n, t in targets.items() if n not in whole and not is_loader(n, t)}
+        """Objects that may have more than their state has."""
+        self._ids = set(map(id, self._kept))
+        self._number = 0
+        self._before: dict[str, str] = {}
+        self._saved_before: list[dict[str, str]] = []
+
+    def at_boundary(self, *, is_ahead: bool) -> Sequence[str] | None:
+        """See `guard.observer.NotKept`."""
+        self._number += 1
+        if self._number not in (_FIRST, _SECOND):
+            return None
+        try:
+            frames = list(program_frames(sys._getframe(1)))
+            while frames and not carried(frames[0]):  # called by an iteration: its variables end with it
+                frames.pop(0)
+            names = self._carried(frames, is_ahead)  # at the first one, too: the other one finds the dataflow done
+            if self._number == _SECOND:
+                return list(dict.fromkeys([*names, *self._changed(frames, is_ahead)]))
+            self._before, self._saved_before = self._look(frames), self._saved()
+            return None
+        except Exception as error:  # no look ends a program
+            logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)
+            return ()
+
+    def _look(self, frames: Sequence[FrameType]) -> dict[str, str]:
+        found = own_variables(frames[0] if frames else None, self._ids, quick=True)
+        return found | attributes_of_kept(self._partly, quick=True)
+
+    def _saved(self) -> list[dict[str, str]]:
+        """The numbers in the last boundary's small states, by their places."""
+        found: list[dict[str, str]] = []
+        for copied in self._collector.copies():
+            numbers: dict[str, str] = {}
+            waiting = [("", copied)]
+            while waiting:
+                place, value = waiting.pop()
+                if type(value) is dict and place.count("\0") < 4:
+                    waiting.extend((f"{place}\0{key}", item) for key, item in value.items())
+                elif type(value) in (bool, int, float):
+                    numbers[place] = repr(value)
+            found.append(numbers)
+        return found
+
+    def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
+        found: list[str] = []
+        for each in frames:
+            names = [name for _, its in carried(each) for name in its]
+            variables = locals_of(each) if names else {}
+            for name in names:
+                if name not in variables or id(value := variables[name]) in self._ids:
+                    continue
+                is_data, is_value = isinstance(value, _DATA), isinstance(value, (*_VALUES, type(None)))
+                is_object = kind_of(type(value)) == "instance" and not hasattr(type(value), "__next__")
+                if is_value or is_object or (is_data and not is_ahead):
+                    found.append(name)
+        return found
+
+    def _changed(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
+        after = self._look(frames)
+        changed = [key for key, value in after.items() if self._before.get(key, value) != value]
+        in_step, in_loops = (
+            set[str](),
+            set[str](),
+        )  # what they bind is named by `_carried`, or new in each step or epoch
+        for bound in [bound_in(each) for each in frames] if changed else ():
+            in_step.update(*bound[-1:])
+            in_loops.update(*bound)
+        of_kept, others = list[str](), list[str]()
+        for key in changed:
+            name = key.partition('"')[2].rpartition('" (')[0]
+            root = re.split(r"[.\[]", name)[0]
+            if key.endswith(f"({KEPT})"):
+                if not self._is_saved(root, key, after[key]):
+                    of_kept.append(name)
+            elif is_ahead and " " in after[key]:  # a tensor
+                continue
+            elif root not in (in_loops if key.startswith(f'"{root}" ') else in_step):
+                others.append(key)
+        if others:
+            inside = [reachable(each, models=False) for each in self._kept if not isinstance(each, _WITH_OWN_PARTS)]
+            left = own_variables(frames[0] if frames else None, self._ids.union(*inside), quick=True)
+            others = [key.partition('"')[2].rpartition('" (')[0] for key in others if key in left]
+        return _shortened(list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]])))
+
+    def _is_saved(self, target: str, key: str, value: str) -> bool:
+        """Whether a number of the state has moved as this attribute of a kept object has. Of tensors and containers in
+        objects with a state of their own it is not known, so they are taken to be in it."""
+        if isinstance(self._collector.components.get(target), ModuleComponent):
+            return False
+        if not key.startswith('"') or "[" in key or " " in value or _HASHED.fullmatch(value):
+            return True
+        saved = dict(zip(self._collector.components, zip(self._saved_before, self._saved(), strict=True), strict=True))
+        one, other = saved[target]
+        return (self._before[key], value) in {(one[place], other[place]) for place in one.keys() & other.keys()}
+
+
+def _keeps_all(component: object) -> bool:
+    """Whether nothing of a named object is left out of the state: see `capture.own_attributes`."""
+    if isinstance(component, ModuleComponent):
+        return component.keeps_attributes
+    return isinstance(component, OptimizerComponent)
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    owners = Counter(name.rpartition(".")[0] for name in names)
+    many = {owner: f"{owner} ({count} attributes)" for owner, count in owners.items() if owner and count > _MOST_OF_ONE}
+    return [many.get(name.rpartition(".")[0], name) for name in names]

@@ -1,0 +1,169 @@
+"""What goes on from step to step and is not kept: one line of facts in a first run, and a field of its files."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mindx_elastic as mx
+from mindx_elastic.guard.checks import surroundings
+from mindx_elastic.persist.format import read_header
+
+calls = 0
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is this module, without those of other tests in the process."""
+    monkeypatch.setattr(surroundings, "_program_modules", lambda: [sys.modules[__name__]])
+
+
+def fetch() -> tuple[torch.Tensor, torch.Tensor]:
+    global calls
+    calls += 1
+    return torch.randn(2, 4), torch.randn(2, 2)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.val = self.sum = self.count = self.avg = 0.0
+
+    def update(self, value: float) -> None:
+        self.val, self.sum, self.count = value, self.sum + value, self.count + 1
+        self.avg = self.sum / self.count
+
+
+class Counter:
+    """Its `state_dict` has one of its two counts, under another name."""
+
+    def __init__(self) -> None:
+        self.seen, self._skipped = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["number"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        output: torch.Tensor = self.layer(x)
+        self.last_output = output
+        return output
+
+
+def train(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = (model(batch[0]) - batch[1]).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    guard.step_end(loss=loss)
+    return loss
+
+
+def facts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records if "are not kept" in record.getMessage()]
+    caplog.clear()
+    return [line.partition("kept: ")[2].partition(". The next")[0] for line in lines]
+
+
+Loop = Callable[[mx.Guard, nn.Module, torch.optim.Optimizer, Any], None]
+
+
+def run(folder: Path, loop: Loop, num_samples: int = 0, **stateful: Any) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(num_samples, 4), torch.randn(num_samples, 2))
+    loader = DataLoader(data, batch_size=2, shuffle=True) if num_samples else None
+    guard = mx.Guard(model=model, optimizer=optimizer, loader=loader, stateful=stateful, directory=folder)
+    with guard:
+        loop(guard, model, optimizer, guard.loader)
+
+
+def everything(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, counter: Counter) -> None:
+    best, number, meter, rows, average = 1e9, 0, Meter(), [1.0], torch.zeros(2)
+    inputs, labels = fetch()
+    for step in guard.steps(7):
+        counter.seen += 1
+        counter._skipped += 2
+        loss = train(guard, model, optimizer, (inputs, labels)).item()
+        inputs, labels = fetch()
+        if loss < best:
+            best = loss
+        if number % 2 == 0:
+            meter.update(loss)
+        number += step % 2 + 1
+        rows.append(loss)
+        average.mul_(0.9)
+
+
+def test_one_line_names_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    counter = Counter()
+    run(tmp_path, lambda guard, model, optimizer, _: everything(guard, model, optimizer, counter), counter=counter)
+    (line,) = facts(caplog)
+    names = "inputs, labels, best, number, calls, rows, average, meter (4 attributes), model.forwards, counter._skipped"
+    assert set(line.split(", ")) == set(names.split(", "))
+    (path,) = tmp_path.glob("*_final.safetensors")
+    assert read_header(path).info.not_kept == line
+
+
+def supervised(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    for epoch in guard.epochs(2):
+        for i, batch in guard.enumerate(loader):
+            loss = train(guard, model, optimizer, batch)
+            print(i)
+        print(epoch, loss.item())
+
+
+def one_ahead(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    for _epoch in guard.epochs(2):
+        batches = iter(loader)
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            train(guard, model, optimizer, batch)
+            batch = following
+
+
+@pytest.mark.parametrize("loop", [supervised, one_ahead])
+def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    run(tmp_path, loop, num_samples=20)
+    assert facts(caplog) in ([], ["model.forwards"])
+
+
+def test_a_resumed_run_says_it_in_its_files_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+
+    def loop(steps: int) -> Loop:
+        def counted(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+            number = 0
+            for _step in guard.steps(steps):
+                train(guard, model, optimizer, fetch())
+                number = number + 1
+
+        return counted
+
+    run(tmp_path, loop(6))
+    assert "number" in facts(caplog)[0]
+    run(tmp_path, loop(12))
+    assert facts(caplog) == []
+    newest = max(tmp_path.glob("*_final.safetensors"), key=lambda path: read_header(path).info.step)
+    assert read_header(newest).info.step == 12 and "number" in read_header(newest).info.not_kept
