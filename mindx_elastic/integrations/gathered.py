@@ -1,4 +1,4 @@
-"""Lists and sums of a trainer's module in which the steps of an epoch leave something for its end.
+"""Lists, numbers and tensors of a trainer's module that have changed since the training began.
 
 ``self.outputs.append(loss)`` in each step, and ``torch.stack(self.outputs)`` with ``self.outputs.clear()`` behind the
 last one, is what Lightning's pages show; others write ``self.total += loss.item()`` and set it back in a hook.
@@ -8,11 +8,8 @@ to stack.
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from textwrap import dedent
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ import torch
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.core.events import logger
-from mindx_elastic.guard.checks.syntax import parsed, walk
 from mindx_elastic.guard.loops.tail_values import stored_size
 
 __all__ = ["Gathered"]
@@ -28,6 +24,7 @@ __all__ = ["Gathered"]
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 100_000
 _LISTS = (list, deque)
+_VALUES = frozenset((bool, int, float, torch.Tensor))
 
 _Place = tuple[str, str | int | None]
 """The attribute, and of a dict of lists the key."""
@@ -57,23 +54,20 @@ class _Copied:
 
 
 class Gathered:
-    """What the lists of `owner` hold that have changed since this was made, and the sums that its class sets back."""
+    """What the lists, numbers and tensors of `owner` are that have changed since this was made. What has not is a
+    setting of the program's lines."""
 
     def __init__(self, owner: Any, but: object) -> None:
         """`but`: an object whose attributes are the library's."""
         self._owner, self._left_out = owner, {*vars(but)}
-        self._sums = sorted(_summed(type(owner), type(but)) - self._left_out)
         self._begun = {place: list(items) for place, items in self._lists()}
+        self._first = {name: _look(value) for name, value in self._values()}
+        self._moved: set[str] = set()
         self._copied: dict[_Place, _Copied] = {}
         self._too_much: set[_Place] = set()
 
-    @property
-    def sums(self) -> list[tuple[int, str]]:
-        """The attributes that are kept as sums: the `id` of their owner, and their names."""
-        return [(id(self._owner), name) for name in self._sums]
-
     def state(self) -> list[dict[str, Any]]:
-        """It shares nothing with lists and sums."""
+        """It shares nothing with them."""
         found, before, self._copied = [], self._copied, {}
         for place, items in self._lists():
             if place in self._too_much or _are_same(self._begun.get(place, []), items):
@@ -83,10 +77,10 @@ class Gathered:
                 self._tell(place)
                 continue
             found.append(_entry(place, list(copied.copies)))
-        for name in self._sums:
-            value = vars(self._owner).get(name)
-            is_plain = type(value) in (int, float) or type(value) is torch.Tensor
-            if is_plain and stored_size(value) is not None:
+        for name, value in self._values():
+            if name not in self._moved and self._first.setdefault(name, _look(value)) != _look(value):
+                self._moved.add(name)
+            if name in self._moved and stored_size(value) is not None:
                 found.append({**_entry((name, None), [copy_tree(value)]), "is_sum": True})
         return found
 
@@ -98,6 +92,7 @@ class Gathered:
                 items = put_on(items, str(device))
             owner, attribute, key = self._owner, each["attribute"], each["key"]
             if each.get("is_sum"):
+                self._moved.add(attribute)
                 setattr(owner, attribute, items[0])
                 continue
             now = vars(owner).get(attribute)
@@ -109,6 +104,10 @@ class Gathered:
                 now.extend(items)
             elif key is None:
                 setattr(owner, attribute, items)
+
+    def _values(self) -> list[tuple[str, Any]]:
+        held = vars(self._owner).items()
+        return [(name, value) for name, value in held if type(value) in _VALUES and name not in self._left_out]
 
     def _lists(self) -> Iterator[tuple[_Place, Any]]:
         for name, value in list(vars(self._owner).items()):
@@ -137,30 +136,11 @@ def _entry(place: _Place, items: list[Any]) -> dict[str, Any]:
     return {"attribute": place[0], "key": place[1], "items": items, "device": sorted(devices)}
 
 
-def _summed(kind: type, library: type) -> set[str]:
-    """The attributes to which methods of `kind` add, and which one that is not `__init__` sets anew."""
-    added, begun = set(), set()
-    for each in kind.__mro__[: kind.__mro__.index(library)]:
-        try:
-            tree = parsed(dedent(inspect.getsource(each)))
-        except (OSError, TypeError):  # of a program that was typed in, for example
-            continue
-        methods = [] if tree is None else [node for node in walk(tree) if isinstance(node, ast.FunctionDef)]
-        for method in methods:
-            for node in walk(method):
-                if isinstance(node, ast.AugAssign):
-                    added |= set(_attributes([node.target]))
-                elif isinstance(node, ast.Assign) and method.name != "__init__":
-                    begun |= set(_attributes(node.targets)) - set(_attributes(walk(node.value)))
-    return added & begun
-
-
-def _attributes(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, (ast.Tuple, ast.List)):
-            yield from _attributes(node.elts)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            yield node.attr
+def _look(value: Any) -> object:
+    """Equal as long as the value is the same."""
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    return type(value), repr(value)
 
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

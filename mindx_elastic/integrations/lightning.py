@@ -333,14 +333,14 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 
 class _Loops(GivesCopies, InParts):
     """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones,
-    what the module gathers in lists and sums until the epoch's end."""
+    what has changed in lists, numbers and tensors of the module."""
 
     gives_copies = True
     follow_the_steps: ClassVar = ("counters", "first_batch", "should_stop", "accumulation", "is_cut")
     entries_in_words: ClassVar = {
         "results": "the epoch's sums of self.log",
         "torchmetrics": "what torchmetrics have gathered",
-        "gathered": "lists and sums of the module",
+        "gathered": "lists, numbers and tensors of the module",
         "metrics": "the last logged values",
     }
 

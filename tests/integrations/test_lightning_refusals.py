@@ -62,18 +62,6 @@ class KeptAverage(Average):
         self.average.load_state_dict(state)
 
 
-class Counts(pl.Callback):
-    """Changes the training by a number that begins anew in each process."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.seen += 1
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = 0.1 / (1 + self.seen)
-
-
 def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=4)
 
@@ -122,13 +110,6 @@ def test_an_average_in_a_callback_without_a_state_is_refused(tmp_path: Path) -> 
 
 def test_an_average_in_a_callback_with_a_state_is_kept(tmp_path: Path) -> None:
     fit(tmp_path, callbacks=[KeptAverage()])
-
-
-def test_a_callback_that_steers_by_a_number_of_its_own_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fit(tmp_path, callbacks=[Counts()])
-    assert '"Counts.seen"' in caplog.text and "state_dict() and load_state_dict() in Counts" in caplog.text
 
 
 def test_objects_of_the_program_can_be_named(tmp_path: Path) -> None:
