@@ -125,7 +125,7 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
 
 
 def _read(code: CodeType) -> _Code:
-    ops = list(dis.get_instructions(code))
+    ops = [op for op in dis.get_instructions(code) if op.opname != "EXTENDED_ARG"]  # a part of the one behind it
     offsets = [op.offset for op in ops]
     line_at, line = {}, code.co_firstlineno
     for begin, end, number in code.co_lines():
@@ -276,7 +276,7 @@ def _targets(graph: _Code, head: int) -> frozenset[str]:
     targets: set[str] = set()
     if graph.ops[head].opname == "FOR_ITER":
         for op, events in zip(graph.ops[head + 1 :], graph.events[head + 1 :], strict=True):
-            if not op.opname.startswith(("STORE", "UNPACK", "EXTENDED_ARG")):
+            if not op.opname.startswith(("STORE", "UNPACK")):
                 break
             targets.update([name for _, name in events])
     return frozenset(targets)

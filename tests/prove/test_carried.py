@@ -333,7 +333,17 @@ def run():
         count += 1
     return last
 # count last
-""".replace("LONG", "print(" + ", ".join(["count"] * 300) + ")")
+
+# so long that a loop begins with an extended jump
+def run():
+    for epoch in range(2):
+        for batch in loader():
+            LONG
+            loss = model(batch)
+            boundary()
+        print(loss)
+#
+""".replace("LONG", "print(" + ", ".join(["boundary"] * 300) + ")")
 
 
 def _table(text: str) -> Iterator[Any]:
