@@ -78,9 +78,12 @@ class UntrustedMessageError(MindxError, ValueError):
 class UnmanagedStateError(MindxError, RuntimeError):
     """The program has state that its guard does not keep, so that a resumed run would differ without a word.
 
-    Raised when the guard is entered or at a boundary, as soon as it is certain; nothing is saved then.
+    Raised when the guard is entered or at a boundary, as soon as it is certain; nothing is saved then, unless `saves`.
     ``Guard(unmanaged="warn")`` makes it a warning.
     """
+
+    saves = False
+    """The state of the last boundary is whole (only the loop is at fault), and is saved as at any exception."""
 
 
 class DirectoryInUseError(UsageError):

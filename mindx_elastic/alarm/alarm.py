@@ -92,7 +92,7 @@ class Alarms:
 
     def of_exception(self, error: BaseException) -> Alarm:
         reason = f"exception: {type(error).__name__}: {error}".rstrip(": ")[:_MAX_EXCEPTION]
-        kind = REFUSAL if isinstance(error, UnmanagedStateError) else "exception"
+        kind = REFUSAL if isinstance(error, UnmanagedStateError) and not error.saves else "exception"
         return self._make(kind, printable(reason), exit_code(kind))
 
     def of_death(self, ranks: Sequence[int]) -> Alarm:

@@ -55,8 +55,10 @@ class Track:
         self._thread = threading.get_ident()
         self.at_next_ask: Callable[[], None] | None = None
         """Called once, when the training thread asks for another batch of this iteration."""
-        self.at_ask: Callable[[], None] | None = None
-        """Called each time when the training thread asks for a batch."""
+        self.at_fetch: Callable[[], None] | None = None
+        """Called in the training thread before a batch is made, or taken from the workers."""
+        self.at_batch: Callable[[Any], None] | None = None
+        """Called in the training thread with each batch that it gets."""
         self.at_every_ask: Callable[[], None] | None = None
         """Called in the training thread whenever a batch is asked for."""
         self.at_begin: Callable[[], None] | None = None
@@ -140,11 +142,11 @@ class Track:
             return
         if self.at_every_ask is not None:
             self.at_every_ask()
-        if self.at_ask is not None:
-            self.at_ask()
         if self.at_next_ask is not None:
             look, self.at_next_ask = self.at_next_ask, None
             look()
+        if self.at_fetch is not None:
+            self.at_fetch()
 
     def see(self, batch: Any) -> None:
         """The next batch to be handed out."""
@@ -154,6 +156,8 @@ class Track:
             tensor = _some_tensor(batch)
             if tensor is not None:
                 self._first_batches.append(weakref.ref(tensor))
+        if self.at_batch is not None and threading.get_ident() == self._thread:
+            self.at_batch(batch)
 
     def hand_out(self, mark: Callable[[], Mark]) -> None:
         """`mark` gives the position after this batch."""

@@ -237,7 +237,8 @@ class Guard(LayeredGuard):
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self._loops.is_layered = self._loops.is_layered or self._around.is_guest
         self._loops.take_over(self._collector.position, start.restore_streams)
-        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
+        modules = [target for target in self._targets.values() if isinstance(target, nn.Module)]
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s, modules)
         self._checks = Checks(
             self._unmanaged,
             self._targets,

@@ -37,11 +37,16 @@ class Unmanaged:
         self.has_refused = False
         """There is a `refusal`."""
 
-    def certain(self, what: str, remedy: str) -> None:
+    def certain(self, what: str, remedy: str, *, saves: bool = False) -> None:
         """A resumed run will differ: raises UnmanagedStateError, or warns once.
 
-        `what`: a sentence without its full stop that names the thing. `remedy`: the line to write.
+        `what`: a sentence without its full stop that names the thing. `remedy`: the line to write. `saves`: the state
+        of the last boundary is whole, and the corrected program goes on from it: saved as at any exception.
         """
+        if self._refuses and saves:
+            error = UnmanagedStateError(f"{what}. {remedy}")
+            error.saves = True
+            raise error
         if self._refuses:
             self._refusal, self.has_refused = f"{what}. {remedy}", True
             raise UnmanagedStateError(self._refusal)

@@ -1,8 +1,4 @@
-"""Reads one batch ahead, where only the end of a stream tells which batch was its last one.
-
-A module of its own: the guard looks who asks a loader for batches (`guard.loops.askers`), and what is asked for here is
-used a step later.
-"""
+"""Reads one batch ahead, where only the end of a stream tells which batch was its last one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ opt = torch.optim.Adam(net.parameters())
 _LOOP = """
 with Guard(directory=DIRECTORY, **PARTS) as guard:
     for epoch in guard.epochs(EPOCHS):
-        for number in range(STEPS):
+        for number in guard.steps(STEPS):
             x = torch.randn(5, 3)
             step()
             guard.step_end()
@@ -472,7 +472,7 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=opt, lr_scheduler=sched)
         def train_one_epoch():
             sched = LambdaLR(opt, lambda n: min(1.0, n / 5))
-            for number in range(STEPS):
+            for number in guard.steps(STEPS):
                 update(net(torch.randn(5, 3)).square().mean(), opt); sched.step(); guard.step_end()
         with Guard(directory=DIRECTORY, **PARTS) as guard:
             for epoch in guard.epochs(EPOCHS):

@@ -344,7 +344,9 @@ def test_nothing_is_saved_of_what_is_not_set() -> None:
     settings = settings_of(data)
     settings.at_begin(1, goes_on_with_workers=False)
     settings.at_opened(1)
+    settings.begin_making()
     data[0]
+    settings.end_making()
     assert data.calls == 1 and at_boundary(settings) is None
 
 

@@ -441,3 +441,15 @@ def test_code_that_fails_after_an_epoch_runs_again_with_what_it_needs(
     second, _ = run(mean_of_each_epoch, tmp_path)
     assert second.guard.resumed_from_step == BATCHES and second.log == [1 / BATCHES] * 2
     assert not [r for r in caplog.records if "was resumed behind its last step" in r.getMessage()]
+
+
+def test_numbered_batches_have_the_length_of_the_loader(tmp_path: Path) -> None:
+    """Which a bar or torchvision's `MetricLogger` around them asks for."""
+    p = Program(tmp_path)
+    with p.guard:
+        for _ in p.guard.epochs(1):
+            for i, batch in p.guard.enumerate(p.loader):
+                assert i == p.guard.step
+                p.step(*batch)
+                p.guard.step_end()
+            assert p.guard.step == len(p.guard.enumerate(p.loader))  # type: ignore[arg-type]

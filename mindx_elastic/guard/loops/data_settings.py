@@ -4,7 +4,8 @@ curriculum, the strength of an augmentation.
 The line that sets it runs once (``if epoch == 270:``), so a resumed run, which does not come by it again, would train
 on other samples. Kept are attributes that are plain values: of the data set, of what hangs on it (its transforms), of
 the collate function's object and of samplers that are not torch's. They count as set by the program when they are
-others than at the guard's entry, and no code that makes samples sets them (``self.calls += 1`` in ``__getitem__``).
+others than at the guard's entry, unless one has changed while a batch was made in this process, or an iteration was
+opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong to what no file has.
 
 So do what the loader and torch's samplers have (`_OF_LOADER`, `_ORDER`).
 
@@ -17,8 +18,7 @@ resumed iteration with others is told.
 
 from __future__ import annotations
 
-import ast
-import sys
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,17 +34,11 @@ from torch.utils.data import DataLoader, Sampler
 from mindx_elastic.core.looks import asked, attributes_of, has_attributes, text_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
-from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import is_of_library, program_files
-from mindx_elastic.guard.checks.syntax import children, walk, without_index
-from mindx_elastic.guard.checks.training_words import name_of
+from mindx_elastic.guard.checks.surroundings import is_of_library
 
 __all__ = ["DataSettings", "parts_of"]
 
 _DEPTH, _MOST_NODES, _MOST_ITEMS = 6, 256, 64
-_MAKES_SAMPLES = ("__iter__", "__next__", "__getitem__", "__getitems__", "__call__", "__len__", "forward")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_FILLS = ("append", "appendleft", "extend", "add", "update", "pop", "popleft", "insert", "setdefault", "clear")
 _FIRST, _EVERY = 3, 16
 """Boundaries at which all is looked at: in between, only what is known to be set by the program."""
 _MOST_NAMED, _LONGEST = 4, 60
@@ -88,7 +82,9 @@ class DataSettings:
         self._begun: Mapping[_Key, Any] = {}
         self._loaded: Mapping[str, Any] | None = None
         self._epoch_loaded = 0
-        self._made: frozenset[str] | None = None
+        self._made: set[_Key] = set()
+        self._tables: list[tuple[str, dict[str, Any]]] = []  # where their attributes are, while those are watched
+        self._before: list[tuple[tuple[str, ...], tuple[Any, ...]]] = []
         self._looks = self._left_after_look = 0
         self.boundaries_left = 0
         """Until all is looked at again; whoever passes one counts it."""
@@ -114,13 +110,12 @@ class DataSettings:
         for key, value in self._newest.values.items():
             if self._newest.owners[key[0]] is not self._start.owners.get(key[0]):
                 continue  # of an object that the program has exchanged
-            is_new = key not in self._own and not _same(self._start.values.get(key, _OTHER), value)
-            if is_new and not self._is_made_with_samples(key[1]):
+            is_new = key not in self._own and key not in self._made
+            if is_new and not _same(self._start.values.get(key, _OTHER), value):
                 self._own.add(key)
         for key, kind in self._newest.kinds.items():
             was = before.kinds.get(key, repr(before.values[key])[:_LONGEST] if key in before.values else kind)
-            is_new = was != kind and key not in self._exchanged and not key[1].startswith("_")
-            if is_new and not self._is_made_with_samples(key[1]):
+            if was != kind and key not in self._made and not key[1].startswith("_"):
                 self._exchanged.add(key)
         self.is_used = bool(self._own or self._exchanged)
         return known != (len(self._own), len(self._exchanged))
@@ -174,6 +169,7 @@ class DataSettings:
 
     def at_begin(self, epoch: int, *, goes_on_with_workers: bool) -> None:
         """An iteration of that epoch begins. `goes_on_with_workers`: those of the last one, with their copies."""
+        self._before = []
         loaded = self._loaded
         if loaded is not None and epoch == self._epoch_loaded and self._is_own(loaded):
             # The head of the epoch has run a second time: what it has done to them is undone.
@@ -186,9 +182,25 @@ class DataSettings:
                 for key, value in self._newest.values.items()
                 if owners[key[0]] is first.get(key[0]) and key != _AT_ONCE
             }
+        self._tables = [(path, _table_of(owner)) for path, owner in self._newest.owners.items()]
+        self.begin_making()
+
+    def begin_making(self) -> None:
+        """Code that makes samples may run from here on, up to `end_making`."""
+        self._before = [(tuple(table), tuple(table.values())) for _, table in self._tables]
+
+    def end_making(self) -> None:
+        """What has changed since is the data set's own affair."""
+        for (path, table), (names, values) in zip(self._tables, self._before, strict=False):
+            now = tuple(table.values())
+            if len(now) != len(values) or not all(map(operator.is_, now, values)):
+                before = dict(zip(names, values, strict=True))
+                self._made |= {(path, name) for name, value in table.items() if before.get(name, _OTHER) is not value}
+        self._before = []
 
     def at_opened(self, epoch: int) -> None:
         """Its workers are there, and its sampler has skipped what was used."""
+        self.end_making()
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -235,14 +247,6 @@ class DataSettings:
             owner = self._start.owners.get(path)
             if owner is not None:  # else the program's code has changed: `at_opened` tells it
                 _set(owner, name, value)
-
-    def _is_made_with_samples(self, name: str) -> bool:
-        """Whether code that makes samples sets attributes of that name."""
-        if self._made is None:
-            files = program_files(sys._getframe(1))
-            kinds = {type(owner) for owner in self._newest.owners.values()}
-            self._made = frozenset(_set_by_samples(Sources(files), kinds, self._loader))
-        return name in self._made
 
 
 def parts_of(loader: Any) -> Mapping[str, Any]:
@@ -321,6 +325,14 @@ def _settable(owner: Any) -> dict[str, Any]:
     if isinstance(owner, Sampler) and is_of_library(type(owner)):
         return {} if isinstance(owner, ResumableBatchSampler) else {n: v for n, v in found.items() if n in _ORDER}
     return found
+
+
+def _table_of(owner: Any) -> dict[str, Any]:
+    try:
+        table = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return table if type(table) is dict else {}
 
 
 def _may_hold(value: Any) -> bool:
@@ -431,45 +443,3 @@ def _flat(by_path: Any) -> dict[_Key, Any]:
 
 def _keys_of(by_path: Any) -> Iterable[_Key]:
     return _flat(by_path).keys()
-
-
-# --- which attributes the code that makes samples sets ---
-
-
-def _set_by_samples(sources: Sources, kinds: Iterable[type], loader: Any) -> Iterator[str]:
-    """Their names. What is called from there is followed by its name, whatever object it is of."""
-    functions: dict[str, list[ast.AST]] = {}
-    for kind in kinds:
-        for tree, _ in sources.classes_of(kind):
-            for node in children(tree):
-                if isinstance(node, _FUNCTIONS):
-                    functions.setdefault(node.name, []).append(node)
-    waiting = [*_MAKES_SAMPLES, asked(asked(loader, "collate_fn"), "__name__", "")]
-    reached: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        for function in functions.get(name, ()):
-            for node in walk(function):
-                if isinstance(node, ast.Call):
-                    waiting.append(name_of(node.func))
-                yield from _sets(node)
-
-
-def _sets(node: ast.AST) -> Iterator[str]:
-    """The attributes that a statement or a call changes."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS:
-        targets: list[ast.expr] = [node.func.value]
-    elif isinstance(node, ast.Assign):
-        targets = list(node.targets)
-    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-        targets = [node.target]
-    else:
-        return
-    for target in targets:
-        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-        for part in map(without_index, parts):
-            if isinstance(part, ast.Attribute):
-                yield part.attr

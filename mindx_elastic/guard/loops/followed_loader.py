@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.capture.data_listing import Listing, listing_of
@@ -22,8 +23,8 @@ from mindx_elastic.data.replay import parts_with_epoch
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Track
 from mindx_elastic.guard.loops.ahead_draws import AheadDraws
-from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.data_settings import DataSettings, parts_of
+from mindx_elastic.guard.loops.first_use import FirstUse
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["FollowedLoader", "OwnState", "as_of_another_rank", "with_epochs_put_back"]
@@ -103,7 +104,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         self.draws_ahead = False
         """It is found just now that batches ahead of their step draw from the streams that the training draws from."""
         self._iteration, self._num_batches = 0, 0
-        self._askers: Askers | None = None
+        self._first_use: FirstUse | None = None
         self._ahead_draws: AheadDraws | None = None
         self.drawn_ahead: tuple[list[str], str] | None = None
         """See `AheadDraws.found`; to be told."""
@@ -199,14 +200,23 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         if self.adoption is not None:
             self.adoption.begin()
 
-    def follow(self) -> None:
+    def follow(self, modules: Sequence[nn.Module] = ()) -> None:
+        """`modules`: those that the guard keeps."""
         cursor = self.engine.cursor
         self.track = cursor.track = Track(cursor.mark())
         if self.look_ahead.ahead is None:
-            self._askers = Askers()
-            self.track.at_ask = self._askers.see
+            self._first_use = FirstUse(modules)
+        if self.settings is not None:
+            self.track.at_fetch = self.settings.begin_making
+        self.track.at_batch = self._at_batch
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
         self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
+
+    def _at_batch(self, batch: Any) -> None:
+        if self.settings is not None:
+            self.settings.end_making()
+        if self._first_use is not None:
+            self._first_use.see(batch)
 
     def _at_begin(self) -> None:
         self._is_over = False
@@ -222,6 +232,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             self.settings.at_opened(self.engine.cursor.epoch)
 
     def leave(self) -> None:
+        if self._first_use is not None:
+            self._first_use.end()
         self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
         self.engine.at_overlap = None
         if self.adoption is not None:
@@ -247,8 +259,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         if self.track is not None and self.look_ahead.ahead is None:
             self.look_ahead.pass_over(self.track.fetches)
             self.track.forget_before(self.look_ahead.used)
-            if self._askers is not None:
-                self._askers.begin_anew()
+            if self._first_use is not None:
+                self._first_use.begin_anew()
 
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
@@ -260,13 +272,14 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             return True
         was_known = look_ahead.ahead is not None
         seen, before = track.fetches, look_ahead.used
-        askers = self._askers
-        if askers is not None and look_ahead.is_ambiguous(seen) and askers.have_used_all(sys._getframe(1)):
+        if self._first_use is not None and look_ahead.is_ambiguous(seen) and self._first_use.has_used_last():
             look_ahead.use_all(seen)
-        if not look_ahead.at_boundary(seen):
+        is_known = look_ahead.at_boundary(seen)
+        if self._first_use is not None and (look_ahead.ahead is not None or not is_known):
+            self._first_use.end()
+            self._first_use = None
+        if not is_known:
             return False
-        if self._askers is not None and look_ahead.ahead is not None:
-            self._askers = track.at_ask = None
         track.forget_before(look_ahead.used)
         if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
             # The end of an epoch. After a resume here the epoch would come once more without batches, and code that

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.core.events import logger
@@ -109,8 +110,10 @@ class Loaders:
             stack.callback(followed.leave)
             followed.begin()
 
-    def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
-        """The state is back: follow the loaders from here."""
+    def enter(
+        self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float, modules: Sequence[nn.Module] = ()
+    ) -> None:
+        """The state is back: follow the loaders from here. `modules`: those that the guard keeps."""
         for loader in self.named:
             if hasattr(loader, "worker_grace_s"):
                 loader.worker_grace_s = worker_grace_s
@@ -146,7 +149,7 @@ class Loaders:
                     "than the position says",
                     "Make it inside of the block, after `with guard:`",
                 )
-            followed.follow()
+            followed.follow(modules)
             if followed.loader is self.first:
                 followed.others = [other for other in self._followed if other is not followed]
             if followed.settings is not None:
@@ -199,9 +202,10 @@ class Loaders:
         return self._followed[0].track if self._followed else None
 
     @property
-    def has_used_first(self) -> bool:
-        """Whether the step that has ended used a batch of the first loader."""
-        return self._first_used > 0
+    def has_ends(self) -> bool:
+        """Whether there is a loader, and its passes end: else nothing but the program knows its place."""
+        first = self.first
+        return first is not None and not (isinstance(first, FunctionLoader) and first.batches_per_epoch is None)
 
     def is_at_own_pace(self, epoch: int) -> bool:
         """Whether the step that has ended used a batch of the first loader that is of another epoch."""

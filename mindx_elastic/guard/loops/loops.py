@@ -23,9 +23,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
-from torch.optim.lr_scheduler import LRScheduler
-
 from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
@@ -36,14 +33,13 @@ from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.checks.running_source import Entry, entry_of, has_source
+from mindx_elastic.guard.checks.running_source import Entry, entry_of
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
-from mindx_elastic.guard.loops.foreign_loop import ForeignLoop
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.own_counters import find_counter_in_epoch, find_inner_counter, find_own_counter
-from mindx_elastic.guard.loops.own_index import Numbered, find_own_index
+from mindx_elastic.guard.loops.numbered import Numbered
+from mindx_elastic.guard.loops.own_loop import OwnLoop
 from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,
     named_streams,
@@ -76,12 +72,13 @@ class Loops:
         """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
         train. Then the loop is not looked at."""
         self._has_looped = False  # over `epochs` or `steps`
-        self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
-        self._foreign = ForeignLoop()
+        self._own_loop = OwnLoop(None, {})
         self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
+        self._pass_of_epoch = 0  # the loader's epoch of the last batch that this epoch has used; 0: none yet
+        self._is_judged = self._repeats = False  # the latter: another pass over the loader, within an epoch of our loop
         self._kept: frozenset[int] = frozenset()
-        self._first = self._num_boundaries = 0
+        self._first = self._resumed_epoch = 0
         self._restore: Callable[[], None] | None = None
         self.at_next_batch: Callable[[], None] = lambda: None
         """Called when the loop asks for the next batch after one of the first boundaries."""
@@ -94,7 +91,7 @@ class Loops:
     def take_over(self, position: Position, restore: Callable[[], None] | None) -> None:
         """Go on from `position`. `restore` puts the random streams back as at that boundary; None: a fresh start."""
         self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self._restore, self._first = restore, position.step
+        self._restore, self._first, self._resumed_epoch = restore, position.step, position.epoch
         self._is_resuming = self._restores = restore is not None  # no loop has reached the resumed place yet
 
     def open(self, frame: FrameType | None, guard: object, targets: Mapping[str, Any]) -> None:
@@ -104,7 +101,7 @@ class Loops:
         kept = [guard, *targets.values(), *self.loaders]
         kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
         self._kept = frozenset(map(id, kept))
-        self._counts_elsewhere = any(_may_count(name, target) for name, target in targets.items())
+        self._own_loop = OwnLoop(None if frame is None else frame.f_code, targets)
 
     def enter(
         self,
@@ -155,6 +152,11 @@ class Loops:
 
     def why_it_failed(self, error: BaseException) -> str:
         """What an exception that leaves the block most likely comes from, where that is known here; else empty."""
+        if isinstance(error, StopIteration) and self._first and self.epoch == self._resumed_epoch:
+            return (
+                f"epoch {self.epoch} was resumed in its middle, and its loop has asked for more batches than are left: "
+                "it counts by itself. Write for step in guard.steps(len(loader), start=0): there"
+            )
         if not self._empty_epoch or self.step != self._first or not isinstance(error, Exception):
             return ""
         return (
@@ -174,9 +176,10 @@ class Loops:
         if self._in_epoch:
             if not self._goes_on() and self._loaders.is_at_own_pace(self.epoch):
                 self._let_loader_go_on()
+            self._repeats = self._repeats or 0 < self._pass_of_epoch < current
+            self._pass_of_epoch = current
         elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
-            if self._suspects_epochs and not (self.asked or self._has_looped):
-                self._refuse_unseen()
+            self._repeats = self.epoch > 0
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
         self.step += 1
         self.step_in_epoch += 1
@@ -184,11 +187,6 @@ class Loops:
         self.tail.pass_step()
         if self._collector.loop:
             self._collector.loop = without_step(self._collector.loop)
-        if self.step == self._first + 1:
-            self._asked_first, self.asked = self.asked, False
-            self._foreign.at_first_boundary(sys._getframe(1), self._entry and self._entry[0])
-        elif self.step == self._first + 2 and not self._has_looped:
-            self._look_for_own_counter()
         if self._between.is_watching:
             self._between.leave()
             self._loaders.at_next_ask(None)
@@ -202,16 +200,9 @@ class Loops:
         (`late_boundary`), and none if a second one follows.
         """
         self._boundaries += 1
-        if self.loaders and self._in_epoch and not self._looked_inside and self._loaders.has_used_first:
-            self._cuts_in_epoch += 1
-            if self._cuts_in_epoch == 2:
-                self._looked_inside = True
-                self._look_for_counter_in_epoch(wraps=False)
+        self._cuts_in_epoch += 1
         if self.loaders or not self._in_epoch:
             return True
-        self._cuts_in_epoch += 1
-        if self._cuts_in_epoch == 2:
-            self._look_for_inner_counter()
         one_step = self._collector.loop.get(_ONE_STEP)
         self._is_late = one_step is None and self._cuts_in_epoch == 1
         if one_step is not False and self._cuts_in_epoch > 1:
@@ -236,7 +227,7 @@ class Loops:
                 f"guard.epochs({self._ended + num_epochs})"
             )
         self._begin_loop()
-        if self._left and self._left != num_epochs and not (self._asked_first or self.asked):
+        if self._left and self._left != num_epochs and not self.asked:
             self._unmanaged.risk(
                 f"a loop over guard.epochs({self._left}) was left before its end, and another loop follows, so a run "
                 "that is resumed in the second loop begins with the first one again",
@@ -277,7 +268,7 @@ class Loops:
             return
         if self.step == 0 and not self.asked:
             self._unmanaged.certain(*_WEIGHTS_CHANGED)
-        elif not (self._asked_first or self.asked):
+        elif not self.asked:
             self._unmanaged.risk(*_WEIGHTS_CHANGED)
 
     def _keep_resumed_state(self) -> None:
@@ -343,6 +334,7 @@ class Loops:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._in_epoch, self._is_late, self._cuts_in_epoch, self._steps_of_epoch = True, False, 0, 0
+        self._pass_of_epoch = 0
         resuming, self._is_resuming = self._is_resuming, False
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
         if resuming:
@@ -423,76 +415,34 @@ class Loops:
         """It is so, as the step that has ended shows."""
         self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
         self._loaders.let_first_go_on()
-        self._look_for_counter_in_epoch(wraps=True)
 
     # --- loops that count by themselves ---
 
-    def _look_for_own_counter(self) -> None:
-        """At the second boundary of a process that uses none of our loops. Raises UnmanagedStateError."""
-        if self._counts_elsewhere or self.is_layered:
+    def _judge_own_loop(self) -> None:
+        """The boundary has been copied. Raises UnmanagedStateError."""
+        if not self._repeats and self._loaders.has_ends:
             return
-        follows = any(self._copied(loader).get("batch") for loader in self.loaders)
-        frame = sys._getframe(1)
-        told = self._foreign.at_second_boundary(frame, self._entry and self._entry[0])
-        if told is not None and not (self._asked_first or self.asked):
-            self._unmanaged.certain(*told)
+        self._is_judged = True
+        if self.is_layered or self._own_loop.may_know:
             return
-        if told is not None and self._asked_in_front is False:  # to end the loop, perhaps, but not to begin it
-            self._unmanaged.risk(*told)
-            return
-        if not has_source(frame, self._entry):
-            if not (self._asked_first or self.asked):
-                self._suspects_epochs = follows  # one pass over the loader goes on by itself
-                if not follows:
-                    self._refuse_unseen()
-            return
-        found = find_own_counter(
-            frame,
-            self._entry,
-            self._kept,
-            follows_loader=follows,
-            asked_first=self._asked_first,
-            asked_later=self.asked,
-        )
-        if found is not None:
-            self._unmanaged.certain(found.what, found.remedy)
+        if self._in_epoch and not self._counted_inside:
+            self._own_loop.refuse_inside(self._unmanaged)
+        elif not self._has_looped:
+            self._own_loop.refuse(self._unmanaged)
 
-    def _refuse_unseen(self) -> None:
-        self._suspects_epochs = False
-        self._unmanaged.certain(
-            "the program has not asked the guard where it stands, so its loop begins anew after a resume",
-            "Loop over guard.epochs(number) or guard.steps(number), or begin with guard.step. A program that keeps its "
-            "count in an object of stateful= reads guard.step once before the loop",
-        )
-
-    def _look_for_inner_counter(self) -> None:
-        """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
-        if self.is_layered or self._looked_inside or self._counted_inside:
-            return
-        self._looked_inside = True
-        may_follow = self._counts_elsewhere or self._asked_first or self.asked
-        found = find_inner_counter(sys._getframe(1), self._entry, self._kept, may_follow=may_follow)
-        if found is not None:
-            self._unmanaged.certain(found.what, found.remedy)
-
-    def _look_for_counter_in_epoch(self, *, wraps: bool) -> None:
-        """The same where the loader keeps the place, and the loop that takes its batches does not follow it."""
-        if self.is_layered:
-            return
-        may_follow = self._counts_elsewhere or self._asked_first or self.asked
-        found = find_counter_in_epoch(sys._getframe(1), self._entry, self._kept, wraps=wraps, may_follow=may_follow)
-        if found is not None:
-            self._unmanaged.certain(found.what, found.remedy)
+    def _tell_of_trainer(self) -> None:
+        """At the second boundary of a resumed process that uses none of our loops."""
+        if self._asked_in_front is False and not (self._has_looped or self.is_layered or self._own_loop.may_know):
+            self._own_loop.tell_of_trainer(self._unmanaged)
 
     def at_boundary(self) -> None:
         """The boundary has been copied."""
-        self._num_boundaries += 1
         if self._between.drawn is not None:
             self._between.judge_drawn(*self._between.drawn)
-        if self._num_boundaries == 2 and not self.is_layered:
-            told = find_own_index(sys._getframe(1), self._entry, self._kept)
-            if told is not None:
-                self._unmanaged.risk(*told)
+        if (self._repeats or self._cuts_in_epoch == 2) and not (self.asked or self._is_judged):
+            self._judge_own_loop()
+        if self._first and self.step == self._first + 2:
+            self._tell_of_trainer()
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
             self._loaders.note_end(ends_epoch=bool(ends))
@@ -529,7 +479,7 @@ class Loops:
     def at_first_batch(self, *, restores: bool) -> None:
         """The program is about to get an epoch's first batch, or the first one of a resumed run."""
         if self._asked_in_front is None:
-            self._asked_in_front = self.asked or self._asked_first
+            self._asked_in_front = self.asked
         if restores and self._restores:
             assert self._restore is not None
             self._restore()
@@ -638,15 +588,6 @@ class _WhenReady:
         if self._other is not None:
             self._loader.on_iterator_ready = self._other
             self._other()
-
-
-def _may_count(name: str, target: object) -> bool:
-    """Whether an object of the program's own may hold its counters."""
-    if name.startswith(("model", "optimizer", "lr_scheduler", "scaler")):
-        return False
-    known = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.Generator, FollowedLoader)
-    library = type(target).__module__.partition(".")[0]
-    return not isinstance(target, known) and library not in ("torch", "numpy", "random", "mindx_elastic")
 
 
 def _check_number(what: str, value: object) -> None:

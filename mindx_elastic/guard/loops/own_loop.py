@@ -1,0 +1,112 @@
+"""Refuses a loop that never asks where it stands: after a resume it begins anew, however far the training was.
+
+What happens decides, wherever the loop is: in a function of the program, or in a trainer of a library that calls it
+back.
+
+==============================================================  ========================================================
+the program has not asked the guard, and                        refused
+==============================================================  ========================================================
+no loader keeps a place (or one without an end does)            at the second boundary: the first one may be what asks
+a named loader does                                             when a second pass over it begins: one goes on by itself
+an object of the program in ``stateful`` may have the count     never; the first steps of a resumed run show it
+==============================================================  ========================================================
+
+So it is within an epoch of ``guard.epochs()``, where ``guard.steps()`` does not count the steps. The state of the last
+boundary is whole, and only the loop is at fault: it is saved, and the corrected program goes on from there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import CodeType, FrameType
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from mindx_elastic.guard.checks.surroundings import is_library
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["OwnLoop"]
+
+_NONE = ("torch", "mindx_elastic", "builtins")
+_COUNTS = ", for it counts by itself"
+_ASK = (
+    "Loop over guard.epochs(number) or guard.steps(number), or begin with guard.step. A program that keeps its count "
+    "in an object of stateful= reads guard.step once before the loop"
+)
+_ASK_INSIDE = (
+    "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(); for several passes, "
+    "loop over guard.epochs(epochs * passes), with one pass in each"
+)
+
+
+class OwnLoop:
+    """One per guard. Training thread."""
+
+    def __init__(self, entered: CodeType | None, targets: Mapping[str, object]) -> None:
+        """`entered`: the function that enters the guard. `targets`: what the guard keeps."""
+        self._entered = entered
+        self.may_know = any(_may_count(name, target) for name, target in targets.items())
+        """An object of the program that is kept may have the count."""
+
+    def refuse(self, unmanaged: Unmanaged) -> None:
+        """The program has not asked, and its loop goes on. Raises UnmanagedStateError."""
+        trainer, place = self._trainer(sys._getframe(1))
+        remedy = _ASK if trainer is None else f"{_remedy_of(trainer)}. {_ASK}"
+        unmanaged.certain(
+            f"the loop{place} begins anew after a resume{_COUNTS}: the program has not asked the guard where it stands",
+            remedy,
+            saves=True,
+        )
+
+    def refuse_inside(self, unmanaged: Unmanaged) -> None:
+        """The same within an epoch. Raises UnmanagedStateError."""
+        unmanaged.certain(
+            "the loop inside of guard.epochs() begins anew when its epoch is resumed in the middle" + _COUNTS,
+            _ASK_INSIDE,
+            saves=True,
+        )
+
+    def tell_of_trainer(self, unmanaged: Unmanaged) -> None:
+        """A resumed run has asked behind its first batch only, to log or to end the loop: where a library runs that,
+        it has begun anew."""
+        trainer, place = self._trainer(sys._getframe(1))
+        if trainer is not None:
+            unmanaged.risk(f"the loop{place} has begun anew{_COUNTS}", f"{_remedy_of(trainer)}. {_ASK}")
+
+    def _trainer(self, frame: FrameType | None) -> tuple[object, str]:
+        """The object of a library whose method runs inside of the guard's block, the outermost one, and in words
+        where; None: the loop is the program's."""
+        found: FrameType | None = None
+        while frame is not None and frame.f_code is not self._entered:
+            if _is_foreign(frame):
+                found = frame
+            frame = frame.f_back
+        if found is None or frame is None:
+            return None, ""
+        return found.f_locals.get("self"), f" that {found.f_globals.get('__name__')} runs ({found.f_code.co_name})"
+
+
+def _remedy_of(trainer: object) -> str:
+    kind = type(trainer)
+    line = 'stateful={"trainer": trainer}' if hasattr(kind, "state_dict") else _ATTRIBUTES
+    return f"Write Guard({line}, ...) with that {kind.__name__}, or give it what is left, by guard.position.epoch"
+
+
+_ATTRIBUTES = 'stateful={"trainer": mx.attributes(trainer, ...)} and the names of its counters'
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    root = module.partition(".")[0]
+    return is_library(module) and root not in _NONE and root not in sys.stdlib_module_names
+
+
+def _may_count(name: str, target: object) -> bool:
+    if name.startswith(("model", "optimizer", "lr_scheduler", "scaler")):
+        return False
+    known = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.Generator, FollowedLoader)
+    library = type(target).__module__.partition(".")[0]
+    return not isinstance(target, known) and library not in ("torch", "numpy", "random", "mindx_elastic")
