@@ -22,6 +22,11 @@ class Refused:
 
     words: str
 
+    @property
+    def saves(self) -> bool:
+        """Only the loop is at fault, and the steps are kept for the corrected one."""
+        return "begins anew" in self.words
+
 
 @dataclass(frozen=True)
 class Found:
@@ -153,9 +158,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 "guard.enumerate(loader, start=1)",
-                Warned(
-                    "guard.enumerate(loader", Found("has updated them in this step, and the other one has not", "i")
-                ),
+                Found("has updated them in this step, and the other one has not", "i"),
                 new="enumerate(loader, start=1)",
             )
         ],
@@ -279,7 +282,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 "guard.steps(len(loader), start=0)",
-                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
+                Found("the resumed run fails with exit code 1: StopIteration"),
                 new="range(len(loader))",
             )
         ],
@@ -445,7 +448,7 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop("wgan_while", Refused("(while i < len(loader)) begins anew when its epoch is resumed in the middle")),
+    Loop("wgan_while", Found("the resumed run fails with exit code 1: StopIteration")),
     Loop("lstm_of_a_module", Told("state")),
     Loop(
         "epochs_of_steps",
