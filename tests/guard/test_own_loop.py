@@ -222,8 +222,9 @@ def library(tmp_path: Path) -> Iterator[Any]:
 
 
 def engine_of(library: Any, directory: Path, *, named: bool = False, **options: Any) -> tuple[Program, Any]:
-    engine = library.Engine(lambda batch: one(p, batch))
+    engine = library.Engine(None)
     p = Program(directory, stateful={"engine": engine} if named else None, **options)
+    engine.update = lambda batch: one(p, batch)
     return p, engine
 
 
