@@ -134,6 +134,7 @@ def test_a_guard_shows_the_rate_scaled_to_nobody_but_the_optimizer(
         return 0.0
 
     with no_traces(), Guard(model=module, optimizer=optimizer, directory=tmp_path, final_save=False) as guard:
+        assert guard.step == 0
         guard._update_gate.before_update = look  # raises where a rank of the job has died
         optimizer.step(look)
         guard.step_end()
