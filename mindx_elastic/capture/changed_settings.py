@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.code_settings import changed_in_code, settings_in_code
 from mindx_elastic.capture.components import Component, PlainComponent
 from mindx_elastic.capture.optimizer_component import OptimizerComponent
-from mindx_elastic.core.looks import asked
+from mindx_elastic.core.looks import asked, items_of
 
 __all__ = ["GivenSettings"]
 
@@ -133,13 +133,14 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if key == "params" or key.startswith("_"):
             continue
         plain = _plain_value(value)
-        if isinstance(plain, _PLAIN) or (isinstance(plain, list) and all(isinstance(each, _NUMBERS) for each in plain)):
+        if issubclass(type(plain), _PLAIN) or (
+            issubclass(type(plain), list) and all(issubclass(type(each), _NUMBERS) for each in plain)
+        ):
             yield key, plain
 
 
 def _plain_value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+    if issubclass(type(value), torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
-    if isinstance(value, (list, tuple, Mapping)):  # a mapping: the Counter of a MultiStepLR
-        return list(value)
-    return value
+    items = items_of(value)  # a dict: the Counter of a MultiStepLR
+    return value if items is None else [key if issubclass(type(value), dict) else item for key, item in items]

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.components import Component, ModuleComponent, PlainComponent
 from mindx_elastic.capture.data_listing import first_difference
 from mindx_elastic.capture.plain_component import GoesThroughData
+from mindx_elastic.core.looks import items_of
 
 __all__ = ["changed_in_code", "settings_in_code"]
 
@@ -111,8 +112,8 @@ def _of_modules(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_setting(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_number, value))
+    if issubclass(type(value), tuple):
+        return all(_is_number(item) for _, item in items_of(value) or ())
     return _is_number(value)
 
 

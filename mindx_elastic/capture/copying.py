@@ -160,13 +160,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     done: dict[object, torch.Tensor] = {}
 
     def walk(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
+        if issubclass(type(item), torch.Tensor):
             key = _memory(item)
             if key not in done:
                 done[key] = change(item)
             return done[key]
         kind = type(item)
-        if isinstance(item, dict):
+        if issubclass(type(item), dict):
             changed = item.copy()
             for key in changed:
                 changed[key] = walk(changed[key])

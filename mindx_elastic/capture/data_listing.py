@@ -60,23 +60,22 @@ def _lists(dataset: object, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any
     if _is_list(dataset):
         yield "dataset", dataset
     for path, owner in parts.items():
-        is_sampler = isinstance(owner, Sampler)
+        is_sampler = issubclass(type(owner), Sampler)
         if not is_sampler and not path.startswith("dataset"):
             continue
-        length = None if is_sampler else length_of(owner)
         for name, value in attributes_of(owner).items():
             if is_sampler and name != "indices":
                 continue
             rows = value if name == "tensors" and isinstance(value, tuple) else (value,)
             for number, each in enumerate(rows):
-                if _is_list(each) and (is_sampler or length_of(each) == length or _is_text(each)):
+                if _is_list(each) and (is_sampler or _is_text(each) or length_of(each) == length_of(owner)):
                     yield f"{path}.{name}" + (f"[{number}]" if each is not value else ""), each
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: Any) -> bool:
     if type(value) in (list, tuple, range):
         return bool(value)
-    if isinstance(value, np.ndarray) or type(value) is torch.Tensor:
+    if issubclass(type(value), np.ndarray) or type(value) is torch.Tensor:
         return value.ndim > 0 and len(value) > 0
     kind = type(value)
     return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mindx_elastic.capture.adapters import NO_STATE
 from mindx_elastic.capture.copying import copy_state
-from mindx_elastic.core.looks import attributes_of, has_attributes, has_method
+from mindx_elastic.core.looks import attributes_of, defines, has_attributes
 from mindx_elastic.errors import MismatchError
 
 __all__ = ["NestedStates"]
@@ -44,11 +44,11 @@ class NestedStates:
 
     def _is_object(self, value: Any) -> bool:
         """Whether it is more than a file has a word for. A module is refused by name: its weights belong to a name."""
-        if isinstance(value, (torch.Tensor, nn.Module)) or type(value) in _SHALLOW or not has_attributes(value):
+        if issubclass(type(value), (torch.Tensor, nn.Module)) or type(value) in _SHALLOW or not has_attributes(value):
             return False
         if id(value) in self._others or _has_state(value):
             return True
-        return not isinstance(value, NO_STATE) and copy_state(value) is value
+        return not issubclass(type(value), NO_STATE) and copy_state(value) is value
 
     def taken_apart(self, value: Any, depth: int = 0) -> Any:
         """`value` with the state of each object in its place."""
@@ -59,11 +59,11 @@ class NestedStates:
             return kind(self.taken_apart(item, depth + 1) for item in value)
         if depth >= _DEEPEST or not self._is_object(value):
             return value
-        if id(value) in self._others or isinstance(value, _OF_OTHERS):
+        if id(value) in self._others or issubclass(type(value), _OF_OTHERS):
             return {_STATE: None}
         if _has_state(value):
             return {_STATE: self.taken_apart(value.state_dict(), depth + 1)}
-        own = {key: item for key, item in attributes_of(value).items() if not isinstance(item, NO_STATE)}
+        own = {key: item for key, item in attributes_of(value).items() if not issubclass(type(item), NO_STATE)}
         return {_ATTRIBUTES: self.taken_apart(own, depth + 1)}
 
     def put_together(self, saved: Any, live: Any, place: str = "") -> Any:
@@ -93,4 +93,4 @@ class NestedStates:
 
 
 def _has_state(value: Any) -> bool:
-    return has_method(value, "state_dict", "load_state_dict")
+    return defines(value, "state_dict", "load_state_dict")

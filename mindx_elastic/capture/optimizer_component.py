@@ -20,7 +20,7 @@ from mindx_elastic.capture.exact_load import exact_loads, restore_types
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
-from mindx_elastic.core.looks import asked
+from mindx_elastic.core.looks import asked, attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -402,7 +402,7 @@ def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     the inner one would no longer have the outer one's learning rate or moments.
     """
     loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
-    inner = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    inner = [each for each in attributes_of(optimizer).values() if issubclass(type(each), torch.optim.Optimizer)]
     if loaded_groups is not groups and len(loaded_groups) == len(groups):
         for group, loaded in zip(groups, loaded_groups, strict=True):
             if loaded is not group:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.copying import tensors_in
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, items_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError
 
@@ -67,7 +67,7 @@ def group_lists(target: object, others: Collection[int]) -> list[Groups]:
 
 def optimizers_inside(target: object) -> list[torch.optim.Optimizer]:
     """Torch's optimizers in what `target` holds."""
-    return [each for each in _held(target, ()) if isinstance(each, torch.optim.Optimizer) and each is not target]
+    return [each for each in _held(target, ()) if issubclass(type(each), torch.optim.Optimizer) and each is not target]
 
 
 def _held(target: object, others: Collection[int]) -> Iterator[Any]:
@@ -76,11 +76,12 @@ def _held(target: object, others: Collection[int]) -> Iterator[Any]:
     for _ in range(_DEEPEST + 1):
         below: list[Any] = []
         for value in level:
-            if type(value) in _PLAIN or id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, type)):
+            kind = type(value)
+            if kind in _PLAIN or id(value) in seen or issubclass(kind, (nn.Module, torch.Tensor, type)):
                 continue
             seen.add(id(value))
-            if isinstance(value, (list, tuple, dict)):
-                below += () if len(value) > _MANY else value.values() if isinstance(value, dict) else value
+            if (items := items_of(value, _MANY)) is not None:
+                below += [item for _, item in items]
             elif inside := attributes_of(value):
                 yield value
                 below += inside.values()

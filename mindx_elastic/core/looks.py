@@ -2,14 +2,18 @@
 of its code.
 
 `getattr` and `hasattr` run properties and `__getattr__`, which may raise anything (a stand-in for what is not built
-yet), draw random numbers or begin a collective. `len`, `==` and `repr` are code of the object in any case. So
-attributes are read from the tables where Python keeps them, and what has to be called is called here.
+yet), draw random numbers or begin a collective; `isinstance` runs a property ``__class__``, so of an object that the
+program has not named ``issubclass(type(value), ...)`` is asked. `len`, `==` and `repr` are code of the object in any
+case, also of a class made from `list` or `dict`. So attributes and items are read from the tables where Python keeps
+them, and what has to be called is called here.
 """
 
 from __future__ import annotations
 
+import math
 import types
 import weakref
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -19,23 +23,29 @@ __all__ = [
     "are_equal",
     "asked",
     "attributes_of",
+    "defines",
     "has_attributes",
     "has_method",
     "is_computed",
+    "items_of",
     "length_of",
     "text_of",
 ]
 
-_slots: weakref.WeakKeyDictionary[type, tuple[tuple[str, types.MemberDescriptorType], ...]]
-_slots = weakref.WeakKeyDictionary()
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_Tables = tuple[Any, tuple[tuple[str, types.MemberDescriptorType], ...]]
+_tables: weakref.WeakKeyDictionary[type, _Tables] = weakref.WeakKeyDictionary()
 
 
 def attributes_of(value: object) -> dict[str, Any]:
     """The instance dictionary of `value` and its slots. No code of the program runs."""
+    table, slots = _tables.get(type(value)) or _tables_of(type(value))
     found: dict[str, Any] = {}
-    with suppress(AttributeError, TypeError):
-        found.update(object.__getattribute__(value, "__dict__"))
-    for name, slot in _slots_of(type(value)):
+    if table is not None:
+        with suppress(AttributeError, TypeError):
+            found.update(table.__get__(value))
+    for name, slot in slots:
         try:
             found[name] = slot.__get__(value)
         except AttributeError:
@@ -45,11 +55,21 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 def has_attributes(value: object) -> bool:
     """Whether it has an instance dictionary or slots. No code of the program runs."""
-    try:
-        object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return bool(_slots_of(type(value)))
-    return True
+    return _tables_of(type(value)) != (None, ())
+
+
+def items_of(value: object, most: float = math.inf) -> list[tuple[Any, Any]] | None:
+    """Places and items of a list, tuple, deque, set or dict, or of a class made from one, as Python keeps them; none
+    where there are more than `most`. None: it is no such container. A dict is read at once: other threads may write."""
+    kind, base = type(value), None
+    for base in _CONTAINERS:
+        if issubclass(kind, base):
+            break
+    else:
+        return None
+    if base.__len__(value) > most:
+        return []
+    return list(dict.items(value)) if base is dict else list(enumerate(base.__iter__(value)))  # type: ignore[arg-type]
 
 
 def asked(value: object, name: str, default: Any = None) -> Any:
@@ -62,17 +82,29 @@ def asked(value: object, name: str, default: Any = None) -> Any:
 
 
 def has_method(value: object, *names: str) -> bool:
-    """Whether `value` has all of these methods. No property runs; ``__getattr__`` is asked where a class has one."""
-    return all(_has_method(value, name) for name in names)
+    """Whether `value`, which the program has named, has all of these methods. No property runs; ``__getattr__`` is
+    asked where a class has one."""
+    kinds = type(value).__mro__[:-1]
+    asks = any("__getattr__" in kind.__dict__ or "__getattribute__" in kind.__dict__ for kind in kinds)
+    known = [_defines(value, name) for name in names]
+    return all(
+        asks and callable(asked(value, name)) if is_one is None else is_one
+        for name, is_one in zip(names, known, strict=True)
+    )
 
 
-def _has_method(value: object, name: str) -> bool:
+def defines(value: object, *names: str) -> bool:
+    """The same of any object: whether its class or its attributes have these methods. No code of the program runs."""
+    return all(_defines(value, name) for name in names)
+
+
+def _defines(value: object, name: str) -> bool | None:
+    """None: neither its class nor its attributes have the name."""
     for kind in type(value).__mro__:
         if name in kind.__dict__:
             return callable(kind.__dict__[name]) or isinstance(kind.__dict__[name], (classmethod, staticmethod))
-    if any("__getattr__" in kind.__dict__ or "__getattribute__" in kind.__dict__ for kind in type(value).__mro__[:-1]):
-        return callable(asked(value, name))
-    return callable(attributes_of(value).get(name))
+    attributes = attributes_of(value)
+    return callable(attributes[name]) if name in attributes else None
 
 
 def length_of(value: Any) -> int | None:
@@ -109,17 +141,21 @@ def is_computed(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _slots_of(kind: type) -> tuple[tuple[str, types.MemberDescriptorType], ...]:
-    slots = _slots.get(kind)
-    if slots is None:
-        named = ((name, each.__dict__.get(name)) for each in kind.__mro__ for name in _slot_names(each))
-        slots = tuple((name, slot) for name, slot in named if isinstance(slot, types.MemberDescriptorType))
-        _slots[kind] = slots
-    return slots
+def _tables_of(kind: type) -> _Tables:
+    """Python's own descriptors of the instance dictionary (None: there is none, or a property ``__dict__`` of the class
+    hides it) and of the slots."""
+    table, slots = None, {}
+    for each in reversed(kind.__mro__):
+        own = each.__dict__
+        table = own["__dict__"] if type(own.get("__dict__")) in _DESCRIPTORS else table
+        for name in _slot_names(own["__slots__"]) if "__slots__" in own else ():
+            if type(slot := own.get(name)) is types.MemberDescriptorType:
+                slots[name] = slot
+    known = _tables[kind] = table, tuple(slots.items())
+    return known
 
 
-def _slot_names(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
+def _slot_names(slots: object) -> tuple[str, ...]:
     if isinstance(slots, str):
         return (slots,)
     return tuple(slots) if isinstance(slots, (tuple, list)) else ()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, items_of
 from mindx_elastic.data.permutation import mix
 
 __all__ = ["find_generators", "is_generator", "may_read_streams", "seed_generators", "set_state", "state_of"]
@@ -28,6 +28,7 @@ __all__ = ["find_generators", "is_generator", "may_read_streams", "seed_generato
 _OWN = 7  # keeps their seeds apart from the other hashes
 _MOST_OBJECTS, _DEEPEST, _LONGEST = 4000, 8, 256
 _CONTAINERS = (list, tuple, dict, types.MethodType, functools.partial)
+_KEYS = (str, int, float, bool, type(None))
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.Tensor, np.ndarray)
 _METHODS = (
     *("__call__", "__enter__", "__getitem__", "__getitems__", "__init__", "__iter__", "__len__", "__next__"),
@@ -45,7 +46,7 @@ def may_read_streams(root: Any) -> bool:
     """Whether code that can be reached from `root` may use the state of a global stream without moving it: it names one
     of the functions that read, set or fork one. True also where there is too much code to look through."""
     return any(
-        value is _MORE or (isinstance(value, types.FunctionType) and not _READERS.isdisjoint(_names_of(value.__code__)))
+        value is _MORE or (type(value) is types.FunctionType and not _READERS.isdisjoint(_names_of(value.__code__)))
         for _, value in _reach(root)
     )
 
@@ -66,7 +67,7 @@ def _names_of(code: types.CodeType) -> set[str]:
 def is_generator(value: Any) -> bool:
     """Whether it has a state that can be read and set."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+    return issubclass(type(value), kinds) and not issubclass(type(value), random.SystemRandom)
 
 
 def find_generators(root: Any, *, beside: Any = None) -> dict[str, Any]:
@@ -92,13 +93,14 @@ def _reach(root: Any, beside: Any = None) -> Iterator[tuple[str, Any]]:
         yield place, value
         if depth >= _DEEPEST or is_generator(value):
             continue
-        if isinstance(value, types.FunctionType):
+        if type(value) is types.FunctionType:
             names |= _names_of(value.__code__)
-        elif not isinstance(value, _CONTAINERS):
-            _add_kind(value if isinstance(value, type) else type(value), (place, depth), kinds)
+        elif not issubclass(type(value), _CONTAINERS):
+            _add_kind(value if issubclass(type(value), type) else type(value), (place, depth), kinds)
         for name, part in _parts(value):
-            is_leaf = isinstance(part, _LEAVES) and not (isinstance(part, type) and not _is_known(part))
-            if is_leaf or id(part) in seen or (isinstance(part, types.FunctionType) and _is_known(part)):
+            kind = type(part)
+            is_leaf = issubclass(kind, _LEAVES) and not (issubclass(kind, type) and not _is_known(part))
+            if is_leaf or id(part) in seen or (kind is types.FunctionType and _is_known(part)):
                 continue
             count += 1
             if count >= _MOST_OBJECTS:
@@ -106,7 +108,7 @@ def _reach(root: Any, beside: Any = None) -> Iterator[tuple[str, Any]]:
                 return
             seen.add(id(part))
             found = (f"{place}.{name}" if place else name, part, depth + 1)
-            (code if isinstance(part, types.FunctionType) else objects).append(found)
+            (code if kind is types.FunctionType else objects).append(found)
 
 
 def _add_kind(kind: type, place: tuple[str, int], kinds: dict[type, tuple[str, int]]) -> None:
@@ -145,24 +147,21 @@ _GLOBAL = _global_generators()
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        if len(value) <= _LONGEST:
-            yield from ((str(number), part) for number, part in enumerate(value))
+    kind = type(value)
+    if issubclass(kind, (list, tuple, dict)):
+        items = enumerate(items_of(value, _LONGEST) or ())
+        yield from ((str(key) if type(key) in _KEYS else str(number), part) for number, (key, part) in items)
         return
-    if isinstance(value, dict):
-        if len(value) <= _LONGEST:
-            yield from ((str(key), part) for key, part in value.items())
-        return
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         yield from _parts_of_function(value)
         return
-    if isinstance(value, types.MethodType):
+    if kind is types.MethodType:
         yield "self", value.__self__
         yield "function", value.__func__
         return
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    if not isinstance(value, type):
+    if not issubclass(kind, type):
         yield from ((str(name), part) for name, part in attributes_of(value).items())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.core.looks import attributes_of, items_of
 from mindx_elastic.core.tensor_memory import memory_of
 
 __all__ = ["digest", "leaves", "outline", "shape_of", "stream_bytes"]
 
 _MOST_TEXT = 80
+_PLAIN: tuple[Any, ...] = (type(None), bool, int, float, complex, str)
 _DEPTH = 20
 _MOST_LEAVES = 1000
 
@@ -26,21 +29,21 @@ def digest(value: Any) -> str:
 
     Small values are shown as they are. Of objects that hold no tensors, numbers or texts only the type counts.
     """
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         return _of_tensor(value)
-    if isinstance(value, np.ndarray):
+    if issubclass(type(value), np.ndarray):
         head = f"{value.dtype} {value.shape}"
         body = value.tobytes() if value.dtype != object else repr(value.tolist()).encode()
         return _hash(head, body)
-    if isinstance(value, np.generic):
+    if issubclass(type(value), np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        text = repr(value)
+    if (base := next((each for each in _PLAIN if issubclass(type(value), each)), None)) is not None:
+        text = base.__repr__(value)  # a class made from it may have a `__repr__` of its own
         return text if len(text) <= _MOST_TEXT else _hash("text", text.encode())
-    if isinstance(value, (bytes, bytearray, memoryview)):
+    if issubclass(type(value), (bytes, bytearray, memoryview)):
         return _hash("bytes", bytes(value))
-    if isinstance(value, (set, frozenset)):
-        return _hash("set", json.dumps(sorted(digest(item) for item in value)).encode())
+    if issubclass(type(value), (set, frozenset)):
+        return _hash("set", json.dumps(sorted(digest(item) for _, item in items_of(value) or ())).encode())
     if _children(value) is not None:
         parts = [[name, part] for name, part in leaves(value)]
         return _hash(type(value).__name__, json.dumps(parts).encode())
@@ -99,16 +102,17 @@ def stream_bytes(state: Any) -> bytes:
 
 def _children(value: Any) -> dict[str, Any] | None:
     """What a container holds; None: it is none."""
-    if isinstance(value, Mapping):
+    kind = type(value)
+    if issubclass(type(value), (dict, list, tuple, deque)):
+        items, names = items_of(value) or (), getattr(kind, "_fields", None)
+        return {str(key if names is None else names[key]): item for key, item in items}
+    if issubclass(type(value), Mapping):
         return {str(key): item for key, item in value.items()}
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
-        if hasattr(value, "_fields"):
-            return dict(zip(value._fields, value, strict=False))
-        return {str(index): item for index, item in enumerate(value)}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if type(value).__name__ in ("BatchEncoding", "BatchFeature", "PackedSequence", "Data", "Batch"):
-        return dict(vars(value))
+    if is_dataclass(kind):
+        own = attributes_of(value)
+        return {field.name: own.get(field.name) for field in fields(kind)}
+    if kind.__name__ in ("BatchEncoding", "BatchFeature", "PackedSequence", "Data", "Batch"):
+        return attributes_of(value)
     return None
 
 

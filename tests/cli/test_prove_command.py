@@ -101,7 +101,7 @@ def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path, memory
         *words, "--", JOBS / "proved.py", "exact", tmp_path / "ckpt", cwd=tmp_path, MINDX_ARENA_DIR=str(memory)
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "all equal: 5 steps of 2 ranks" in result.stdout
+    assert "every step equal: 5 steps of 2 ranks" in result.stdout
     assert "killed after step" in result.stdout and "stopped after step" in result.stdout
     assert not list(tmp_path.iterdir()), "not even the agent's run directory"
     assert not list(memory.iterdir())

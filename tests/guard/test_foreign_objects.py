@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+import mindx_elastic
 from mindx_elastic import Guard
-from mindx_elastic.core.looks import are_equal, asked, attributes_of, has_method, length_of, text_of
+from mindx_elastic.core.looks import (
+    are_equal,
+    asked,
+    attributes_of,
+    defines,
+    has_attributes,
+    has_method,
+    items_of,
+    length_of,
+    text_of,
+)
 from mindx_elastic.errors import UsageError
+
+OURS = str(Path(mindx_elastic.__file__).parent)
 
 
 class Stopped(Exception):
@@ -44,6 +59,79 @@ class Hostile:
         return 1
 
     generator = optimizer = sampler = dataset = state_dict = load_state_dict = epoch
+
+
+def _counted(name: str, otherwise: Any) -> Any:
+    """A special method, which answers outside of this package as `otherwise` does."""
+
+    def method(self: Any, *arguments: Any) -> Any:
+        if not _is_asked_by_us():
+            return otherwise(self, *arguments)
+        Silent.calls.append(name)
+        raise RuntimeError(name)
+
+    return method
+
+
+def _is_asked_by_us() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if OURS in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Silent:
+    """Whatever we ask it, it notes and fails: also what a class it is of, and for its attributes."""
+
+    calls: list[str] = []  # noqa: RUF012
+
+    __getattribute__ = _counted("__getattribute__", object.__getattribute__)
+    __eq__ = _counted("__eq__", object.__eq__)
+    __hash__ = _counted("__hash__", object.__hash__)
+    __repr__ = _counted("__repr__", object.__repr__)
+    __len__ = __iter__ = __bool__ = __call__ = __getitem__ = _counted("another method", None)
+
+
+class HidesItsDict:
+    """As some classes of pydantic."""
+
+    __dict__ = property(_counted("__dict__", lambda self: {}))
+    __class__ = property(_counted("__class__", lambda self: HidesItsDict))
+
+
+class LazyDict(dict[str, int]):
+    __iter__ = keys = values = items = __getitem__ = _counted("of a dict", None)
+    __len__ = copy = __iter__
+
+
+class LazyList(list[int]):
+    __iter__ = __getitem__ = __len__ = copy = _counted("of a list", None)
+
+
+class OwnTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_asked_by_us():
+            Silent.calls.append("__torch_function__")
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def silent() -> list[Any]:
+    return [Silent(), HidesItsDict(), LazyDict(a=1), LazyList([1]), torch.ones(2).as_subclass(OwnTensor)]
+
+
+class OfProgram:
+    def __init__(self) -> None:
+        self.count, self.parts, self.named = 0, silent(), {"a": Silent()}
+        self.one, self.two, self.three, self.four, self.five = silent()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
 
 
 class Images(Dataset[torch.Tensor]):
@@ -144,6 +232,53 @@ def test_a_hostile_object_that_is_named_is_refused_in_our_words(tmp_path: Path) 
         pass
 
 
+def train_among_silent_ones(directory: Path, *, stop: int = 0) -> torch.Tensor:
+    torch.manual_seed(0)
+    alone, others, named, kept = silent(), OfProgram(), {"a": Silent(), "b": HidesItsDict()}, OfProgram()
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+    model[0].note, model[0].notes = HidesItsDict(), silent()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    owners: list[Any] = [optimizer, scheduler, *model.parameters()]
+    for owner in owners:
+        owner.note, owner.other = silent()[:2]
+    loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4, shuffle=True)
+    guard = Guard(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        loader=loader,
+        stateful={"kept": kept},
+        directory=directory,
+        save_every=2,
+    )
+    with suppress(Stopped), guard:
+        for _ in guard.epochs(2):
+            for (x,) in loader:
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                kept.count += 1
+                others.count += 1
+                assert alone
+                alone, named["c"] = silent(), Silent()
+                others.parts.append(Silent())
+                guard.step_end(loss=loss)
+                if guard.step == stop:
+                    raise Stopped
+    return model[0].weight.detach().clone()  # type: ignore[no-any-return]
+
+
+def test_no_look_runs_code_of_the_program(tmp_path: Path) -> None:
+    Silent.calls.clear()
+    whole = train_among_silent_ones(tmp_path / "whole")
+    train_among_silent_ones(tmp_path / "job", stop=3)
+    assert torch.equal(train_among_silent_ones(tmp_path / "job"), whole)
+    assert not Silent.calls
+
+
 class Stage:
     """As webdataset makes of a function and its arguments; here they are looked at and not called."""
 
@@ -178,3 +313,10 @@ def test_each_look_answers() -> None:
     assert not has_method(hostile, "missing")
     assert has_method(hostile, "__len__", "__iter__")
     assert not Hostile.properties_run
+    Silent.calls.clear()
+    one, two, lazy, items, _ = silent()
+    for each in (one, two):
+        assert not issubclass(type(each), dict) and not has_attributes(two) and items_of(each) is None
+        assert not defines(each, "missing") and attributes_of(each) == {}
+    assert items_of(lazy) == [("a", 1)] and items_of(items) == [(0, 1)] and items_of(items, 0) == []
+    assert defines(lazy, "items") and not Silent.calls

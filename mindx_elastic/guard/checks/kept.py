@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,13 +58,15 @@ class Kept:
                 self._objects |= {id(component.optimizer), id(component.local)}
                 # its generators, too: `OwnAttributes`
                 inside = attributes_of(component.optimizer).values()
-                self._objects |= {id(value) for value in inside if isinstance(value, GENERATORS)}
+                self._objects |= {id(value) for value in inside if issubclass(type(value), GENERATORS)}
         elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
             self._objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
         else:
             found = reachable(target, models=kind != "loader", but=but)
             self._objects |= found.keys()
-            self._held += [value for value in found.values() if isinstance(value, torch.Tensor)]
+            self._held += [
+                cast(torch.Tensor, value) for value in found.values() if issubclass(type(value), torch.Tensor)
+            ]
 
     def has_object(self, value: object) -> bool:
         """Whether it is part of a named object, or hangs on a loader, whose business it is."""

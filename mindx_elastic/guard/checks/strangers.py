@@ -31,7 +31,8 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     try:
-        return tensor.untyped_storage().data_ptr() or None
+        with torch._C.DisableTorchFunctionSubclass():  # a tensor class of the program may have code there
+            return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):
         return None
 
