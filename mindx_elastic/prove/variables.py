@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from types import FrameType, GeneratorType
 from typing import Any
 
@@ -40,12 +41,13 @@ _MOST_BYTES = 1 << 20
 _MOST_BYTES_IN_ALL = 1 << 26
 _BLOCK, _MOST_BLOCKS = 4096, 64
 _DEPTH = 3
-_LONGEST_KEY = 32
+_LONGEST_KEY, _LONGEST_NAME = 32, 128
 _MOST_NESTED = 4
 _MOST_INNER = 16
 _MODULES = ("builtins", "itertools")
 _NUMBERS = (int, float)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_COUNTS = (int, bool)
 _SHORT = frozenset((bool, float, type(None)))
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
@@ -228,6 +230,11 @@ def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
         own = attributes_of(value)
         shared = [item for each in reversed(type(value).__mro__) for item in vars(each).items()]
         first = {name: item for name, item in shared if type(item) in _PLAIN and not name.startswith("__")}
+        if _is_library(
+            type(value).__module__
+        ):  # file names, times, queues: its class keeps them, and each run has others
+            own = {name: item for name, item in own.items() if type(item) in _COUNTS or _has_tensors(item)}
+            first = {}
         return [(f".{name}", item) for name, item in {**first, **own}.items()]
     if kind == "class":
         return [(f".{name}", item) for name, item in vars(value).items() if not name.startswith("__")]
@@ -240,14 +247,22 @@ def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", item) for name, item in own.items()]
     if kind == "loader":
         return [(".dataset", attributes_of(value).get("dataset"))]
-    if type(value) is deque:  # a full one has the same length for ever
-        return [("[0]", value[0]), ("[-1]", value[-1])] if value else []
-    if type(value) is set or len(value) > _MOST_ITEMS:
+    if type(value) is set or not value:
         return []
-    if type(value) in _DICTS:  # by no text that is looked up
-        items = [(key, item) for key, item in value.items() if type(key) in (int, str)]
-        return [(f"[{key!r}]", item) for key, item in items if type(key) is int or len(key) <= _LONGEST_KEY]
+    if type(value) in _DICTS:  # by no text that is looked up; the names of weights are longer
+        items = [(key, item) for key, item in islice(value.items(), _MOST_ITEMS) if type(key) in (int, str)]
+        longest = _LONGEST_NAME if _has_tensors(value) else _LONGEST_KEY
+        return [(f"[{key!r}]", item) for key, item in items if type(key) is int or len(key) <= longest]
+    if type(value) is deque or len(value) > _MOST_ITEMS:  # a full one has the same length for ever
+        return [("[0]", value[0]), ("[-1]", value[-1])]
     return [(f"[{number}]", item) for number, item in enumerate(value)]
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a tensor or an array, or a container that begins with one."""
+    if type(value) in _CONTAINERS and value:
+        value = next(iter(value.values() if type(value) in _DICTS else value))
+    return type(value) in _TENSORS
 
 
 def _sample(value: Any) -> Any:

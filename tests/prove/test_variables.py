@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 import torch
@@ -157,7 +158,10 @@ def test_what_the_guard_keeps_is_left_out() -> None:
 def test_of_long_containers_the_length_is_noted() -> None:
     found = noted(losses=deque(range(500)), rows=list(range(65)))
     assert found["the length of \"values['losses']\""] == "500" and found["the length of \"values['rows']\""] == "65"
-    assert not any("rows'][" in name for name in found)
+    ends = {name for name in found if "rows'][" in name or "losses'][" in name}
+    assert ends == {f"\"values['{name}'][{end}]\"" for name in ("losses", "rows") for end in (0, -1)}
+    weights = noted(best={"blocks.0.attention.in_projection.weight": torch.zeros(2)})
+    assert "\"values['best']['blocks.0.attention.in_projection.weight']\"" in weights
 
 
 class Counting(Dataset[int]):
@@ -172,6 +176,13 @@ class Counting(Dataset[int]):
 
 def test_the_data_of_a_loader_is_looked_at() -> None:
     assert noted(loader=DataLoader(Counting()))["\"values['loader'].dataset.calls\""] == "0"
+
+
+def test_of_objects_of_a_library_only_counts_and_tensors_are_noted() -> None:
+    writer = jinja2.Environment()
+    vars(writer).update(number=1, began=1.5, file="events.out", average=[torch.zeros(2)], rows=[1])
+    found = {name.partition(".")[2] for name in noted() if '"writer.' in name}
+    assert {'number"', 'average"', 'average[0]"'} <= found and not {'began"', 'file"', 'rows"'} & found
 
 
 def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:
