@@ -657,7 +657,7 @@ class Guard(LayeredGuard):
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
-        self._loops.leave()
+        self._loops.end()
         if self._loops.step and not self._known and self._finished_step:
             self._loaders.settle()
             self._boundaries.copy(self._loops.position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -453,6 +454,29 @@ def test_a_smaller_number_than_what_is_done_is_told(tmp_path: Path, caplog: pyte
     caplog.clear()
     Job(tmp_path).run(epochs=3)
     assert "makes no step" not in caplog.text
+
+
+def test_a_phase_that_is_over_is_no_smaller_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def phases(stop: int = 0) -> Job:
+        job = Job(tmp_path)
+        with job.guard as guard:
+            for until in (1, 3):
+                for _ in guard.epochs(until):
+                    for x, y in job.loader:
+                        nn.functional.cross_entropy(job.network(x), y).backward()
+                        job.optimizer.step()
+                        job.optimizer.zero_grad()
+                        if guard.step + 1 == stop:
+                            stop_with("enough")
+                        guard.step_end()
+        return job
+
+    with pytest.raises(RuntimeError, match="enough"):
+        phases(stop=2 * STEPS_PER_EPOCH)
+    caplog.clear()
+    job = phases()
+    assert job.guard.step == 3 * STEPS_PER_EPOCH
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_fewer_steps_than_are_done_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -79,6 +79,8 @@ class Loops:
         self._is_judged = self._repeats = False  # the latter: another pass over the loader, within an epoch of our loop
         self._kept: frozenset[int] = frozenset()
         self._first = self._resumed_epoch = 0
+        self._shorter: tuple[str, str] | None = None
+        """A loop that the resumed run is past already, and how far that is; another loop may go on behind it."""
         self._restore: Callable[[], None] | None = None
         self.at_next_batch: Callable[[], None] = lambda: None
         """Called when the loop asks for the next batch after one of the first boundaries."""
@@ -238,7 +240,7 @@ class Loops:
         first = self._first_epoch(num_epochs)
         if first > num_epochs and self._is_resuming:
             if self.epoch > num_epochs:
-                self._tell_shorter(f"epochs({num_epochs})", f"epoch {self.epoch}")
+                self._shorter = f"epochs({num_epochs})", f"epoch {self.epoch}"
             self.tail.resume(self._collector.loop)
             self.tail.put_back(sys._getframe(1))
         try:
@@ -285,14 +287,6 @@ class Loops:
                 listed(changed, 4),
                 self.step,
             )
-
-    @staticmethod
-    def _tell_shorter(loop: str, reached: str) -> None:
-        logger.warning(
-            "guard.%s: the resumed run is at %s already, so this loop makes no step; to train on give a larger one",
-            loop,
-            reached,
-        )
 
     def _first_epoch(self, num_epochs: int) -> int:
         if self.tail.was_left(self._collector.loop, self.epoch, num_epochs):
@@ -367,8 +361,16 @@ class Loops:
             self._begin = {"global": capture_rng(), "named": named_streams(self._collector)}
             self._arm(restore=False)
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """The block has ended by itself."""
+        self._leave_epoch()
+        if self._shorter is not None and self.step == self._first:
+            text = (
+                "guard.%s: the resumed run is at %s already, so this loop makes no step; to train on give a larger one"
+            )
+            logger.warning(text, *self._shorter)
+
+    def _leave_epoch(self) -> None:
         if self._is_late:
             self._is_late = False
             self._collector.loop = {**self._collector.loop, _ONE_STEP: True}
@@ -398,7 +400,7 @@ class Loops:
             self._between.leave()  # the boundary is here
         if self.tail.is_pending:
             self._pass_tail(left=0)
-        self.leave()
+        self._leave_epoch()
         if self._is_over():
             self._between.look()
         self._between.leave()
@@ -516,7 +518,7 @@ class Loops:
         if not inside:
             self._begin_loop()
             if self._is_resuming and self.step > num_steps:
-                self._tell_shorter(f"steps({num_steps})", f"step {self.step}")
+                self._shorter = f"steps({num_steps})", f"step {self.step}"
         ended = (self.epoch if inside else 0, num_steps)
         if 0 < num_steps <= self._ended_steps.get(ended[0], 0):
             raise UsageError(
