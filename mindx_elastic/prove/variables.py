@@ -106,14 +106,15 @@ def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
         owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
     elif isinstance(target, nn.Module):
         owners = [(f"{name}.{inner}" if inner else name, module) for inner, module in target.named_modules()]
-        owners += [(f"{name}.{inner}", parameter) for inner, parameter in target.named_parameters()]
+        owners += [(f"{at}.{key}", p) for at, m in owners for key, p in m._parameters.items() if p is not None]
     found = []
     for label, owner in owners:
         is_tensor, kind = isinstance(owner, torch.Tensor), type(owner)
         has_table = is_tensor or isinstance(owner, nn.Module)
         own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
-        for key, value in list(own.items()):
-            if key in _OF_TORCH or key.startswith(_OF_TORCH_TOO):
+        for key in sorted(own.keys() - _OF_TORCH):  # nearly all modules and parameters have nothing else
+            value = own[key]
+            if key.startswith(_OF_TORCH_TOO):
                 continue
             is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
             if is_set or not _is_library(kind.__module__):
