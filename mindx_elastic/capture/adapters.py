@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import sys
 import threading
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,112 +19,13 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.generators import Adapter, check_kind, generator_adapter
 from mindx_elastic.capture.tensor_copy import TensorCopy
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
-__all__ = ["NO_STATE", "Adapter", "Attributes", "TensorAdapter", "adapted", "attributes", "generator_adapter", "paired"]
-
-
-class Adapter(Protocol):
-    """Gives the state of another object and puts it back into that very object."""
-
-    is_stream: bool
-    """A random stream: an evaluation must leave it as it was, and code before the first batch may draw from it."""
-    gives_copies: bool
-    """What `state_dict` returns is a copy already."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> None: ...
-
-
-class _TorchGenerator:
-    is_stream, gives_copies = True, False
-
-    def __init__(self, name: str, generator: torch.Generator) -> None:
-        self._name, self._generator = name, generator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "torch.Generator", "device": self._generator.device.type, "state": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, "torch.Generator")
-        here = self._generator.device.type
-        if state["device"] != here:
-            raise MismatchError(
-                f"{self._name}: the checkpoint holds a generator on {state['device']}, this one is on {here}; make it "
-                f"with torch.Generator(device={state['device']!r})"
-            )
-        self._generator.set_state(state["state"])
-
-
-class _PythonRandom:
-    is_stream, gives_copies = True, False
-
-    def __init__(self, name: str, generator: random.Random) -> None:
-        self._name, self._generator = name, generator
-        try:
-            generator.getstate()
-        except NotImplementedError:
-            raise UsageError(
-                f"{name} is a {type(generator).__name__}, which draws from the operating system and cannot be resumed: "
-                "use random.Random(seed)"
-            ) from None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "random.Random", "state": self._generator.getstate()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, "random.Random")
-        self._generator.setstate(state["state"])
-
-
-class _NumpyGenerator:
-    """`numpy.random.Generator`, or a bit generator by itself."""
-
-    is_stream, gives_copies = True, False
-
-    def __init__(self, name: str, bits: Any) -> None:
-        self._name, self._bits = name, bits
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "numpy.random.Generator", "state": self._bits.state, "seeds": _seed_sequence(self._bits)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, "numpy.random.Generator")
-        there, here = state["state"]["bit_generator"], type(self._bits).__name__
-        if there != here:
-            raise MismatchError(f"{self._name}: the checkpoint holds a {there}, this generator's bits come from {here}")
-        self._bits.state = state["state"]
-        if state["seeds"] not in (None, _seed_sequence(self._bits)):
-            self._set_seeds(state["seeds"])
-
-    def _set_seeds(self, seeds: dict[str, Any]) -> None:
-        """Those of the interrupted process: it has spawned from them, or they came from the operating system."""
-        import numpy
-
-        try:
-            self._bits.__setstate__((self._bits.state, numpy.random.SeedSequence(**seeds)))
-        except (TypeError, ValueError):  # numpy before 1.25 has no way to set them
-            if seeds["n_children_spawned"]:
-                raise MismatchError(
-                    f"{self._name}: the generator had spawned others, which this numpy cannot resume; use 1.25 or newer"
-                ) from None
-
-
-class _NumpyRandomState:
-    is_stream, gives_copies = True, False
-
-    def __init__(self, name: str, generator: Any) -> None:
-        self._name, self._generator = name, generator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "numpy.random.RandomState", "state": self._generator.get_state(legacy=False)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, "numpy.random.RandomState")
-        self._generator.set_state(state["state"])
+__all__ = ["NO_STATE", "Attributes", "TensorAdapter", "adapted", "attributes", "paired"]
 
 
 class TensorAdapter:
@@ -152,7 +52,7 @@ class TensorAdapter:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, "torch.Tensor")
+        check_kind(self._name, state, "torch.Tensor")
         here, there = local_part(self._tensor), state["value"]
         if here.shape != there.shape or here.dtype != there.dtype:
             raise MismatchError(
@@ -175,7 +75,7 @@ class _Container:
         return {"kind": self._kind, "value": snapshot(self._container, self._name)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, self._kind)
+        check_kind(self._name, state, self._kind)
         if put_back(self._container, state["value"], self._name) is not self._container:
             raise MismatchError(
                 f"{self._name}: the checkpoint's {self._kind} does not fit into this one (another size or type); make "
@@ -287,7 +187,7 @@ class _Object:
         return inner
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, self._class)
+        check_kind(self._name, state, self._class)
         there = {**state["plain"], **state["nested"]}
         live = attributes_of(self._target) if self._names is None else dict(self._attributes())
         if self._names is not None and (differ := set(self._names).symmetric_difference(there)):
@@ -372,7 +272,7 @@ class _Pair:
         return {"kind": f"{type(self._target).__qualname__}.{self._gets}", "value": getattr(self._target, self._gets)()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_kind(self._name, state, f"{type(self._target).__qualname__}.{self._gets}")
+        check_kind(self._name, state, f"{type(self._target).__qualname__}.{self._gets}")
         getattr(self._target, self._sets)(state["value"])
 
 
@@ -397,45 +297,7 @@ def _needed(method: Any) -> int:
     return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
 
 
-def generator_adapter(name: str, target: object) -> Adapter | None:
-    if isinstance(target, torch.Generator):
-        return _TorchGenerator(name, target)
-    if isinstance(target, random.Random):
-        return _PythonRandom(name, target)
-    if "numpy" in sys.modules:
-        import numpy
-
-        if isinstance(target, numpy.random.Generator):
-            return _NumpyGenerator(name, target.bit_generator)
-        if isinstance(target, numpy.random.BitGenerator):
-            return _NumpyGenerator(name, target)
-        if isinstance(target, numpy.random.RandomState):
-            return _NumpyRandomState(name, target)
-    return None
-
-
 def _is_own(target: object) -> bool:
     """Whether it is of a class that the program may have written: a loss that can be called, with tensors in it."""
     root = type(target).__module__.partition(".")[0]
     return (root not in ("torch", "numpy", "builtins") and root not in sys.stdlib_module_names) or root == "__main__"
-
-
-def _check_kind(name: str, state: Any, kind: str) -> None:
-    there = state.get("kind") if isinstance(state, dict) else None
-    if there != kind:
-        raise MismatchError(
-            f"{name}: this is a {kind}, and the checkpoint holds the state of {there or 'another type'}"
-        )
-
-
-def _seed_sequence(bits: Any) -> dict[str, Any] | None:
-    """What `spawn` of a numpy generator counts; None where there is no such sequence (older numpy, own types)."""
-    import numpy
-
-    seeds = getattr(bits, "seed_seq", None)
-    if not isinstance(seeds, numpy.random.SeedSequence):
-        return None
-    state: dict[str, Any] = dict(seeds.state)
-    if not isinstance(state["entropy"], (int, type(None))):
-        state["entropy"] = [int(word) for word in state["entropy"]]
-    return state

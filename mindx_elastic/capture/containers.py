@@ -1,4 +1,5 @@
-"""Plain Python state that programs keep in a loop: lists, dicts, deques, counters, tensors, and objects of them.
+"""Plain Python state that programs keep in a loop: lists, dicts, deques, counters, tensors, random
+generators, and objects of them.
 
 `snapshot` copies such a value into what a checkpoint can hold; `put_back` makes the live value equal to it again, in
 place as far as that goes, because the program has other references to it. What a checkpoint has no word for (a named
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.capture.generators import GENERATORS, generator_adapter, with_state
 from mindx_elastic.capture.stand_ins import MARK, class_of, fields_of, originals, stand_in
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import UnsupportedStateError
@@ -22,6 +24,8 @@ __all__ = ["put_back", "snapshot"]
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _DEEPEST = 60
+_GENERATOR = "generator"
+"""The class that a stand-in names for a random generator."""
 
 
 def snapshot(value: Any, place: str, depth: int = 0) -> Any:
@@ -51,7 +55,9 @@ def snapshot(value: Any, place: str, depth: int = 0) -> Any:
         return copied
     if kind.__module__ == "numpy":
         return value.copy() if hasattr(value, "dtype") else value  # arrays and scalars
-    known = stand_in(value, lambda part: snapshot(part, place, depth + 1))
+    if (generator := generator_adapter(place, value)) is not None:
+        return {MARK: _GENERATOR, "state": snapshot(generator.state_dict(), place, depth + 1)}
+    known = stand_in(value, lambda part: snapshot(part, place, depth + 1), also=GENERATORS)
     if known is not value:
         return known
     if issubclass(kind, torch.Tensor):
@@ -59,8 +65,8 @@ def snapshot(value: Any, place: str, depth: int = 0) -> Any:
     raise UnsupportedStateError(
         place,
         f"a {kind.__module__}.{kind.__qualname__} cannot be kept here; use numbers, strings, tensors, arrays, lists, "
-        "tuples, dicts, sets, deques, named tuples, dataclasses and objects that have only these, or name the object "
-        "itself in stateful=",
+        "tuples, dicts, sets, deques, named tuples, dataclasses, random generators and objects that have only these, "
+        "or name the object itself in stateful=",
     )
 
 
@@ -142,6 +148,8 @@ def _unmarked(live: Any, saved: Mapping[str, Any], place: str) -> Any:
         if saved["parameter"]:
             return torch.nn.Parameter(filled, requires_grad=saved["grad"])
         return filled.requires_grad_(saved["grad"])
+    if saved[MARK] == _GENERATOR:
+        return with_state(live, saved["state"], place)
     kind = class_of(saved[MARK], place)
     if issubclass(kind, tuple) and "values" in saved:
         return tuple.__new__(kind, put_back(live if type(live) is kind else None, saved["values"], place))

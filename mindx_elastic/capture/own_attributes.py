@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.capture.adapters import generator_adapter
 from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.dtensors import local_part
+from mindx_elastic.capture.generators import generator_adapter
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError

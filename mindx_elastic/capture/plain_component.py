@@ -12,9 +12,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
-from mindx_elastic.capture.adapters import Adapter, TensorAdapter
+from mindx_elastic.capture.adapters import TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
+from mindx_elastic.capture.generators import Adapter
 from mindx_elastic.capture.nested_states import NestedStates
 from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, originals
@@ -105,7 +106,7 @@ class PlainComponent:
     KEPT_IN = "_copy"
     """The attribute with the boundary's copy."""
     is_stream = False
-    """A random generator: see `adapters.Adapter`."""
+    """A random generator: see `generators.Adapter`."""
     is_heavy = False
     """It is not copied at every boundary."""
 

@@ -68,8 +68,11 @@ _DENSE = (torch.Tensor, torch.nn.Parameter)
 _plain_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
-def stand_in(value: Any, part: Callable[[Any], Any]) -> Any:
-    """What stands for `value`, each of its parts as `part` gives it; `value` itself where nothing can."""
+def stand_in(value: Any, part: Callable[[Any], Any], also: tuple[type, ...] = ()) -> Any:
+    """What stands for `value`, each of its parts as `part` gives it; `value` itself where nothing can.
+
+    `also`: classes that `part` knows, and that may be in an object beside tensors and plain data.
+    """
     kind = type(value)
     path = _path(kind)
     if issubclass(kind, torch.Tensor):
@@ -88,7 +91,7 @@ def stand_in(value: Any, part: Callable[[Any], Any]) -> Any:
     if path == _TENSOR_DICT:
         return {MARK: path, "state": part(value.state_dict())}
     key = "fields" if dataclasses.is_dataclass(kind) else "attributes"
-    if key == "attributes" and not (is_plain_class(kind) and _has_plain_data_only(value, 0)):
+    if key == "attributes" and not (is_plain_class(kind) and _has_plain_data_only(value, 0, also)):
         return value
     attributes = attributes_of(value)
     made = {MARK: path, key: part(attributes)}
@@ -241,7 +244,7 @@ def _is_of_python(module: str) -> bool:
     return root in sys.stdlib_module_names and root != "__main__"
 
 
-def _has_plain_data_only(value: Any, depth: int) -> bool:
+def _has_plain_data_only(value: Any, depth: int, also: tuple[type, ...]) -> bool:
     kind = type(value)
     if kind in _PLAIN:
         return True
@@ -250,14 +253,14 @@ def _has_plain_data_only(value: Any, depth: int) -> bool:
     if kind in (torch.Tensor, np.ndarray):
         return True
     if kind in (dict, OrderedDict):
-        return all(_has_plain_data_only(item, depth + 1) for pair in value.items() for item in pair)
+        return all(_has_plain_data_only(item, depth + 1, also) for pair in value.items() for item in pair)
     if kind in _CONTAINERS:
-        return all(_has_plain_data_only(item, depth + 1) for item in value)
-    if issubclass(kind, np.generic):
+        return all(_has_plain_data_only(item, depth + 1, also) for item in value)
+    if issubclass(kind, (np.generic, *also)):
         return True
     if not is_plain_class(kind):
         return False
-    return all(_has_plain_data_only(item, depth + 1) for item in attributes_of(value).values())
+    return all(_has_plain_data_only(item, depth + 1, also) for item in attributes_of(value).values())
 
 
 def check_objects(state: Any, place: str, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -194,6 +194,32 @@ def test_tensors_in_containers_stay_the_same_objects() -> None:
     assert isinstance(fresh["b"], nn.Parameter) and fresh["b"].requires_grad
 
 
+class Player:
+    def __init__(self, seed: int) -> None:
+        self.rng, self.moves = np.random.default_rng(seed), 0
+
+
+def test_generators_in_containers_and_objects_go_on_where_they_were() -> None:
+    def players(num: int) -> list[Any]:
+        return [*map(Player, range(num)), (random.Random(5), torch.Generator().manual_seed(6))]
+
+    def draws(several: list[Any]) -> list[float]:
+        own = [player.rng.random() for player in several[:-1]]
+        return [*own, several[-1][0].random(), float(torch.rand((), generator=several[-1][1]))]
+
+    first = players(3)
+    draws(first)
+    component = component_for("players", first)
+    state = stored(component.state())
+    expected = draws(first)
+    for num in (3, 1):  # a list that has grown since
+        again = players(num)
+        generators = {id(again[0].rng), id(again[-1][0])} if num == 3 else set()
+        component_for("players", again).load(state)
+        assert draws(again) == expected
+        assert generators <= {id(again[0].rng), id(again[-1][0])}
+
+
 def test_a_default_dict_keeps_its_factory() -> None:
     table: dict[int, list[int]] = defaultdict(list)
     table[3].append(1)

@@ -582,6 +582,22 @@ REFUSED = {
             'Write Guard(stateful={"generator": noise.generator}, ...)'
         ),
     ),
+    "many generators, of which not all draw in each step": (
+        """
+        class Env:
+            def __init__(self, seed): self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
+        class World:
+            def __init__(self): self.rng, self.envs = torch.Generator(), [Env(seed) for seed in range(6)]
+        world = World()
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) + torch.randn(3, generator=world.rng) * world.envs[2].rng.random()).sum(), opt)
+        """,
+        (
+            'generator "world.rng" (Generator, train.py) and 6 more draw numbers in the training and are not kept. '
+            'Write Guard(stateful={"own_rng": world.rng, "envs": world.envs}, ...), or seed them anew in each step. '
+            "Name whatever else of world changes in the training, too"
+        ),
+    ),
     "a python generator of a module": (
         """
         class Drop(nn.Module):

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from tests.packages.part import Part
 
 __all__ = ["PARTS"]
 
 _RAW = "images, labels = data.tensors[0].numpy(), data.tensors[1]\n"
+
+_PAGE = Path(__file__).parents[2] / "docs/your-loop.md"
+_WORLD = "import gymnasium as gym\n" + "\n".join(
+    block for block in re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.S) if "pickle" in block
+)
+"""What the page has for environments."""
+_REINFORCE = """
+    obs, _ = env.reset(seed=0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    last = {"obs": torch.from_numpy(obs).float()}
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = mx.Guard(model=model, optimizer=opt, stateful={"world": World(env), "last": last}, directory=sys.argv[1])
+    with guard:
+        for step in guard.steps(24):
+            policy = torch.distributions.Categorical(logits=model(last["obs"])); action = policy.sample()
+            obs, reward, *_ = env.step(action.numpy()); last["obs"] = torch.from_numpy(obs).float()
+            opt.zero_grad(); loss = -(policy.log_prob(action) * torch.from_numpy(reward).float()).mean()
+            loss.backward(); opt.step(); guard.step_end(loss=loss)
+    env.close()
+"""
 
 PARTS = (
     Part(
@@ -224,24 +247,24 @@ PARTS = (
         named="stateful={'buffer': buffer}",
         loss="(buffer.extend(TensorDict({'x': x, 'y': y}, [8])), F.cross_entropy(model((b := buffer.sample())['x']), b['y']))[1]",
     ),
-    Part(
-        package="gymnasium",
-        name="SyncVectorEnv(CartPole) with REINFORCE, the World of the page",
-        make="import gymnasium as gym, pickle\n"
-        "env = gym.make_vec('CartPole-v1', num_envs=4, vectorization_mode='sync')\nobs, _ = env.reset(seed=0)\n"
-        "model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))\nlast = {'obs': torch.from_numpy(obs)}\n"
-        "class World:\n    def __init__(self, env): self.env = env\n"
-        "    def state_dict(self): return {'env': pickle.dumps({k: v for k, v in vars(self.env).items() if k != 'env_fns'})}\n"
-        "    def load_state_dict(self, s): vars(self.env).update(pickle.loads(s['env']))",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, stateful={"world": World(env), "last": last}, directory=sys.argv[1])
-        with guard:
-            for step in guard.steps(24):
-                policy = torch.distributions.Categorical(logits=model(last["obs"])); action = policy.sample()
-                obs, reward, *_ = env.step(action.numpy()); last["obs"] = torch.from_numpy(obs)
-                opt.zero_grad(); loss = -(policy.log_prob(action) * torch.from_numpy(reward).float()).mean()
-                loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+    *(
+        Part(package="gymnasium", name=name, make=_WORLD + make, whole=_REINFORCE.replace("World", world))
+        for name, world, make in (
+            ("SyncVectorEnv", "World", "env = gym.make_vec('CartPole-v1', num_envs=4, vectorization_mode='sync')"),
+            (
+                "SyncVectorEnv with running means and a function around it",
+                "World",
+                "from gymnasium.wrappers import vector\n"
+                "env = gym.make_vec('CartPole-v1', num_envs=4, vectorization_mode='sync')\n"
+                "env = vector.NormalizeReward(vector.NormalizeObservation(vector.RecordEpisodeStatistics(env)))\n"
+                "env = vector.TransformReward(env, lambda reward: reward / 2)",
+            ),
+            (
+                "AsyncVectorEnv with running means around it, an episode over at the stop",
+                "Processes",
+                "env = gym.vector.AsyncVectorEnv([lambda: Kept(gym.make('CartPole-v1', max_episode_steps=12))] * 4)\n"
+                "env = gym.wrappers.vector.NormalizeObservation(env)",
+            ),
+        )
     ),
 )

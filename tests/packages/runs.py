@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -173,6 +174,7 @@ def _forked(job: Callable[[], None], most_s: float) -> tuple[str, int]:
 
 def _be_child(job: Callable[[], None], write: int) -> None:
     os.setsid()
+    warnings.resetwarnings()  # pytest makes errors of them, and the packages have many
     os.dup2(write, 1)
     os.dup2(write, 2)
     os.close(write)

@@ -126,7 +126,7 @@ class Checks:
         self._has_told_of_size = False
         self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
-        self._generators = Generators(unmanaged, self._remedies.how_to_keep)
+        self._generators = Generators(unmanaged, self._remedies)
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""

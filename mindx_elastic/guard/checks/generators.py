@@ -6,7 +6,8 @@ One draw between two boundaries may belong to an evaluation or to the start; a s
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.movements import GeneratorLook, Movement
+from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.surroundings import Found, Seen, reachable
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -21,6 +23,8 @@ __all__ = ["Generators"]
 
 _MOVES = 2
 _MOST = 256
+_MOST_NAMES = 3
+"""More generators are told by the objects that have them."""
 
 
 @dataclass
@@ -36,10 +40,11 @@ class _Watched:
 class Generators:
     """One per guard. Training thread."""
 
-    def __init__(self, unmanaged: Unmanaged, how_to_keep: Callable[[Found], str]) -> None:
-        self._unmanaged, self._how_to_keep = unmanaged, how_to_keep
+    def __init__(self, unmanaged: Unmanaged, remedies: Remedies) -> None:
+        self._unmanaged, self._remedies = unmanaged, remedies
         self._watched: dict[int, _Watched] = {}
         self._global = _global_generators()
+        self._told: list[str] = []
 
     def take_anew(self, epoch: int) -> None:
         """What was drawn since the last look does not count."""
@@ -58,23 +63,62 @@ class Generators:
 
     def compare(self, epoch: int) -> None:
         """With the look before. Raises UnmanagedStateError."""
+        often, between_epochs = [], []
         for watched in self._watched.values():
             if (now := GeneratorLook.at(watched.found.value)) is None:
                 continue
-            old, between_epochs = watched.look, watched.epoch != epoch
+            old, is_new_epoch = watched.look, watched.epoch != epoch
             watched.look, watched.epoch = now, epoch
             if old.movement(now) is Movement.MOVED:
-                watched.moves += not between_epochs
-                self._tell(watched.found, watched.moves, between_epochs=between_epochs)
+                watched.moves += not is_new_epoch
+                if watched.moves >= _MOVES:
+                    often.append(watched.found)
+                elif is_new_epoch:
+                    between_epochs.append(watched.found)
+        if often:  # those beside them in the same list, too, which may not have drawn yet
+            places = {_without_numbers(found.name) for found in often}
+            beside = [w.found for w in self._watched.values() if _without_numbers(w.found.name) in places]
+            self._tell(beside, self._unmanaged.certain)
+        if between_epochs:
+            self._tell(between_epochs, self._unmanaged.risk, " between epochs")
 
-    def _tell(self, found: Found, moves: int, *, between_epochs: bool) -> None:
-        remedy = f"{self._how_to_keep(found)}, or seed it anew in each step"
-        if owner := found.name.rpartition(".")[0]:
+    def _tell(
+        self, generators: Sequence[Found], tell: Callable[[str, str], None], when: str = " in the training"
+    ) -> None:
+        """Once for all of them. What is said to be named is not told again."""
+        new = [found for found in generators if not any(_is_in(found.name, name) for name in self._told)]
+        if not new:
+            return
+        first, names = new[0], [new[0].name]
+        if len(new) == 1:
+            what, remedy = f"generator {first} draws numbers{when} and is not kept", self._remedies.how_to_keep(first)
+        else:
+            names = _holders(found.name for found in new)
+            what = f"generator {first} and {len(new) - 1} more draw numbers{when} and are not kept"
+            remedy = f"Write {self._remedies.stateful_line(names)}"
+        remedy += ", or seed it anew in each step" if len(new) == 1 else ", or seed them anew in each step"
+        if owner := names[0].rpartition(".")[0]:
             remedy += f". Name whatever else of {owner} changes in the training, too"
-        if between_epochs and moves < _MOVES:
-            self._unmanaged.risk(f"generator {found} draws numbers between epochs and is not kept", remedy)
-        if moves >= _MOVES:
-            self._unmanaged.certain(f"generator {found} draws numbers in the training and is not kept", remedy)
+        tell(what, remedy)
+        self._told += names
+
+
+def _holders(names: Iterable[str]) -> list[str]:
+    """A few names that stand for all: of the objects that have them, from the innermost on."""
+    parts = [re.findall(r"^[^.[]+|\.[^.[]+|\[[^]]*\]", name) for name in names]
+    while len(parts) > _MOST_NAMES and (deepest := max(map(len, parts))) > 1:
+        parts = [each[:-1] if len(each) == deepest else each for each in parts]
+        parts = [each for number, each in enumerate(parts) if each not in parts[:number]]
+    found = list(map("".join, parts))
+    return [name for name in found if not any(name != other and _is_in(name, other) for other in found)]
+
+
+def _is_in(name: str, holder: str) -> bool:
+    return name.startswith(holder) and name[len(holder) :][:1] in ("", ".", "[")
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\[[^]]*\]", "[]", name)
 
 
 def _in_loaders(seen: Seen, kept: Kept) -> set[int]:

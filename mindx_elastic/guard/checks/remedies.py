@@ -38,7 +38,10 @@ class Remedies:
         for name in names:
             if (owner := name.partition(".")[0]) in self._own:
                 return f"state_dict() and load_state_dict() in {owner}, with this in it"
-        content = ", ".join(f'"{self.key(name)}": {_as_code(name)}' for name in names)
+        keys = list(map(self.key, names))
+        if len(set(keys)) < len(keys):
+            keys = [re.sub(r"\W+", "_", name).strip("_") for name in names]
+        content = ", ".join(f'"{key}": {_as_code(name)}' for key, name in zip(keys, names, strict=True))
         return f"Guard(stateful={{{content}}}, ...)"
 
     def how_to_keep(self, found: Found) -> str:

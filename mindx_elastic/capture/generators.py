@@ -1,0 +1,171 @@
+"""Random generators that a program has: their state, and how it is put back into the very generator."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from mindx_elastic.errors import MismatchError, UsageError
+
+__all__ = ["GENERATORS", "Adapter", "check_kind", "generator_adapter", "with_state"]
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+
+
+class Adapter(Protocol):
+    """Gives the state of another object and puts it back into that very object."""
+
+    is_stream: bool
+    """A random stream: an evaluation must leave it as it was, and code before the first batch may draw from it."""
+    gives_copies: bool
+    """What `state_dict` returns is a copy already."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+class _TorchGenerator:
+    is_stream, gives_copies = True, False
+
+    def __init__(self, name: str, generator: torch.Generator) -> None:
+        self._name, self._generator = name, generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "torch.Generator", "device": self._generator.device.type, "state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kind(self._name, state, "torch.Generator")
+        here = self._generator.device.type
+        if state["device"] != here:
+            raise MismatchError(
+                f"{self._name}: the checkpoint holds a generator on {state['device']}, this one is on {here}; make it "
+                f"with torch.Generator(device={state['device']!r})"
+            )
+        self._generator.set_state(state["state"])
+
+
+class _PythonRandom:
+    is_stream, gives_copies = True, False
+
+    def __init__(self, name: str, generator: random.Random) -> None:
+        self._name, self._generator = name, generator
+        try:
+            generator.getstate()
+        except NotImplementedError:
+            raise UsageError(
+                f"{name} is a {type(generator).__name__}, which draws from the operating system and cannot be resumed: "
+                "use random.Random(seed)"
+            ) from None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "random.Random", "state": self._generator.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kind(self._name, state, "random.Random")
+        self._generator.setstate(state["state"])
+
+
+class _NumpyGenerator:
+    """`numpy.random.Generator`, or a bit generator by itself."""
+
+    is_stream, gives_copies = True, False
+
+    def __init__(self, name: str, bits: Any) -> None:
+        self._name, self._bits = name, bits
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "numpy.random.Generator", "state": self._bits.state, "seeds": _seed_sequence(self._bits)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kind(self._name, state, "numpy.random.Generator")
+        there, here = state["state"]["bit_generator"], type(self._bits).__name__
+        if there != here:
+            raise MismatchError(f"{self._name}: the checkpoint holds a {there}, this generator's bits come from {here}")
+        self._bits.state = state["state"]
+        if state["seeds"] not in (None, _seed_sequence(self._bits)):
+            self._set_seeds(state["seeds"])
+
+    def _set_seeds(self, seeds: dict[str, Any]) -> None:
+        """Those of the interrupted process: it has spawned from them, or they came from the operating system."""
+        try:
+            self._bits.__setstate__((self._bits.state, np.random.SeedSequence(**seeds)))
+        except (TypeError, ValueError):  # numpy before 1.25 has no way to set them
+            if seeds["n_children_spawned"]:
+                raise MismatchError(
+                    f"{self._name}: the generator had spawned others, which this numpy cannot resume; use 1.25 or newer"
+                ) from None
+
+
+class _NumpyRandomState:
+    is_stream, gives_copies = True, False
+
+    def __init__(self, name: str, generator: Any) -> None:
+        self._name, self._generator = name, generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "numpy.random.RandomState", "state": self._generator.get_state(legacy=False)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kind(self._name, state, "numpy.random.RandomState")
+        self._generator.set_state(state["state"])
+
+
+def generator_adapter(name: str, target: object) -> Adapter | None:
+    if isinstance(target, torch.Generator):
+        return _TorchGenerator(name, target)
+    if isinstance(target, random.Random):
+        return _PythonRandom(name, target)
+    if isinstance(target, np.random.Generator):
+        return _NumpyGenerator(name, target.bit_generator)
+    if isinstance(target, np.random.BitGenerator):
+        return _NumpyGenerator(name, target)
+    if isinstance(target, np.random.RandomState):
+        return _NumpyRandomState(name, target)
+    return None
+
+
+def with_state(live: object, state: dict[str, Any], name: str) -> object:
+    """`live` with a generator's `state`; a new generator where it is none of that kind (a list that has grown)."""
+    adapter = generator_adapter(name, live)
+    if adapter is None:
+        live = _made(state, name)
+        adapter = generator_adapter(name, live)
+        assert adapter is not None
+    adapter.load_state_dict(state)
+    return live
+
+
+def _made(state: dict[str, Any], name: str) -> object:
+    kind = state["kind"]
+    if kind == "torch.Generator":
+        return torch.Generator(device=state["device"])
+    if kind == "random.Random":
+        return random.Random()
+    if kind == "numpy.random.RandomState":
+        return np.random.RandomState()
+    bits = getattr(np.random, state["state"]["bit_generator"], None)
+    if isinstance(bits, type) and issubclass(bits, np.random.BitGenerator):
+        return np.random.Generator(bits())
+    raise MismatchError(f"{name}: the checkpoint holds a random generator of numpy, and the program has none there")
+
+
+def check_kind(name: str, state: Any, kind: str) -> None:
+    there = state.get("kind") if isinstance(state, dict) else None
+    if there != kind:
+        raise MismatchError(
+            f"{name}: this is a {kind}, and the checkpoint holds the state of {there or 'another type'}"
+        )
+
+
+def _seed_sequence(bits: Any) -> dict[str, Any] | None:
+    """What `spawn` of a numpy generator counts; None where there is no such sequence (older numpy, own types)."""
+    seeds = getattr(bits, "seed_seq", None)
+    if not isinstance(seeds, np.random.SeedSequence):
+        return None
+    state: dict[str, Any] = dict(seeds.state)
+    if not isinstance(state["entropy"], (int, type(None))):
+        state["entropy"] = [int(word) for word in state["entropy"]]
+    return state
