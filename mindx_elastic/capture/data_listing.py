@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -77,12 +78,16 @@ def _is_list(value: Any) -> bool:
         return bool(value)
     if issubclass(type(value), np.ndarray) or type(value) is torch.Tensor:
         return value.ndim > 0 and len(value) > 0
+    return _is_of_pandas(value)
+
+
+def _is_of_pandas(value: object) -> bool:
     kind = type(value)
     return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series")
 
 
 def _is_text(value: Any) -> bool:
-    return type(value) in (list, tuple) and isinstance(value[0], (str, os.PathLike))
+    return type(value) in (list, tuple) and issubclass(type(value[0]), (str, PurePath))
 
 
 def _numbers(length: int) -> list[int]:
@@ -92,22 +97,23 @@ def _numbers(length: int) -> list[int]:
 
 def _parts(values: Any, number: int) -> list[str] | None:
     """The texts of one item; None: it is of a kind that is not compared."""
-    item = values[number] if not hasattr(values, "iloc") else values.iloc[number]
-    if isinstance(item, Mapping):
+    item = values[number] if not _is_of_pandas(values) else values.iloc[number]
+    if type(item) is dict:
         item = list(item.values())
-    several = item if type(item) in (list, tuple) else list(item) if hasattr(item, "iloc") else [item]
+    several = item if type(item) in (list, tuple) else list(item) if _is_of_pandas(item) else [item]
     return [word for each in several[:_MOST_PARTS] if (word := _word(each)) is not None] or None
 
 
-def _word(value: object) -> str | None:
-    if isinstance(value, (str, os.PathLike)):
-        return str(os.fspath(value)).partition("?")[0]  # a signature of a URL
-    if value is None or isinstance(value, (bool, int, float, np.generic)):
+def _word(value: Any) -> str | None:
+    kind = type(value)
+    if kind in (str, np.str_) or issubclass(kind, PurePath):
+        return str(value).partition("?")[0]  # a signature of a URL
+    if kind in (type(None), bool, int, float) or issubclass(kind, np.generic):
         return str(value)
-    if isinstance(value, torch.Tensor):
+    if kind is torch.Tensor:
         value = value.detach().flatten()[:_MOST_VALUES].cpu().clone()  # numpy fixes the size of what it looks at
         value = value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 else value.numpy()
-    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+    if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
         return None
     row = np.ascontiguousarray(value.flat[:_MOST_VALUES])
     return str(row[0]) if row.size == 1 else f"values {xxhash.xxh3_64_hexdigest(row.tobytes())[:8]}"

@@ -14,7 +14,6 @@ import math
 import types
 import weakref
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ __all__ = [
     "is_computed",
     "items_of",
     "length_of",
+    "table_of",
     "text_of",
 ]
 
@@ -40,17 +40,23 @@ _tables: weakref.WeakKeyDictionary[type, _Tables] = weakref.WeakKeyDictionary()
 
 def attributes_of(value: object) -> dict[str, Any]:
     """The instance dictionary of `value` and its slots. No code of the program runs."""
-    table, slots = _tables.get(type(value)) or _tables_of(type(value))
     found: dict[str, Any] = {}
-    if table is not None:
-        with suppress(AttributeError, TypeError):
-            found.update(table.__get__(value))
-    for name, slot in slots:
+    found.update(table_of(value) or ())
+    for name, slot in (_tables.get(type(value)) or _tables_of(type(value)))[1]:
         try:
             found[name] = slot.__get__(value)
         except AttributeError:
             continue
     return found
+
+
+def table_of(value: object) -> dict[str, Any] | None:
+    """The instance dictionary itself; of a class it is read-only. None: it has none. No code of the program runs."""
+    table = (_tables.get(type(value)) or _tables_of(type(value)))[0]
+    try:
+        return None if table is None else table.__get__(value)
+    except (AttributeError, TypeError):
+        return None
 
 
 def has_attributes(value: object) -> bool:

@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -25,7 +24,7 @@ from torch import nn
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, items_of, table_of
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.guard.checks.surroundings import is_library, kind_of, program_files, variables_of
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
@@ -220,12 +219,13 @@ def _is_of_torch(function: Any) -> bool:
 
 def _root(function: Any) -> str:
     for _ in range(_DEPTH):
-        inner = function.func if isinstance(function, partial) else attributes_of(function).get("hook")
+        inner = function.func if issubclass(type(function), partial) else attributes_of(function).get("hook")
         if inner is None:
             break
         function = inner
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).partition(".")[0]
+    kind = type(function)
+    module = getattr(function, "__module__", None) if kind.__module__ == "builtins" else kind.__module__
+    return str(module or kind.__module__).partition(".")[0]
 
 
 def _is_of_others(function: Any) -> bool:
@@ -236,7 +236,7 @@ def _is_of_others(function: Any) -> bool:
 def _is_function(value: Any) -> bool:
     if type(value) in _OF_CLASSES:
         return True
-    return callable(value) and not isinstance(value, (nn.Module, type, weakref.ref))
+    return callable(value) and not issubclass(type(value), (nn.Module, type, weakref.ref))
 
 
 def _kept(space: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,20 +248,19 @@ def _kept(space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _space_of(owner: Any) -> dict[str, Any]:
-    if isinstance(owner, type):
-        return dict(vars(owner))
-    return owner if type(owner) is dict else object.__getattribute__(owner, "__dict__")
+    table = owner if type(owner) is dict else table_of(owner) or {}
+    return dict(table) if issubclass(type(owner), type) else table
 
 
 def _bind(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
+    if issubclass(type(owner), type):
         type.__setattr__(owner, name, value)
     else:
         _space_of(owner)[name] = value
 
 
 def _unbind(owner: Any, name: str) -> None:
-    if isinstance(owner, type):
+    if issubclass(type(owner), type):
         type.__delattr__(owner, name)
     else:
         _space_of(owner).pop(name, None)
@@ -283,16 +282,14 @@ def _walk(targets: Collection[Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         if kind != "class":
             known.add(id(value))
         if kind in ("dict", "sequence"):
-            if len(value) <= _MOST_ITEMS:
-                waiting.extend((child, depth + 1) for child in (value.values() if kind == "dict" else list(value)))
+            waiting.extend((child, depth + 1) for _, child in items_of(value, _MOST_ITEMS) or ())
             continue
         for each in value.__mro__ if kind == "class" else type(value).__mro__:
             if id(each) not in known and not is_library(each.__module__):
                 known.add(id(each))
                 yield each, _space_of(each)
         if kind != "class":
-            with suppress(AttributeError):  # it has slots alone
-                yield value, _space_of(value)
+            yield value, _space_of(value)
             waiting.extend((child, depth + (kind != "module")) for child in _children(value, kind))
 
 

@@ -9,7 +9,7 @@ it comes before the weights, because it may be their cause.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindx_elastic.prove.records import Life, Sample, Step, Streams
 
@@ -134,17 +134,22 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
 
 def lost_variables(reference: Reference, life: Life) -> tuple[Lost, ...]:
     """Variables of the program that had other values as the first step of a resumed `life` began than as that step
-    began in the reference. Of equal steps, too: they may count much later, or behind the training only."""
-    if life.resumed is None or not life.steps:
+    began in the reference; where the reference has no such step, when the guard was entered than at the boundary that
+    was resumed. Of equal steps, too: they may count much later, or behind the training only."""
+    known = reference.by_rank.get(life.rank, {})
+    one = known.get(life.steps[0].place) if life.steps else None
+    if life.resumed is None or (one is None and (life.series, life.resumed) not in known):
         return ()
-    one = reference.by_rank.get(life.rank, {}).get(life.steps[0].place)
-    return () if one is None else _lost(reference, life, one, life.steps[0])
+    if one is not None:
+        return _lost(reference, life, one, life.steps[0])
+    saved = known[life.series, life.resumed]
+    return _lost(reference, life, saved, replace(saved, given=None, end=life.entered))
 
 
 def _lost(reference: Reference, life: Life, one: Step, other: Step) -> tuple[Lost, ...]:
     """At the first forward: what differs at the boundary may be an effect. What the reference itself does not change in
     its training is left out: it may well say that this run was resumed."""
-    ours, theirs = ((step.given or step.end) for step in (one, other))
+    ours, theirs = ((step.given or step.end) for step in (one if other.given else replace(one, given=None), other))
     first = reference.by_rank[life.rank].get((life.series, 1))
     begun = {} if first is None or first.number == one.number else first.given or first.end
     found = []

@@ -242,7 +242,9 @@ def train_among_silent_ones(directory: Path, *, stop: int = 0) -> torch.Tensor:
     owners: list[Any] = [optimizer, scheduler, *model.parameters()]
     for owner in owners:
         owner.note, owner.other = silent()[:2]
-    loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4, shuffle=True)
+    data: Any = TensorDataset(torch.randn(16, 4))
+    data.one, data.two, data.parts, data.named = Silent(), HidesItsDict(), silent(), LazyDict(a=1)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
     guard = Guard(
         model=model,
         optimizer=optimizer,

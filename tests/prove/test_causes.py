@@ -294,6 +294,15 @@ def test_variables_decide_nothing_and_are_told_of_equal_steps_too() -> None:
     ], "not what the reference itself does not change, nor what varies"
 
 
+def test_a_variable_is_named_where_the_resumed_run_goes_on_behind_the_end() -> None:
+    last = SHORT.lives[0].steps[-1]
+    behind = Life(rank=0, series=0, resumed=3, steps=[short_step(4, 3)], outcome="finished")
+    behind.entered = {**last.end, "variable|passed": "0"}
+    found = compare_life(SHORT, behind)
+    assert found is not None and found.parts[0].kind == "too many"
+    assert [(lost.name, lost.first, lost.second) for lost in found.lost] == [("passed", "3", "0")]
+
+
 def test_an_update_that_only_one_run_has_made() -> None:
     found = compare_life(SHORT, short_life(short_step(3, 2, **{"weights|w": "2"})))
     assert found is not None

@@ -31,7 +31,7 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from mindx_elastic.core.looks import asked, attributes_of, has_attributes, text_of
+from mindx_elastic.core.looks import asked, attributes_of, has_attributes, items_of, table_of, text_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
 from mindx_elastic.guard.checks.surroundings import is_of_library
@@ -48,6 +48,8 @@ _ORDER = ("indices", "num_samples", "sampler", "seed", "weights")
 _OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
 _AT_ONCE = ("batch_sampler", "batch_size")
 """Not as when the iteration began: its loader knows what each batch was asked for with (`data.position.Cursor`)."""
+_HOLD_NOTHING = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)
+_TEXTS = (bool, int, float, str, np.float64, np.str_)
 _PLAIN = "a plain value"
 _HOW_TO_EXCHANGE = (
     "Set it at the head of each epoch, from the epoch: `if epoch >= 10:` in place of `if epoch == 10:`. A plain value "
@@ -182,7 +184,7 @@ class DataSettings:
                 for key, value in self._newest.values.items()
                 if owners[key[0]] is first.get(key[0]) and key != _AT_ONCE
             }
-        self._tables = [(path, _table_of(owner)) for path, owner in self._newest.owners.items()]
+        self._tables = [(path, table_of(owner) or {}) for path, owner in self._newest.owners.items()]
         self.begin_making()
 
     def begin_making(self) -> None:
@@ -262,7 +264,7 @@ def _look(loader: Any, first: Mapping[str, Any]) -> _Look:
     others: list[tuple[_Key, Any]] = []
 
     def add(path: str, value: Any, depth: int) -> None:
-        if isinstance(value, MethodType):
+        if type(value) is MethodType:
             value = value.__self__
         if depth > _DEPTH or id(value) in known or len(known) >= _MOST_NODES:
             return
@@ -314,7 +316,7 @@ def _roots(loader: Any) -> Iterator[tuple[str, Any]]:
 def _settable(owner: Any) -> dict[str, Any]:
     """The attributes of an object that count."""
     found = attributes_of(owner)
-    if isinstance(owner, DataLoader):
+    if issubclass(type(owner), DataLoader):
         is_own = not is_of_library(type(owner))
         inner = {"dataset", "sampler", "batch_sampler", *DataLoader.__annotations__}
         return {
@@ -322,29 +324,24 @@ def _settable(owner: Any) -> dict[str, Any]:
             for name, value in found.items()
             if name in _OF_LOADER or (is_own and not name.startswith("_") and name not in inner)
         }
-    if isinstance(owner, Sampler) and is_of_library(type(owner)):
+    if issubclass(type(owner), Sampler) and is_of_library(type(owner)):
         return {} if isinstance(owner, ResumableBatchSampler) else {n: v for n, v in found.items() if n in _ORDER}
     return found
 
 
-def _table_of(owner: Any) -> dict[str, Any]:
-    try:
-        table = object.__getattribute__(owner, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return table if type(table) is dict else {}
-
-
 def _may_hold(value: Any) -> bool:
     """Whether it is an object whose attributes a program may set."""
-    if isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)):
-        return False
-    if isinstance(value, nn.Module):
-        return next(value.parameters(), None) is None  # a transform of torchvision's
     kind = type(value)
-    if not (has_attributes(value)):
+    if issubclass(kind, _HOLD_NOTHING) or not has_attributes(value):
         return False
-    return _is_followed(kind)
+    return not _has_parameters(value) if issubclass(kind, nn.Module) else _is_followed(kind)
+
+
+def _has_parameters(module: Any) -> bool:
+    """A transform of torchvision's has none."""
+    own = attributes_of(module)
+    found = own.get("_parameters", {}).values(), own.get("_modules", {}).values()
+    return any(each is not None for each in found[0]) or any(map(_has_parameters, found[1]))
 
 
 def _is_followed(kind: type) -> bool:
@@ -353,12 +350,9 @@ def _is_followed(kind: type) -> bool:
 
 def _items(held: Any) -> Iterator[tuple[str, Any]]:
     """The objects in a small container; else itself."""
-    if isinstance(held, (list, tuple)):
-        if len(held) <= _MOST_ITEMS:
-            yield from ((f"[{number}]", one) for number, one in enumerate(held))
-    elif isinstance(held, dict):
-        if len(held) <= _MOST_ITEMS:
-            yield from ((f"[{key!r}]", one) for key, one in dict(held).items())
+    if issubclass(type(held), (list, tuple, dict)):
+        for key, one in items_of(held, _MOST_ITEMS) or ():
+            yield f"[{key!r}]" if type(key) in (int, str) else "[...]", one
     else:
         yield "", held
 
@@ -366,7 +360,7 @@ def _items(held: Any) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     """A copy of a plain value or of a small container of such ones; `_OTHER`: it is none."""
     kind = type(value)
-    if value is None or kind in (bool, int, float, str) or (isinstance(value, np.generic) and kind is not np.void):
+    if value is None or kind in (bool, int, float, str) or (issubclass(kind, np.generic) and kind is not np.void):
         return value
     if kind in (list, tuple, set, frozenset) and len(value) <= _MOST_ITEMS:
         found = [_plain(one) for one in value.copy()] if kind in (list, set) else [*map(_plain, value)]
@@ -380,24 +374,27 @@ def _plain(value: Any) -> Any:
 
 def _kind(held: Any, place: str, words_of: Callable[[str, Any], str]) -> str | None:
     """In words, what a program may exchange: a function, an object that is called, a list; None for other things."""
-    if isinstance(held, MethodType):
-        held = held.__func__
-    if isinstance(held, FunctionType):
+    kind = type(held)
+    if kind is MethodType:
+        held, kind = held.__func__, type(held.__func__)
+    if kind is FunctionType:
         return f"{held.__qualname__}, line {held.__code__.co_firstlineno}"
-    if isinstance(held, (list, tuple)):
-        if len(held) <= _MOST_ITEMS:
-            return f"[{', '.join(words_of(f'{place}[{number}]', one) for number, one in enumerate(held))}]"
-        ends = [*held[:_MOST_ITEMS], *held[-_MOST_ITEMS:]]
-        if not all(isinstance(one, (int, float, str)) for one in ends):
+    if issubclass(kind, (list, tuple)):
+        base: Any = list if issubclass(kind, list) else tuple
+        if (length := base.__len__(held)) <= _MOST_ITEMS:
+            return f"[{', '.join(words_of(f'{place}[{number}]', one) for number, one in items_of(held) or ())}]"
+        parts = slice(None, _MOST_ITEMS), slice(-_MOST_ITEMS, None)
+        ends = [one for part in parts for one in base.__getitem__(held, part)]
+        if not all(type(one) in _TEXTS for one in ends):
             return None
-        return f"{len(held)} values, {xxhash.xxh3_64_hexdigest(repr(ends).encode('utf-8', 'surrogatepass'))[:8]}"
-    if isinstance(held, torch.Tensor) and place.endswith(".weights"):
+        return f"{length} values, {xxhash.xxh3_64_hexdigest(repr(ends).encode('utf-8', 'surrogatepass'))[:8]}"
+    if kind is torch.Tensor and place.endswith(".weights"):
         held = held.reshape(-1)
         held = [*held[:_MOST_ITEMS].tolist(), *held[-_MOST_ITEMS:].tolist()]
         return f"values {xxhash.xxh3_64_hexdigest(repr(held).encode())[:8]}"
-    if isinstance(held, Sampler) and place == "batch_sampler.sampler":
+    if issubclass(kind, Sampler) and place == "batch_sampler.sampler":
         return words_of(place, held)
-    if callable(held) and not isinstance(held, (type, torch.Tensor)) and _is_followed(type(held)):
+    if callable(held) and not issubclass(kind, (type, torch.Tensor)) and _is_followed(kind):
         return words_of(place, held)
     return None
 
@@ -412,7 +409,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
     elif type(held) is dict and type(value) is dict:
         held.clear()
         held.update(value)
-    elif type(table := getattr(owner, "__dict__", None)) is dict and (name in table or held is _OTHER):
+    elif type(table := table_of(owner)) is dict and (name in table or held is _OTHER):
         table[name] = value
     else:
         object.__setattr__(owner, name, value)
