@@ -24,8 +24,8 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.checks.surroundings import kind_of, locals_of, program_frames, reachable
 from mindx_elastic.prove.carried import bound_in, carried
-from mindx_elastic.prove.variables import KEPT, attributes_of_kept, own_variables
-from mindx_elastic.prove.witness import is_loader
+from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
+from mindx_elastic.prove.witness import held_by, is_loader
 
 __all__ = ["NotKept", "look_for_not_kept"]
 
@@ -53,7 +53,7 @@ class NotKept:
         whole = {name for name, component in collector.components.items() if _keeps_all(component)}
         self._partly = {n: t for n, t in targets.items() if n not in whole and not is_loader(n, t)}
         """Objects that may have more than their state has."""
-        self._ids = set(map(id, self._kept))
+        self._ids = {*map(id, self._kept), *(id(held) for target in self._kept for held in held_by(target))}
         self._number = 0
         self._before: dict[str, str] = {}
         self._saved_before: list[dict[str, str]] = []
@@ -102,6 +102,8 @@ class NotKept:
             variables = locals_of(each) if names else {}
             for name in names:
                 if name not in variables or id(value := variables[name]) in self._ids:
+                    continue
+                if type(value) is float and is_clock(value):
                     continue
                 is_data, is_value = isinstance(value, _DATA), isinstance(value, (*_VALUES, type(None)))
                 is_object = kind_of(type(value)) == "instance" and not hasattr(type(value), "__next__")

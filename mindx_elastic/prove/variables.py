@@ -13,6 +13,7 @@ import gc
 import operator
 import os
 import queue
+import time
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,7 +32,7 @@ from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.surroundings import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
 
-__all__ = ["KEPT", "attributes_of_kept", "own_variables"]
+__all__ = ["KEPT", "attributes_of_kept", "is_clock", "own_variables"]
 
 KEPT = "kept object"
 """The place of what `attributes_of_kept` gives."""
@@ -48,6 +49,7 @@ _MODULES = ("builtins", "itertools")
 _NUMBERS = (int, float)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COUNTS = (int, bool)
+_BEGUN, _DAY_S = time.perf_counter() - 60, 86_400.0  # a program may import this package after it has looked at a clock
 _SHORT = frozenset((bool, float, type(None)))
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
@@ -149,7 +151,8 @@ class _Walk:
             kind = type(value)
             try:
                 if kind in _SHORT:  # no call for these, which are most
-                    found.setdefault(f'"{name}" ({place})', repr(value))
+                    text = "a clock" if kind is float and is_clock(value) else repr(value)
+                    found.setdefault(f'"{name}" ({place})', text)
                     continue
                 if (treatment := _treatments.get(kind)) is None:
                     treatment = _treatments[kind] = _treatment_of(kind)
@@ -210,6 +213,13 @@ class _Walk:
 
 
 _is_library = lru_cache(1024)(is_library)
+
+
+def is_clock(value: float) -> bool:
+    """Whether it is what a clock has shown since this process began: a resumed run has another, and should."""
+    return _BEGUN < value <= time.perf_counter() or 0 <= time.time() - value < _DAY_S
+
+
 _treatments: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 

@@ -37,7 +37,7 @@ from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
-__all__ = ["Witness", "is_loader"]
+__all__ = ["Witness", "held_by", "is_loader"]
 
 _MOST_BATCHES = 8  # a step
 _MOST_PARTS = 16  # of a batch
@@ -69,7 +69,7 @@ class Witness:
         targets = seen.targets
         self._targets, self._collector, self._outside = targets, seen.collector, seen.is_outside
         kept = [target for name, target in targets.items() if not self._is_loader(name)]  # its data set is not
-        self._kept = {*map(id, kept), *(id(held) for target in kept for held in _held(target))}
+        self._kept = {*map(id, kept), *(id(held) for target in kept for held in held_by(target))}
         self._modules = {name: t for name, t in targets.items() if isinstance(t, nn.Module)}
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -273,7 +273,7 @@ def is_loader(name: str, target: Any) -> bool:
     return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, FollowedLoader, PositionedLoader))
 
 
-def _held(target: Any) -> Iterator[Any]:
+def held_by(target: Any) -> Iterator[Any]:
     """What an adapter around an object of the program holds."""
     if type(target).__module__.startswith("mindx_elastic."):
         yield from attributes_of(target).values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,14 @@ def run(folder: Path, loop: Loop, num_samples: int = 0, **stateful: Any) -> None
 def everything(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, counter: Counter) -> None:
     best, number, meter, rows, average = 1e9, 0, Meter(), [1.0], torch.zeros(2)
     inputs, labels = fetch()
+    began = time.perf_counter()
     for step in guard.steps(7):
         counter.seen += 1
         counter._skipped += 2
         loss = train(guard, model, optimizer, (inputs, labels)).item()
         inputs, labels = fetch()
+        print(time.perf_counter() - began)
+        began = time.perf_counter()
         if loss < best:
             best = loss
         if number % 2 == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -183,6 +184,11 @@ def test_of_objects_of_a_library_only_counts_and_tensors_are_noted() -> None:
     vars(writer).update(number=1, began=1.5, file="events.out", average=[torch.zeros(2)], rows=[1])
     found = {name.partition(".")[2] for name in noted() if '"writer.' in name}
     assert {'number"', 'average"', 'average[0]"'} <= found and not {'began"', 'file"', 'rows"'} & found
+
+
+def test_a_clock_is_one_in_each_process() -> None:
+    found = noted(began=time.time() - 100, step_began=time.perf_counter(), rate=0.1)
+    assert [found[f"\"values['{name}']\""] for name in ("began", "step_began", "rate")] == ["a clock", "a clock", "0.1"]
 
 
 def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:
