@@ -93,7 +93,7 @@ _LAUNCHERS = (
         rank="RANK_ID",
         size="RANK_SIZE",
         local="DEVICE_ID",
-        instead=f"mindx_elastic.cluster.init() at the program's start (with RANK_SIZE and MASTER_ADDR), or {_AGENT}",
+        instead=f"mindx_elastic.cluster.init() at the program's start, or {_AGENT}",
     ),
     _Launcher(
         rank="OMPI_COMM_WORLD_RANK",
@@ -109,9 +109,7 @@ _LAUNCHERS = (
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
         local="SLURM_LOCALID",
-        instead="srun --ntasks-per-node=1 mindx-elastic run --nnodes $SLURM_NNODES --rdzv-backend c10d "
-        "--rdzv-endpoint FIRST_NODE:29400 --rdzv-id $SLURM_JOB_ID --nproc-per-node N SCRIPT, and stop it with "
-        "`scancel --signal=TERM JOB` (a SIGTERM to srun itself kills its tasks)",
+        instead="mindx-elastic manifest slurm --state 2GiB --nproc N -- SCRIPT > train.sbatch; sbatch train.sbatch",
     ),
     # MPICH and Intel MPI; also srun --mpi=pmi2, which the one above has found
     _Launcher(rank="PMI_RANK", size="PMI_SIZE", local="MPI_LOCALRANKID", instead=_AGENT),
@@ -130,13 +128,10 @@ def refusal(env: Mapping[str, str]) -> str:
     for launcher in _LAUNCHERS:
         found = launcher.found(env)
         if found:
-            rank = "from 0" if launcher.rank == "MS_ROLE" else f"${launcher.rank}"
-            size = f"${launcher.size}" if launcher.size in env else "number of ranks"
             return (
                 f"{found}, but no WORLD_SIZE: one of several processes, and each would train alone, into one "
                 f"directory. Start the job with {launcher.instead}\n"
-                f"Or set RANK={rank} WORLD_SIZE={size} LOCAL_RANK=${launcher.local} MASTER_ADDR MASTER_PORT "
-                "and call init_process_group() first; a job of its own: WORLD_SIZE=1"
+                "Other ways, and WORLD_SIZE=1 for a job of its own: docs/environment.md"
             )
     return ""
 
