@@ -150,6 +150,8 @@ def _print_result(console: Console, proof: Proof, seconds: float) -> None:
         return
     assert first.verdict.explained is not None
     what, *others = first.verdict.explained.lines
+    if not first.verdict.explained.variables and (lost := in_words(proof.lost)):
+        what += f"; not got back in other runs: {lost}"
     rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
     stopped = f"{first.name}: " if first.resumed is not None else ""
     console.print(printable(f"{stopped}{what}{rank}"), style="bold red", soft_wrap=True)

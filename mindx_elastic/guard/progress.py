@@ -51,13 +51,14 @@ class Progress:
             self._loss_due_ns = now + _GAP_NS
         self._ring.add(Point(step, now, value))
 
-    def _number(self, loss: object) -> float | None:
-        if self._is_broken or isinstance(loss, bool) or not hasattr(loss, "__float__"):
+    def _number(self, loss: Any) -> float | None:
+        kind: Any = type(loss)
+        if self._is_broken or kind is bool or not hasattr(kind, "__float__"):
             return None
-        if isinstance(loss, Tensor) and not (type(loss) is Tensor and loss.device.type == "cpu" and _is_one(loss)):
+        if issubclass(kind, Tensor) and not (kind is Tensor and loss.device.type == "cpu" and _is_one(loss)):
             return None
         try:
-            return float(loss.item() if isinstance(loss, Tensor) else loss)
+            return float(loss.item() if kind is Tensor else loss)
         except Exception as error:  # the program's own kind of number
             self._give_up(error)
             return None

@@ -244,7 +244,7 @@ class _Explainer:
             return what, cause, "Name it in stateful=, make it a buffer of the model, or compute it within the step"
         if same:
             what += ": the loader handed out the same, and the model was given something else"
-            cause = "code between loader and model (augmentation, a curriculum) has a generator or count of its own"
+            cause = "code between loader and model (augmentation, a curriculum) has a generator or counter of its own"
             return what, cause, _KEEP
         num_other = self._num_other(one.batches, other.batches, lambda step: step.batches)
         if num_other == 1:

@@ -20,6 +20,7 @@ from typing import Any
 from mindx_elastic.alarm.signals import hold_signals
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import table_of
 from mindx_elastic.core.script import run
 from mindx_elastic.rejoin.groups import reduce_in_replay
 from mindx_elastic.rejoin.member import Member
@@ -100,7 +101,7 @@ def _patch_all(home: Any, instead: Mapping[str, Callable[..., Any]]) -> None:
     for key, module in list(sys.modules.items()):
         if key.startswith(("torch.", "mindx_elastic.")) and key not in (home.__name__, "torch.distributed", _OF_MESHES):
             continue
-        content = getattr(module, "__dict__", {})
+        content = table_of(module) or {}
         for name in originals.keys() & content.keys():
             if content[name] is originals[name]:
                 _patch(module, name, wrapped[name])

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TextIO
 
 from mindx_elastic.capture.living import living_objects
+from mindx_elastic.core.looks import table_of
 from mindx_elastic.rejoin import groups, joiner
 
 __all__ = [
@@ -140,7 +141,7 @@ def _watch_torch() -> None:
     changed["get_world_size"] = _with_world_size(c10d.get_world_size)
     for name, value in changed.items():
         original = getattr(c10d, name)
-        for module in [m for m in sys.modules.values() if getattr(m, "__dict__", {}).get(name) is original]:
+        for module in [m for m in sys.modules.values() if (table_of(m) or {}).get(name) is original]:
             _patch(module, name, value)
     rank: Any = dist.ProcessGroup.rank
     _patch(dist.ProcessGroup, "rank", _asking(rank))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mindx_elastic.config import RankInfo, ShrinkSettings
+from mindx_elastic.core.looks import table_of
 from mindx_elastic.core.script import run
 from mindx_elastic.rejoin import joiner
 
@@ -42,7 +43,7 @@ def prepare() -> None:
 
     joiner.prepare(refuse=end_trial)
     original, alone = c10d.init_process_group, _alone(c10d.init_process_group)
-    for module in [m for m in sys.modules.values() if getattr(m, "__dict__", {}).get("init_process_group") is original]:
+    for module in [m for m in sys.modules.values() if (table_of(m) or {}).get("init_process_group") is original]:
         module.init_process_group = alone  # type: ignore[attr-defined]
 
 

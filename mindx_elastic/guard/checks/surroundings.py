@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from mindx_elastic.core.looks import attributes_of, has_method
+from mindx_elastic.core.looks import attributes_of, has_method, table_of
 
 __all__ = [
     "GENERATORS",
@@ -476,10 +476,10 @@ def _judge(module: str) -> bool:
         return False
     if root in _CLOSED:
         return True
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    spec = (table_of(sys.modules.get("__main__")) or {}).get("__spec__")
     if spec is not None and root == spec.name.partition(".")[0]:
         return False  # python -m program
-    file = getattr(sys.modules.get(module), "__file__", None)
+    file = (table_of(sys.modules.get(module)) or {}).get("__file__")
     return file is not None and not _INSTALLED.isdisjoint(PurePath(file).parts)
 
 
@@ -498,6 +498,6 @@ def _program_modules() -> list[types.ModuleType]:
     for module in map(sys.modules.get, _own_names):
         if module is None or type(module) is not types.ModuleType or module is main:
             continue
-        if getattr(module, "__file__", None) is not None:
+        if vars(module).get("__file__") is not None:
             found.append(module)
     return found
