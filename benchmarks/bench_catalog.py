@@ -89,7 +89,9 @@ def write_files(root: Path, world_size: int, steps: int, num_tensors: int) -> No
             entries = place_tensors(tensors)
             content, digests = bytearray(entries[-1].end), {}
             for entry in entries:
-                part = (rank * step if entry.name.startswith("rng") else step).to_bytes(4, "little") * (entry.nbytes // 4)
+                part = (rank * step if entry.name.startswith("rng") else step).to_bytes(4, "little") * (
+                    entry.nbytes // 4
+                )
                 content[entry.start : entry.start + len(part)] = part
                 digests[entry.name] = xxhash.xxh3_128_hexdigest(content[entry.start : entry.end])
             info = CheckpointInfo(
