@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import queue
 import sys
+import sysconfig
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jinja2
@@ -189,6 +192,13 @@ def test_of_objects_of_a_library_only_counts_and_tensors_are_noted() -> None:
 def test_a_clock_is_one_in_each_process() -> None:
     found = noted(began=time.time() - 100, step_began=time.perf_counter(), rate=0.1)
     assert [found[f"\"values['{name}']\""] for name in ("began", "step_began", "rate")] == ["a clock", "a clock", "0.1"]
+
+
+def test_a_module_of_python_that_no_list_has_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("_sysconfigdata_of_another_machine")
+    module.__file__ = str(Path(sysconfig.get_path("stdlib")) / f"{module.__name__}.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert surroundings.is_library(module.__name__)
 
 
 def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:

@@ -456,6 +456,7 @@ def place_of(frame: FrameType) -> str:
 # --- whose code it is ---
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # also of modules that no list has, `_sysconfigdata_...`
 _verdicts: dict[str, bool] = {}
 _listed = (0, "")  # how many modules there were when `_own_names` was made, and the name of the last one
 _own_names: list[str] = []
@@ -480,7 +481,7 @@ def _judge(module: str) -> bool:
     if spec is not None and root == spec.name.partition(".")[0]:
         return False  # python -m program
     file = (table_of(sys.modules.get(module)) or {}).get("__file__")
-    return file is not None and not _INSTALLED.isdisjoint(PurePath(file).parts)
+    return file is not None and (file.startswith(_STANDARD) or not _INSTALLED.isdisjoint(PurePath(file).parts))
 
 
 def _program_modules() -> list[types.ModuleType]:
