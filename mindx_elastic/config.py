@@ -116,6 +116,8 @@ class Settings:
     """``MS_ENABLE_GRACEFUL_EXIT``: 1 watches the flag file, 0 never; unset: only where a file is named."""
     final_save: bool = True
     """``MINDX_FINAL_SAVE``: 1 keeps the last boundary of a training that ends by itself, 0 does not."""
+    overlap: bool = True
+    """``MINDX_OVERLAP``: 1 lets a stopped job make one step more, which the next start is compared with; 0 does not."""
     unmanaged: str = "error"
     """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
@@ -134,6 +136,9 @@ class Settings:
         final = env.get("MINDX_FINAL_SAVE", "").strip() or "1"
         if final not in ("0", "1"):
             raise UsageError(f"environment variable MINDX_FINAL_SAVE={final!r}: give 1, 0 or nothing")
+        overlap = env.get("MINDX_OVERLAP", "").strip() or "1"
+        if overlap not in ("0", "1"):
+            raise UsageError(f"environment variable MINDX_OVERLAP={overlap!r}: give 1, 0 or nothing")
         unmanaged = env.get("MINDX_UNMANAGED", "").strip() or "error"
         if unmanaged not in ("error", "warn"):
             raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
@@ -149,6 +154,7 @@ class Settings:
             flag_poll_s=_number(env, "MINDX_FLAG_POLL_S", 0.2, low=0.02, high=60),
             graceful_exit=None if flag == "" else flag == "1",
             final_save=final == "1",
+            overlap=overlap == "1",
             unmanaged=unmanaged,
             log_level=level,
             zygote=zygote,

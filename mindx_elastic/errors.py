@@ -7,6 +7,7 @@
     |   +-- DirectoryInUseError               another running job uses the directory
     +-- UntrustedMessageError (ValueError)   a value in the store was not written by a rank of this job
     +-- UnmanagedStateError (RuntimeError)   state of the training that no checkpoint has: a resumed run would differ
+    |   +-- ResumeDiffersError                the resumed run makes another step than the stopped one, and is not to
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- PeerStartError (RuntimeError)        another rank could not start, and why
     +-- CheckpointError
@@ -42,6 +43,7 @@ __all__ = [
     "MismatchError",
     "NoUsableCheckpointError",
     "PeerStartError",
+    "ResumeDiffersError",
     "SaveError",
     "UnmanagedStateError",
     "UnsafeDirectoryError",
@@ -84,6 +86,11 @@ class UnmanagedStateError(MindxError, RuntimeError):
 
     saves = False
     """The state of the last boundary is whole (only the loop is at fault), and is saved as at any exception."""
+
+
+class ResumeDiffersError(UnmanagedStateError):
+    """The first step of the resumed run is not the one that the stopped process has made, and the guard was told to end
+    the job then (``on_difference="stop"``). Nothing is saved; the checkpoint that it resumed from stays."""
 
 
 class DirectoryInUseError(UsageError):

@@ -143,9 +143,11 @@ def stop_and_wait(job: Job, signum: int = signal.SIGTERM) -> None:
 
 
 def plain_environment(monkeypatch: Any) -> None:
+    """Nothing of the environment counts. No overlap: a test in this process counts the steps of its job."""
     for name in list(os.environ):
         if name in _VARIABLES or name.startswith("MINDX_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("MINDX_OVERLAP", "0")
 
 
 @contextmanager

@@ -143,6 +143,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
+        "MINDX_OVERLAP": int(settings.overlap),
         "MINDX_ZYGOTE": settings.zygote or None,
         "MINDX_DIVIDED_SAVES": SavingSettings.from_env(recorder).divide,
         "MINDX_PAGE_CACHE": SavingSettings.from_env(recorder).page_cache,

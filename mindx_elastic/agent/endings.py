@@ -99,15 +99,17 @@ def meaning(end: WorkerExit) -> Meaning:
     status = end.status
     if status is not None and status.phase == WorkerPhase.LEFT and status.exit_code == end.code:
         return Meaning.LEFT
+    if end.code < 0 and _left_with(end) is not None:
+        return Meaning.LEFT
     if end.code < 0 and -end.code in end.sent:
-        return Meaning.ENDED_BY_US if _left_with(end) is None else Meaning.LEFT
+        return Meaning.ENDED_BY_US
     return Meaning.LEFT if end.code in GRACEFUL_CODES else Meaning.FAILED
 
 
 def _left_with(end: WorkerExit) -> int | None:
-    """The code that a rank had meant to leave with when it was ended on its way out; None: there was none."""
+    """The code that a rank had meant to leave with when it was killed on its way out; None: there was none."""
     status = end.status
-    if end.code >= 0 or status is None or status.phase != WorkerPhase.LEFT or status.exit_code < 0:
+    if end.code >= 0 or status is None or status.phase < WorkerPhase.STOPPING or status.exit_code < 0:
         return None
     return status.exit_code
 

@@ -7,6 +7,7 @@ The callbacks and integrations are thin layers on it. This file has the public m
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,9 +34,9 @@ from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.observer import Observed, Observer, ProofObserver, observers
 from mindx_elastic.guard.opening import Opening, check_guests_path
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
+from mindx_elastic.guard.overlap import Overlap
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
@@ -92,6 +93,9 @@ class Guard(LayeredGuard):
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
     * `unmanaged`: ``"error"`` or ``"warn"`` where state of the training is certain not to be kept (an optimizer or a
       loader that is not named, ...); default ``MINDX_UNMANAGED`` or ``"error"``.
+    * `overlap`: whether a stop, once its boundary is durable, makes one step more of which it keeps only a witness: the
+      resumed run makes that step again and is compared with it; default ``MINDX_OVERLAP`` or True. What that step does
+      besides training (a print, a file) happens twice. `on_difference`: ``"warn"``, or ``"stop"``: end the job then.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
     * `remove_redundancy`: True: a machine's DDP ranks write each part of what they share once, and a resume needs all
       their files. False: all of it, or from 3 ranks on at a stop each part twice, so that one file may be lost.
@@ -129,6 +133,8 @@ class Guard(LayeredGuard):
         remove_redundancy: bool = False,
         layouts: Mapping[str, Layout] | None = None,
         unmanaged: str | None = None,
+        overlap: bool | None = None,
+        on_difference: str = "warn",
     ) -> None:
         super().__init__()
         self._options = GuardOptions(
@@ -151,6 +157,8 @@ class Guard(LayeredGuard):
             remove_redundancy=remove_redundancy,
             layouts=layouts,
             unmanaged=unmanaged,
+            overlap=overlap,
+            on_difference=on_difference,
         )
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first
@@ -171,9 +179,6 @@ class Guard(LayeredGuard):
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._fewer = FewerRanks()
-        self._observer: Observer | None = None
-        """Notes what a step has seen and made; nearly always None."""
-        self._proof: ProofObserver | None = None
 
     # --- life ---
 
@@ -231,7 +236,7 @@ class Guard(LayeredGuard):
         self._ddp = opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
         self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
-        start, self._log_filter = opening.start, opening.log_filter
+        start, self._log_filter, self._proof = opening.start, opening.log_filter, opening.proof
         self.run_id = start.run_id
         self._resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
@@ -270,13 +275,15 @@ class Guard(LayeredGuard):
             next_step=lambda: self._step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )
-        if opening.proof is None and not self._loops.is_layered:  # a layer's loop is not the program's
-            aloud = start.step is None and self._ranks.rank == 0
-            finder = observers().look_for_not_kept(self._targets, self._collector)
-            self._boundaries.look_for_not_kept(finder, is_ahead=self._loaders.are_ahead, aloud=aloud)
-        if opening.proof is not None and not opening.evaluates:
-            self._proof = self._observer = opening.proof
-            opening.proof.enter(stack, self._observed())
+        self._overlap = Overlap(
+            stack,
+            opening,
+            self.stopper,
+            loops=self._loops,
+            loaders=self._loaders,
+            boundaries=self._boundaries,
+            is_outside=lambda: self._evaluations.is_inside,
+        )
         opening.meet_last()
 
     def _start_stages(self, stack: ExitStack, settings: Settings, opening: Opening) -> None:
@@ -333,24 +340,6 @@ class Guard(LayeredGuard):
             is_alone=self._ranks.world_size == 1,
         )
         stages.listen(stack)
-
-    def _observed(self) -> Observed:
-        return Observed(
-            directory=self._options.folder,
-            prefix=self._options.prefix,
-            run_id=self.run_id,
-            ranks=self._ranks,
-            targets=self._targets,
-            loaders=self._loaders.named,
-            collector=self._collector,
-            position=self._loops.position,
-            resumed=self._resumed_from_step,
-            resumed_path=self.resumed_path,
-            policies=self._policies,
-            stopper=self.stopper,
-            is_outside=lambda: self._evaluations.is_inside,
-            copied_every=self._around.copied_every,
-        )
 
     def run(self, train: Callable[[], _T]) -> _T:
         """Run ``train()`` in this guard's block and return what it returns: the same as ``with guard: train()``.
@@ -439,8 +428,8 @@ class Guard(LayeredGuard):
         second; it is not waited for). `prove` names any of the `scalars` that differs.
         """
         self.boundary()
-        if self._observer is not None:
-            self._observer.scalars = scalars
+        if self._overlap.observer is not None:
+            self._overlap.observer.scalars = scalars
         self.finish_step(loss=scalars.get("loss"))
 
     def boundary(self) -> None:
@@ -468,6 +457,9 @@ class Guard(LayeredGuard):
             self._update_gate.pass_unknown()
 
     def _pass_boundary(self) -> None:
+        if self._overlap.is_playing:
+            self._overlap.copy()
+            return
         self._boundaries.cut(self._loops.position)
         self._loops.at_boundary()
         self._checks.at_boundary()
@@ -483,14 +475,20 @@ class Guard(LayeredGuard):
         if self._fewer.has_left_out:
             return
         if retake and self._cut:
-            self._boundaries.copy(self._loops.position)
+            self._overlap.copy() if self._overlap.is_playing else self._boundaries.copy(self._loops.position)
         self._finished_step = True
         self._offer_stop(at_tail=False, loss=loss)
 
     def _offer_stop(self, *, at_tail: bool, loss: object = None) -> None:
         """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
         step, tail, around = self._loops.step, self._loops.tail, self._around
-        self._log_filter.step = step
+        overlap = self._overlap
+        self._log_filter.step, overlap.is_at_tail = step, at_tail
+        if not at_tail:
+            overlap.times.append(time.monotonic())
+        if overlap.is_playing:
+            overlap.at_boundary(self._loops.position, is_cut=self._cut)
+            return
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         around.has_trained = True
@@ -502,9 +500,8 @@ class Guard(LayeredGuard):
                 tail_follows=tail.is_pending,
                 after_tail=at_tail,
             )
-        observer = self._observer
-        if observer is not None and not at_tail and observer.at_boundary(self._loops.position, is_cut=self._cut):
-            self._step_gate.wait_for_limit(observer.heard_s)
+        if overlap.observer is not None and not at_tail:
+            overlap.at_boundary(self._loops.position, is_cut=self._cut)
         if self._listeners.handlers.postponed and self._cut:
             self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):
@@ -527,8 +524,8 @@ class Guard(LayeredGuard):
         """The code behind an epoch has run: its last boundary is here. `may_stop`: else the block ends, and with it
         comes the stop."""
         self._boundaries.copy(self._loops.position)
-        if self._observer is not None:
-            self._observer.behind_tail()
+        if self._overlap.observer is not None:
+            self._overlap.observer.behind_tail()
         if may_stop:
             self._offer_stop(at_tail=True)
         else:
@@ -614,6 +611,8 @@ class Guard(LayeredGuard):
     def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
         """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
         require_entered(self, "save()")
+        if self._overlap.is_playing and self.stopper.save.path is not None:
+            return self.stopper.save.path
         if self._around.keeps_nothing:
             check_guests_path(path, self._resolved.values())
         with self._update_gate.hold(0.0) as problem:
@@ -627,7 +626,7 @@ class Guard(LayeredGuard):
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
-        if self._around.keeps_nothing:
+        if self._around.keeps_nothing or self._overlap.is_playing:
             return False  # said when the guard was entered
         with self._update_gate.hold(0.0) as problem:
             pass
@@ -650,7 +649,10 @@ class Guard(LayeredGuard):
     # --- leaving ---
 
     def _conclude(self, error: BaseException | None) -> None:
-        self._ending.conclude(error, self._observer, finish=self._finish, complete=self._complete)
+        way_out = self._overlap.way_out(error)
+        self._ending.conclude(way_out, self._overlap.observer, finish=self._finish, complete=self._complete)
+        if way_out is not error and way_out is not None:
+            raise way_out from error
 
     def _complete(self, error: BaseException) -> str:
         return self._boundaries.complete(error, self._end_cut_step)

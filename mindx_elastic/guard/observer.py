@@ -54,12 +54,14 @@ class Observer(Protocol):
 
     scalars: Mapping[str, Any]
     """What the program has given to the step's `step_end`."""
+    is_over: bool
+    """There is nothing more to look at."""
     heard_s: float
     """How long a boundary waits until the stop that `at_boundary` speaks of has been heard."""
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
-        """A step has ended. `is_cut`: with a boundary; not inside an accumulation window. Returns whether a stop is on
-        its way: the boundary waits for it."""
+        """A step has ended; later halves of its boundary count nothing. `is_cut`: with a boundary; not inside an
+        accumulation window. Returns whether a stop is on its way: the boundary waits for it."""
 
     def behind_tail(self) -> None:
         """The code behind an epoch has run since `at_boundary`, and the boundary has what it has changed."""
@@ -98,6 +100,13 @@ class Observers(Protocol):
 
     def look_for_not_kept(self, targets: Mapping[str, Any], collector: Collector) -> NotKept:
         """What finds the variables that go on from step to step and are in no file."""
+
+    def open_played(self, stack: ExitStack, seen: Observed, path: Path) -> Observer:
+        """What notes the step that a stopping job plays on. `path`: the file of the boundary `seen.position`."""
+
+    def open_comparison(self, stack: ExitStack, seen: Observed, *, on_difference: str) -> Observer | None:
+        """What compares the first step of a resumed run with that one, and tells; None: there is none to compare with.
+        `on_difference`: ``warn``, or ``stop``: its `at_boundary` raises ResumeDiffersError on all ranks."""
 
     def own_variables(
         self,

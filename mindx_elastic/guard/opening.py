@@ -7,7 +7,7 @@ it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -35,8 +35,8 @@ from mindx_elastic.guard.directories import (
 from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.loops import without_streams
-from mindx_elastic.guard.observer import ProofObserver, observers
+from mindx_elastic.guard.loops.loops import Loops, without_streams
+from mindx_elastic.guard.observer import Observed, ProofObserver, observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
 from mindx_elastic.guard.process_end import LogRelay
@@ -44,6 +44,7 @@ from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_r
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
+from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.uneven_modules import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -75,6 +76,7 @@ class Opening:
         self._place, self._is_again = place, place is not None and place.is_again
         self._entry: Entry | None = None
         self._options, self._ranks, self._targets = options, ranks, targets
+        self.on_difference = options.on_difference
         try:
             self._prepare(stack, loaders)
         except Exception as error:
@@ -125,6 +127,26 @@ class Opening:
         self.start = self._restore()
         """What the ranks have agreed on, and loaded."""
         self._begin_schedules()
+
+    def observed(self, stopper: Stopper, loops: Loops, loaders: Loaders, is_outside: Callable[[], bool]) -> Observed:
+        """What an observer may look at, at the last boundary. `is_outside`: what happens now belongs to no step."""
+        start = self.start
+        return Observed(
+            directory=self._options.folder,
+            prefix=self._options.prefix,
+            run_id=start.run_id,
+            ranks=self._ranks,
+            targets=self._targets,
+            loaders=loaders.named,
+            collector=self.collector,
+            position=loops.position,
+            resumed=start.step,
+            resumed_path=None if start.resumed is None else start.resumed.path,
+            policies=self.policies,
+            stopper=stopper,
+            is_outside=is_outside,
+            copied_every=self.around.copied_every,
+        )
 
     def shared_modules(self) -> list[nn.Module]:
         """The modules of which other ranks hold the same weights, so that a rank keeps what is its own at each

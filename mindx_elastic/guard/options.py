@@ -59,6 +59,10 @@ class GuardOptions:
     """Whether ranks that hold the same write each part of it once; without effect beside `policies`."""
     unmanaged: str | None = None
     """``error`` or ``warn``: state that is certain not to be kept; None: as the environment says."""
+    overlap: bool | None = None
+    """Whether a stop makes one step more, to compare the next start with; None: as the environment says."""
+    on_difference: str = "warn"
+    """``warn`` or ``stop``: where the resumed run makes another step than the stopped one."""
     layouts: Mapping[str, Layout] | None = None
     """Layouts of parameters that no DTensor describes, by name pattern."""
 
@@ -71,6 +75,10 @@ class GuardOptions:
             raise UsageError(f"remove_redundancy={self.remove_redundancy!r}: give True or False")
         if self.unmanaged not in (None, *MODES):
             raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise UsageError(f"overlap={self.overlap!r}: give True, False or None")
+        if self.on_difference not in ("warn", "stop"):
+            raise UsageError(f'on_difference={self.on_difference!r}: give "warn" or "stop"')
         check_policies([*self.exit_policies(), *self.periodic_policies()])
 
     @property
@@ -113,6 +121,8 @@ class GuardOptions:
         settings = Settings.from_env()
         if self.final_save is not None:
             settings = replace(settings, final_save=self.final_save)
+        if self.overlap is not None:
+            settings = replace(settings, overlap=self.overlap)
         if self.unmanaged is not None:
             settings = replace(settings, unmanaged=self.unmanaged)
         return settings if self.grace_s is None else settings.with_grace(self.grace_s)

@@ -111,6 +111,11 @@ class Stopper:
         self._dead = -1  # the rank that a recovery in place is for
         self._failing = False  # an exception has left the block
         self._ending = False  # the training thread waits for the others at the end of the block
+        self._is_done_after_save = False
+        self.play_on: Callable[[Alarm], bool] = lambda alarm: False
+        """Training thread, once the stop's boundary was saved: whether to make one update more before leaving."""
+        self.end_play: Callable[[str], None] = lambda why: None
+        """Watcher thread: the process is to leave now, for that reason."""
 
     @property
     def phase(self) -> StopPhase:
@@ -160,6 +165,7 @@ class Stopper:
             return
         name = signal_name(signum)
         logger.warning("%s again; the stop is under way (%s)", name, self.phase.name.lower())
+        self.end_play(f"{name} again")
         self.events.emit("alarm", step=self.step_gate.step, reason=name, outcome="already stopping")
 
     def hear(self, alarm: Alarm) -> None:
@@ -277,6 +283,8 @@ class Stopper:
                 self._ran_on_from = self.agreed_step
                 return  # the next boundary asks again
             self._save_at_boundary(alarm)
+            if not is_between and self.play_on(alarm):
+                return
         raise self.exit()
 
     def stop_for_death(self) -> None:
@@ -379,13 +387,20 @@ class Stopper:
             atexit.register(shorten_interpreter_exit)
         self.salvage.is_coming_out = True
         self.salvage.note_leaving(self.alarm)
-        self._page.set(exit_code=self.alarm.exit_code)
+        self.announce_exit()
         return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.save.step, path=self.save.path)
 
+    def announce_exit(self) -> None:
+        """What the agent is to take for the exit code from now on, whatever ends the process."""
+        assert self.alarm is not None
+        self._page.set(exit_code=self.alarm.exit_code)
+
     def after_save(self) -> None:
-        """Training thread, on its way out: what policies want done once the state is durable. Failures are warnings."""
-        if self.alarm is None or self.phase is not StopPhase.SAVED:
+        """Training thread, on its way out, once: what policies want done when the state is durable. Failures are
+        warnings."""
+        if self.alarm is None or self.phase is not StopPhase.SAVED or self._is_done_after_save:
             return
+        self._is_done_after_save = True
         for policy in policies_for(self.save.policies, self.alarm):
             if policy.after_save is not None:
                 try:

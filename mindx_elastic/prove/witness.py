@@ -51,6 +51,8 @@ class Witness:
     """How long a boundary waits until its stop has been heard."""
 
     def __init__(self) -> None:
+        self.is_over = False
+        """There is nothing more to look at."""
         self.scalars: Mapping[str, Any] = {}
         """What the program has given to the step's `step_end`."""
         self._targets: Mapping[str, Any] = {}

@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from mindx_elastic import Guard
-from mindx_elastic.data import from_loader
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -221,30 +220,6 @@ def test_a_loader_with_torchdatas_protocol(workers: int, tmp_path: Path) -> None
         return _Stateful(Pictures(), batch_size=2, shuffle=True, num_workers=workers)
 
     check("nano", tmp_path, [2, BATCHES], make=make)
-
-
-class _Nodes:
-    """As torchdata's ``nodes.Loader`` over a RandomSampler: its state has the place in the epoch and not its order."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self._place = 0
-        for batch in DataLoader(Pictures(), batch_size=2, shuffle=True):
-            self._place += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_yielded": self._place}
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-_Nodes.__module__ = "torchdata.nodes.loader"
-
-
-def test_torchdatas_nodes_are_refused_with_the_line_that_keeps_them(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"loader = mindx_elastic\.data\.from_loader\(loader\)"):
-        Loaders(_Nodes(), None)
-    check("nano", tmp_path, [2, BATCHES], make=lambda: from_loader(_Nodes()))
 
 
 def test_a_position_that_torchdata_wrote_is_gone_on_from() -> None:

@@ -11,11 +11,6 @@ __all__ = ["PARTS"]
 
 _RAW = "images, labels = data.tensors[0].numpy(), data.tensors[1]\n"
 
-_NODES = (
-    "import torchdata.nodes as tn\nfrom torch.utils.data import RandomSampler, default_collate\n"
-    "node = tn.Mapper(tn.SamplerWrapper(RandomSampler(data)), data.__getitem__)\n"
-    "loader = tn.Loader(tn.Mapper(tn.Batcher(node, 8), default_collate))"
-)
 _PAGE = Path(__file__).parents[2] / "docs/your-loop.md"
 _WORLD = "import gymnasium as gym\n" + "\n".join(
     block for block in re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.S) if "pickle" in block
@@ -196,13 +191,10 @@ PARTS = (
     Part(
         package="torchdata",
         name="nodes.Loader over a shuffled sampler",
-        make=_NODES,
-        want="refused: loader = mindx_elastic.data.from_loader(loader)",
-    ),
-    Part(
-        package="torchdata",
-        name="nodes.Loader over a shuffled sampler, in from_loader",
-        make=f"{_NODES}\nloader = mx.data.from_loader(loader)",
+        make="import torchdata.nodes as tn\nfrom torch.utils.data import RandomSampler, default_collate\n"
+        "node = tn.MapperWrapper(data, RandomSampler(data)) if hasattr(tn, 'MapperWrapper') else tn.Mapper(tn.SamplerWrapper(RandomSampler(data)), data.__getitem__)\n"
+        "loader = tn.Loader(tn.Mapper(tn.Batcher(node, 8), default_collate))",
+        want="told",
     ),
     Part(
         package="grain",

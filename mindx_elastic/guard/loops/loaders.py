@@ -85,12 +85,6 @@ class Loaders:
                 "samples would be lost. Write before the guard: loader = mindx_elastic.data.from_loader(loader), or a "
                 "DataLoader over it; and iterate that"
             )
-        if is_torchdata(type(loader)) and not isinstance(loader, DataLoader):
-            raise UsageError(
-                f"{name} is a {type(loader).__name__} of torchdata.nodes, which draws the resumed epoch's order once "
-                "more, and behind its last batch makes another epoch. Write before the guard: loader = "
-                "mindx_elastic.data.from_loader(loader), and iterate that"
-            )
         adoptable = isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader)
         if adoptable and (not keeps_state(loader) or is_torchdata(type(loader))):
             adoption = Adoption(loader)

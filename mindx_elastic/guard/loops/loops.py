@@ -147,6 +147,7 @@ class Loops:
         self._between_loops = self._in_epoch = False
         self._is_late = False
         self._cuts_in_epoch = self._steps_of_epoch = 0  # the latter of a loop over steps within the epoch; 0: none
+        self._steps_of_run = 0  # of one that makes no epochs
         self._begin: dict[str, Any] | None = None
         self._arm(restore=self._restore is not None)
         for own in self._loaders.own:
@@ -501,6 +502,17 @@ class Loops:
             self._collector.loop = {**self._collector.loop, _STREAMS: streams}
             self._begin = None
 
+    def is_at_end(self, *, is_tail_over: bool) -> bool:
+        """Whether no step comes next, as far as the loops and loaders tell: the code after an epoch does, or the end of
+        the training. `is_tail_over`: the code after the epoch has run."""
+        if self._steps_of_run:
+            return self.step >= self._steps_of_run
+        is_one_step = not self.loaders and self._left > 0
+        last = self._steps_of_epoch or self.position.batch_num or int(is_one_step)
+        if not last or self.step_in_epoch < last:
+            return False
+        return not is_tail_over or self.epoch >= self._left > 0
+
     # --- steps, enumerate ---
 
     def steps(self, num_steps: int, start: int) -> Iterator[int]:
@@ -527,7 +539,7 @@ class Loops:
                 f"guard.steps({self._ended_steps[ended[0]] + num_steps})"
             )
         self._counted_inside = self._counted_inside or inside
-        self._steps_of_epoch = num_steps if inside else 0
+        self._steps_of_epoch, self._steps_of_run = (num_steps, 0) if inside else (0, num_steps)
         idle, has_step = 0, False
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
             self.reach_resumed_step()

@@ -1,0 +1,192 @@
+"""The overlap: a job that stops makes one update more than it saves, so that the next start can be compared with it.
+
+The boundary of the stop is durable first. Then, if the time allows and all ranks agree, the training thread goes on to
+the next boundary; an observer notes what that step sees and makes, and the process leaves. Nothing else is kept of the
+step, and whatever happens in it (an exception, a hang, a dead rank, a second signal) ends the process as the stop
+would have ended it: same file, same exit code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
+
+from mindx_elastic.agreement.stop_step import CANNOT
+from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import printable
+from mindx_elastic.errors import GracefulExit
+from mindx_elastic.guard.boundaries import Boundaries
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.observer import Observed, Observer, observers
+from mindx_elastic.guard.opening import Opening
+from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stopper import Stopper
+
+__all__ = ["Overlap"]
+
+_RESERVE_S = 5.0
+"""What the way out may take."""
+_AGREEMENT_S = 2.0
+_COMES_OUT_S = 1.5
+"""How long an interrupted training thread may take to come out of what it waits in."""
+_STEPS = 5
+_ALARMS = ("signal", "flag", "fault")
+
+
+class Overlap:
+    """One per entered guard; it also holds what looks at the steps in other runs. Training thread, but where it says
+    otherwise."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        opening: Opening,
+        stopper: Stopper,
+        *,
+        loops: Loops,
+        loaders: Loaders,
+        boundaries: Boundaries,
+        is_outside: Callable[[], bool],
+    ) -> None:
+        """The state is back. `stack` closes it. `is_outside`: what happens now belongs to no step."""
+        self._stack = stack.enter_context(ExitStack())
+        self._stopper, self._loops, self._loaders, self._boundaries = stopper, loops, loaders, boundaries
+        self._observed: Callable[[], Observed] = lambda: opening.observed(stopper, loops, loaders, is_outside)
+        self._collector = opening.collector
+        proof, trains = opening.proof, not opening.evaluates and not opening.around.is_guest
+        self._is_wanted = proof is None and trains and opening.settings.overlap
+        self.observer: Observer | None = None
+        """What notes each step now; nearly always None."""
+        self.is_playing = False
+        """The step that is made now is played on."""
+        self.is_at_tail = False
+        """The last boundary was reached behind the code that follows its epoch."""
+        self.times = deque([time.monotonic()], maxlen=_STEPS + 1)
+        """When the last boundaries were reached, by `time.monotonic`; the first one is the entry."""
+        self._began, self._interrupts = 0.0, False
+        stopper.play_on, stopper.end_play = self._begin, self.end
+        if proof is None and not loops.is_layered:  # a layer's loop is not the program's
+            finder = observers().look_for_not_kept(self._observed().targets, opening.collector)
+            aloud = opening.start.step is None and stopper.ranks.rank == 0
+            boundaries.look_for_not_kept(finder, is_ahead=loaders.are_ahead, aloud=aloud)
+        if proof is not None and not opening.evaluates:
+            self.observer = proof
+            proof.enter(stack, self._observed())
+        elif self._is_wanted:
+            self.observer = observers().open_comparison(stack, self._observed(), on_difference=opening.on_difference)
+
+    # --- the stop ---
+
+    def _begin(self, alarm: Alarm) -> bool:
+        """The stop's boundary was reached, and saved where that was possible. Returns whether the job makes one update
+        more before it leaves."""
+        if not self._is_wanted:
+            return False
+        stopper, step = self._stopper, self._loops.step
+        stopper.after_save()  # in the state that was saved
+        left = alarm.deadline.remaining_s()
+        budget_s = (left - _RESERVE_S) / 2
+        why_not = self._why_not(alarm, budget_s)
+        decision = stopper.exchange.decide(
+            "overlap", CANNOT if why_not else step + 1, min(_AGREEMENT_S, max(0.1, left / 10))
+        )
+        if decision.step != step + 1:
+            logger.debug("the next step is not played on: %s", why_not or decision.reason)
+            return False
+        assert stopper.save.path is not None
+        stopper.announce_exit()
+        self._began = time.monotonic()
+        self.observer = observers().open_played(self._stack, self._observed(), stopper.save.path)
+        self.is_playing = True
+        self._loaders.at_unforeseen_end(self._leave)
+        self._bound(self._began + budget_s)
+        stopper.step_gate.open_until(decision.step)
+        return True
+
+    def _why_not(self, alarm: Alarm, budget_s: float) -> str:
+        """Why this job cannot play on; empty: it can."""
+        stopper, loops = self._stopper, self._loops
+        if stopper.phase is not StopPhase.SAVED or stopper.save.path is None or stopper.save.step != loops.step:
+            return "this boundary is not on disk"
+        if alarm.kind not in _ALARMS:
+            return f"the stop is of kind {alarm.kind}"
+        if not self._boundaries.has_passed:
+            return "no step was made"
+        if loops.is_at_end(is_tail_over=self.is_at_tail):
+            return "code after the epoch, or the end of the training, comes next"
+        step_s = statistics.median(after - before for before, after in itertools.pairwise(self.times))
+        if step_s > budget_s:
+            return f"a step takes {step_s:.2f} s, and {max(0.0, budget_s):.2f} s are left for it"
+        return ""
+
+    def _leave(self) -> None:
+        """The code after the epoch comes next, and belongs to the resumed run."""
+        raise self._stopper.exit()
+
+    # --- steps ---
+
+    def copy(self) -> None:
+        """Copy the small state at a boundary that is played on, as the observer looks at it; nothing else is kept."""
+        self._boundaries.gate.pass_boundary(self._collector.copy, self._loops.position)
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> None:
+        """A step that an `observer` looks at has ended. Raises GracefulExit where it was played on, but inside an
+        accumulation window; ResumeDiffersError."""
+        observer = self.observer
+        if observer is None:
+            return
+        waits = observer.at_boundary(position, is_cut=is_cut)
+        if self.is_playing and is_cut:
+            logger.debug("step %d was played on in %.3f s", position.step, time.monotonic() - self._began)
+            raise self._stopper.exit()
+        if waits:
+            self._stopper.step_gate.wait_for_limit(observer.heard_s)
+        if observer.is_over:
+            self.observer = None
+
+    def way_out(self, error: BaseException | None) -> BaseException | None:
+        """What leaves the block in place of `error` (None: it has ended by itself): the stop's exit, whatever has
+        happened in a step that is played on."""
+        if not self.is_playing or isinstance(error, GracefulExit):
+            return error
+        how = "the block has ended" if error is None else f"{type(error).__name__}: {printable(str(error), 200)}"
+        logger.info("in the step that is played on: %s", how)
+        return self._stopper.exit()
+
+    def end(self, why: str) -> None:
+        """Watcher thread: the process leaves now. What the training thread waits in is interrupted."""
+        if not self.is_playing or self._stopper.salvage.is_coming_out:
+            return
+        logger.info("the step that is played on is left: %s", why)
+        alarm, watcher = self._stopper.alarm, self._stopper.watcher
+        assert alarm is not None
+        if self._interrupts:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+
+        def end_it() -> None:
+            if not self._stopper.salvage.is_coming_out:
+                self._stopper.salvage.leave_behind(alarm, "the step that is played on does not end")
+
+        watcher.call_at(time.monotonic() + _COMES_OUT_S, end_it)
+
+    def _bound(self, end: float) -> None:
+        """Let the step end at `end` (`time.monotonic`) at the latest."""
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGVTALRM, self._interrupt)
+            self._stack.callback(signal.signal, signal.SIGVTALRM, before)
+            self._interrupts = True
+        self._stopper.watcher.call_at(end, lambda: self.end("it takes too long"))
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if not self._stopper.salvage.is_coming_out:
+            raise self._stopper.exit()

@@ -1,0 +1,377 @@
+"""What a stopped process leaves of the step that it plays on, and the comparison in the resumed one.
+
+The stop's boundary k is durable in a file; beside it comes ``<file>.witness.jsonl`` with what the next step has seen
+and made (`witness`), and with the program's variables at its first forward. The resumed process makes that step anyway,
+notes the same, and says whether both are equal. The file, one JSON object a line:
+
+1. ``witness``: version, run, rank, number of ranks, step k, software and device;
+2. the lines of `records`: ``enter`` with the state at k, the steps;
+3. ``began``: variables at the first forward (name -> digest, or the value where it is short), and ``carried``: names
+   that the running loops hand on from step to step;
+4. ``streams``: states of the random streams by name and digest, deflated, in base64;
+5. ``end``: xxh3-64 of all that comes before it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import re
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.agreement.stop_step import CANNOT
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import open_trusted
+from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.errors import ResumeDiffersError, UntrustedFileError
+from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.observer import Observed
+from mindx_elastic.prove.carried import carried, rebound_in
+from mindx_elastic.prove.causes import Explained, explain
+from mindx_elastic.prove.compare import Reference, compare_life, split_kinds
+from mindx_elastic.prove.records import Life, parse_life
+from mindx_elastic.prove.streams import numbers_between
+from mindx_elastic.prove.variables import KEPT
+from mindx_elastic.prove.witness import Witness
+
+__all__ = ["SUFFIX", "Comparison", "Played", "Variables", "compare_variables", "open_comparison", "open_played"]
+
+SUFFIX = ".witness.jsonl"
+_VERSION = 1
+_MOST_BYTES = 1 << 26
+_MOST_FILES = 64
+_MOST_TOLD = 8
+_DECIDE_S = 60.0
+_HASHED = re.compile(r"[0-9a-f]{16}")
+_NAMED = re.compile(r'(?P<length>the length of )?"(?P<name>.*)" \(.*\)', re.DOTALL)
+
+
+class _Notes(Witness):
+    """A witness whose lines stay in memory."""
+
+    def __init__(self, stack: ExitStack, seen: Observed) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.states: dict[str, bytes] = {}
+        """Of random streams, by name and digest."""
+        self.began: dict[str, str] = {}
+        """The program's variables at the first forward."""
+        self.carried: set[str] = set()
+        """Those that the running loops hand on from step to step."""
+        self._from = seen.position.step
+        self._stack = stack.enter_context(ExitStack())
+        self.watch(self._stack, seen)
+        position = seen.position
+        self.write(
+            "enter",
+            series=0,
+            directory="",
+            prefix="",
+            resumed=seen.resumed,
+            rank=seen.ranks.rank,
+            world_size=seen.ranks.world_size,
+            epoch=position.epoch,
+            step=position.step,
+            end=self.entry(),
+        )
+
+    def write(self, event: str, **content: Any) -> None:
+        self.lines.append(json.dumps({"event": event, "series": 0, **content}) + "\n")
+
+    def keep_stream(self, name: str, digest: str, content: bytes) -> None:
+        self.states[f"{name}-{digest}"] = content
+
+    def at_forward(self) -> None:
+        if self.began or self._forward is None:
+            return
+        rebound = set[str]()
+        for frame in program_frames(sys._getframe(1)):
+            rebound |= rebound_in(frame)
+        noted = ((*split_kinds(key), value) for key, value in self._forward["sample"].items())
+        self.began = {name: value for kind, name, value in noted if kind == "variable" and _root(name) not in rebound}
+
+    def behind_tail(self) -> None:
+        """Nothing: the step was noted before."""
+
+    def leave(self, outcome: str, notes: Sequence[str]) -> None:
+        """Nothing: a step that did not come to its end is no step."""
+
+    def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
+        self.note_step(position, is_cut=is_cut)
+        for frame in program_frames(sys._getframe(1)):
+            self.carried |= {name for _, names in carried(frame) for name in names}
+
+    def _close(self) -> None:
+        self.is_over = True
+        self._stack.close()
+
+
+class Played(_Notes):
+    """In the process that stops. An `Observer`."""
+
+    def __init__(self, stack: ExitStack, seen: Observed, path: Path) -> None:
+        """`path`: the file of the boundary `seen.position`, which is durable."""
+        super().__init__(stack, seen)
+        self._path, self._head = path.with_name(path.name + SUFFIX), _head(seen)
+        self.note_step(seen.position, is_cut=True)
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
+        if position.step > self._from and not self.is_over:
+            self._note_boundary(position, is_cut=is_cut)
+            if is_cut:
+                self._close()
+                self._keep()
+        return False
+
+    def _keep(self) -> None:
+        """Write the file. A failure costs nothing but the comparison."""
+        self.write("began", variables=self.began, carried=sorted(self.carried))
+        states = {key: base64.b64encode(zlib.compress(value, 1)).decode() for key, value in self.states.items()}
+        self.write("streams", states=states)
+        text = json.dumps(self._head) + "\n" + "".join(self.lines)
+        text += json.dumps({"event": "end", "digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
+        temp = self._path.with_name(self._path.name + ".tmp")
+        try:
+            with open(temp, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, self._path)
+            _drop_orphans(self._path.parent)
+        except OSError as error:
+            logger.warning(
+                "the witness of the next step cannot be written (%s): the checkpoint is whole, and the next start has "
+                "nothing to compare itself with",
+                error,
+            )
+            temp.unlink(missing_ok=True)
+
+
+class Comparison(_Notes):
+    """In the resumed process. An `Observer`."""
+
+    def __init__(self, stack: ExitStack, seen: Observed, left: _Left, on_difference: str) -> None:
+        super().__init__(stack, seen)
+        self._left, self._seen, self._on_difference = left, seen, on_difference
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
+        if position.step > self._from and not self.is_over:  # else the second half of the resumed boundary
+            self._note_boundary(position, is_cut=is_cut)
+            if position.step >= self._left.last:
+                self._close()
+                self._compare(position.step)
+        return False
+
+    def _compare(self, step: int) -> None:
+        life = parse_life(self._seen.ranks.rank, self.lines)
+        assert life is not None
+        reference = Reference(lives=[self._left.life])
+        difference = compare_life(reference, life)
+        explained = None
+        if difference is not None:
+            explained = explain(reference, difference, self._moves)
+            if all(part.kind == "stateful" for part in difference.parts):
+                logger.info("step %d: %s. If only a clock is behind it, nothing is lost", step, explained.what)
+                explained = None
+        variables = compare_variables(self._left.began, self.began, self.carried | self._left.carried)
+        outcome = "differs" if explained is not None else "variables differ" if variables.lost else "verified"
+        self._tell(step, explained, variables)
+        reason = explained.what if explained is not None else ", ".join([*variables.lost, *variables.others])
+        self._seen.stopper.events.emit("compared", step=step, reason=printable(reason, 300), outcome=outcome)
+        if self._on_difference == "stop":
+            self._stop_if_different(step, explained)
+
+    def _tell(self, step: int, explained: Explained | None, variables: Variables) -> None:
+        lost, others = (listed(each, _MOST_TOLD) for each in (variables.lost, variables.others))
+        if explained is not None:
+            names = listed([*variables.lost, *variables.others], _MOST_TOLD)
+            logger.warning(
+                "step %d is not the one of the stopped process: %s; usual cause: %s. %s%s%s",
+                step,
+                explained.what,
+                explained.cause,
+                explained.remedy,
+                f"; not as they were: {names}" if names else "",
+                self._other_software(),
+            )
+        elif lost:
+            logger.warning(
+                "step %d is equal to the one of the stopped process; not got back: %s. Where later steps read it, name "
+                "it in Guard(stateful={...}) or compute it from guard.step%s",
+                step,
+                lost,
+                f"; not as they were either: {others}" if others else "",
+            )
+        elif self._seen.ranks.rank == 0 or others:
+            logger.info(
+                "verified: step %d is the one of the stopped process, and so are %d variables%s",
+                step,
+                variables.num_equal,
+                f"; not as they were: {others}" if others else "",
+            )
+
+    def _other_software(self) -> str:
+        """What may explain other bits."""
+        pairs = ((name, self._left.software.get(name), now) for name, now in _software().items())
+        told = [f"{name} {before}, now {now}" for name, before, now in pairs if before not in (None, now)]
+        return f"; the stopped process had {', '.join(told)}" if told else ""
+
+    def _stop_if_different(self, step: int, explained: Explained | None) -> None:
+        """All ranks. Raises ResumeDiffersError where one of them differs."""
+        offer = step if explained is None else CANNOT
+        decision = self._seen.stopper.exchange.decide(f"compared/{step}", offer, _DECIDE_S)
+        if decision.step is None:
+            what = explained.what if explained is not None else f"another rank's step differs ({decision.reason})"
+            raise ResumeDiffersError(
+                f'step {step} is not the one of the stopped process, and on_difference="stop" ends the job: {what}. '
+                f'{self._seen.resumed_path} stays; mend the cause and start again, or give on_difference="warn"'
+            )
+
+    def _moves(self, name: str, before: str, after: str) -> int | None:
+        known = {**self._left.states, **self.states}
+        pair = known.get(f"{name}-{before}"), known.get(f"{name}-{after}")
+        return None if pair[0] is None or pair[1] is None else numbers_between(name, pair[0], pair[1])
+
+
+# --- the program's variables ---
+
+
+@dataclass(frozen=True)
+class Variables:
+    """What both processes had as the step began, in words such as ``n (13, now 0)``."""
+
+    num_equal: int
+    lost: Sequence[str]
+    """Not got back, and read by later steps as far as one can see: names that the running loops hand on from step to
+    step, containers, attributes of kept objects."""
+    others: Sequence[str]
+
+
+def compare_variables(theirs: Mapping[str, str], ours: Mapping[str, str], handed_on: set[str]) -> Variables:
+    """Both as `Played.began`. `handed_on`: see `carried`."""
+    lost: list[str] = []
+    others: list[str] = []
+    shared = [key for key in theirs if key in ours]
+    for key in shared:
+        if theirs[key] == ours[key] or (found := _NAMED.fullmatch(key)) is None:
+            continue
+        name, is_length = found["name"], found["length"] is not None
+        is_plain = not _HASHED.fullmatch(theirs[key]) and not _HASHED.fullmatch(ours[key])
+        values = f" ({'length ' * is_length}{theirs[key]}, now {ours[key]})" if is_plain else ""
+        is_read = is_length or key.endswith(f"({KEPT})") or _root(key) in handed_on
+        (lost if is_read else others).append(printable(name + values, 120))
+    return Variables(sum(theirs[key] == ours[key] for key in shared), lost, others)
+
+
+def _root(key: str) -> str:
+    """``the length of "buffer.rows" (train.py)`` -> ``buffer``."""
+    return re.split(r"[.\[]", key.partition('"')[2].rpartition('"')[0])[0]
+
+
+# --- the file ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Left:
+    """What the stopped process has left."""
+
+    life: Life
+    last: int
+    """The last step in it."""
+    states: Mapping[str, bytes]
+    began: Mapping[str, str]
+    carried: set[str]
+    software: Mapping[str, str]
+
+
+def _software() -> dict[str, str]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine()
+    return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads()), "device": device}
+
+
+def _head(seen: Observed) -> dict[str, Any]:
+    return {
+        "event": "witness",
+        "version": _VERSION,
+        "run": seen.run_id,
+        "rank": seen.ranks.rank,
+        "world_size": seen.ranks.world_size,
+        "step": seen.position.step,
+        "software": _software(),
+    }
+
+
+def open_played(stack: ExitStack, seen: Observed, path: Path) -> Played:
+    """See `guard.observer.Observers`."""
+    return Played(stack, seen, path)
+
+
+def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> Comparison | None:
+    """See `guard.observer.Observers`."""
+    if seen.resumed is None or seen.resumed_path is None:
+        return None
+    saver = seen.stopper.saver
+    folders = dict.fromkeys([*(saver.folder(p.directory) for p in seen.policies), seen.resumed_path.parent])
+    for folder in folders:
+        for path in sorted(folder.glob(f"*{SUFFIX}"))[:_MOST_FILES]:
+            try:
+                text = _read(path, seen)
+                head = json.loads(text.partition("\n")[0])
+                place = head["run"], head["rank"], head["step"]
+                if place != (seen.run_id, seen.ranks.rank, seen.resumed):
+                    continue
+                if head["version"] != _VERSION or head["world_size"] != seen.ranks.world_size:
+                    other = f"version {head['version']}, {head['world_size']} ranks"
+                    logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, printable(other))
+                    return None
+                return Comparison(stack, seen, _parse(text, head), on_difference)
+            except (OSError, UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+                logger.warning("%s is left out of the comparison: %s", path, printable(str(error), 200))
+    return None
+
+
+def _read(path: Path, seen: Observed) -> str:
+    with open(open_trusted(path, seen.stopper.saver.trust.of(path.parent)), "rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return content.decode()
+
+
+def _parse(text: str, head: Mapping[str, Any]) -> _Left:
+    """Raises ValueError, KeyError, TypeError, AttributeError, zlib.error for anything but a whole file."""
+    lines = text.splitlines(keepends=True)
+    end = json.loads(lines[-1])
+    if end.get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
+        raise ValueError("it is torn, or was changed")
+    events = {event["event"]: event for event in map(json.loads, lines[1:-1]) if event["event"] in ("began", "streams")}
+    life = parse_life(int(head["rank"]), lines[1:-1])
+    if life is None or len(life.steps) < 2:
+        raise ValueError("it has no whole step")
+    return _Left(
+        life=life,
+        last=max(step.number for step in life.steps),
+        states={key: zlib.decompress(base64.b64decode(value)) for key, value in events["streams"]["states"].items()},
+        began={str(key): str(value) for key, value in events["began"]["variables"].items()},
+        carried={str(name) for name in events["began"]["carried"]},
+        software={str(key): str(value) for key, value in head["software"].items()},
+    )
+
+
+def _drop_orphans(folder: Path) -> None:
+    """Delete witnesses whose checkpoint was deleted."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        if not path.with_name(path.name.removesuffix(SUFFIX)).exists():
+            path.unlink(missing_ok=True)

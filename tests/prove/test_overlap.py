@@ -1,0 +1,251 @@
+"""A stop leaves the witness of the step behind it, and the resumed run compares: jobs in this very process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections import UserList
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from mindx_elastic.errors import ResumeDiffersError
+from mindx_elastic.prove import overlap
+from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
+
+STOP = 7  # in the middle of an epoch of five steps
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+class Quiet(Job):
+    """A job whose notes are no variables of the program: what a library's class keeps is left out."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, **{"overlap": True, **options})
+        self.steps, self.epochs = UserList[int](), UserList[int]()  # type: ignore[assignment]
+
+
+def stop(directory: Path, *, middle: Callable[[Job, int], object] = lambda job, step: None, **options: Any) -> Job:
+    """A job that gets a SIGTERM in step `STOP`. `middle`: also in each of its steps."""
+    job = Quiet(directory, **options)
+    signals = stop_at(STOP)
+
+    def both(job: Job, step: int) -> None:
+        middle(job, step)
+        signals(job, step)
+
+    left = stopped(job, middle=both)
+    assert (left.code, left.step) == (143, STOP)
+    return job
+
+
+def resume(directory: Path, **options: Any) -> tuple[Job, dict[str, torch.Tensor]]:
+    run = {name: options.pop(name) for name in ("middle", "after") if name in options}
+    job = Quiet(directory, seed=1, **options)
+    return job, job.run(**run)
+
+
+def witness_in(directory: Path) -> Path:
+    (path,) = directory.glob(f"*{overlap.SUFFIX}")
+    return path
+
+
+def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    return [r.getMessage() for r in caplog.records if word in r.getMessage() and r.levelno >= logging.INFO]
+
+
+def outcomes(directory: Path) -> list[str]:
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return [event["outcome"] for event in events if event["event"] == "compared"]
+
+
+def test_an_exact_job_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    expected = weights_of_uninterrupted(tmp_path)
+    job = stop(tmp_path / "job")
+    assert list(job.steps) == [*range(1, STOP + 2)], "one step more than is saved"
+    assert witness_in(tmp_path / "job").name.startswith("job-2_2_breakpoint.safetensors")
+    _, weights = resume(tmp_path / "job")
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert len(lines(caplog, f"verified: step {STOP + 1} is the one of the stopped process")) == 1
+    assert outcomes(tmp_path / "job") == ["verified"]
+    assert not lines(caplog, "not got back")
+
+
+def test_accumulation_is_played_to_the_windows_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    job = Quiet(tmp_path, accumulate=2)
+    left = stopped(job, middle=stop_at(5))
+    assert left.step == 6 and job.steps[-1] == 8
+    Quiet(tmp_path, seed=1, accumulate=2).run()
+    assert lines(caplog, "verified: step 8 is"), caplog.text
+
+
+@pytest.mark.parametrize("setting", ["argument", "variable"])
+def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    if setting == "variable":
+        monkeypatch.setenv("MINDX_OVERLAP", "0")
+    job = Job(tmp_path, **({"overlap": False} if setting == "argument" else {}))
+    stopped(job, middle=stop_at(STOP))
+    assert job.steps[-1] == STOP and not list(tmp_path.glob(f"*{overlap.SUFFIX}"))
+
+
+def test_a_count_that_is_not_kept_is_told_with_both_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Quiet(tmp_path)
+
+    def train(job: Job) -> None:
+        count = 0
+        with job.guard as guard:
+            for _ in guard.epochs(3):
+                for x, y in job.loader:
+                    scale = 2.0 if count % 100 == 99 else 1.0
+                    (scale * torch.nn.functional.cross_entropy(job.network(x), y)).backward()
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                    count += 1
+                    if guard.step + 1 == STOP and guard.resumed_from_step is None:
+                        stop_at(STOP)(job, STOP)
+                    guard.step_end()
+
+    with pytest.raises(SystemExit):
+        train(job)
+    train(Quiet(tmp_path, seed=1))
+    assert lines(caplog, f"step {STOP + 1} is equal to the one of the stopped process; not got back: count (7, now 0)")
+    assert outcomes(tmp_path) == ["variables differ"]
+
+
+def scaled_by(number: float) -> Callable[[Job, int], None]:
+    """As a value of the program that a start has otherwise: it acts on the gradients of the step behind the stop."""
+
+    def scale(job: Job, step: int) -> None:
+        if step == STOP + 1:
+            for parameter in job.network.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= number
+
+    return scale
+
+
+def test_another_step_is_told_with_its_first_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop(tmp_path)
+    resume(tmp_path, middle=scaled_by(-1.0))
+    (told,) = lines(caplog, f"step {STOP + 1} is not the one of the stopped process")
+    assert "weights differ" in told
+    assert outcomes(tmp_path) == ["differs"]
+
+
+def test_another_step_ends_the_job_if_it_is_to(tmp_path: Path) -> None:
+    stop(tmp_path)
+    before = sorted(tmp_path.glob("*.safetensors"))
+    with pytest.raises(ResumeDiffersError, match=f"step {STOP + 1} is not the one of the stopped process"):
+        resume(tmp_path, middle=scaled_by(-1.0), on_difference="stop")
+    assert sorted(tmp_path.glob("*.safetensors")) == before, "nothing is saved, and nothing is lost"
+    resume(tmp_path, on_difference="stop")
+    assert outcomes(tmp_path) == ["differs", "verified"], "the message's remedy: mended, it goes on"
+
+
+def fail(job: Job, step: int) -> None:
+    raise ValueError("only in the step that is played on")
+
+
+def signal_again(job: Job, step: int) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()  # until the step is interrupted
+
+
+@pytest.mark.parametrize("fault", [fail, signal_again])
+def test_whatever_happens_in_the_step_the_stop_is_as_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Callable[[Job, int], object]
+) -> None:
+    caplog.set_level(logging.INFO)
+    expected = weights_of_uninterrupted(tmp_path)
+    fired = []
+
+    def at_next(job: Job, step: int) -> None:
+        if step == STOP + 1:
+            fired.append(step)
+            fault(job, step)
+
+    stop(tmp_path / "job", middle=at_next)
+    assert fired == [STOP + 1]
+    assert not list((tmp_path / "job").glob(f"*{overlap.SUFFIX}"))
+    _, weights = resume(tmp_path / "job")
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert not outcomes(tmp_path / "job"), "there is nothing to compare with"
+
+
+@pytest.mark.parametrize("grace_s", [1.0, 5.0])
+def test_no_time_no_step(tmp_path: Path, grace_s: float) -> None:
+    job = stop(tmp_path, grace_s=grace_s)
+    assert job.steps[-1] == STOP
+
+
+def test_the_last_step_of_an_epoch_waits_for_the_code_behind_it(tmp_path: Path) -> None:
+    between: list[int] = []
+    job = Quiet(tmp_path)
+    stopped(job, middle=stop_at(10), between=lambda job, epoch: between.append(epoch))
+    assert between in ([1], [1, 2]), "never half, and never twice"
+    Quiet(tmp_path, seed=1).run(between=lambda job, epoch: between.append(epoch))
+    assert between == [1, 2, 3]
+
+
+def edit(path: Path, change: Callable[[list[str]], list[str]], *, seals: bool) -> None:
+    """Change the lines of a witness. `seals`: with a true digest at the end."""
+    text = change(path.read_text().splitlines(keepends=True))
+    if seals:
+        body = "".join(text[:-1])
+        text[-1] = json.dumps({"event": "end", "digest": xxhash.xxh3_64_hexdigest(body.encode())}) + "\n"
+    path.write_text("".join(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "seals", "told"),
+    [
+        (lambda text: text[:-2], False, "left out of the comparison"),
+        (lambda text: [*text[:3], text[3].replace("0", "1"), *text[4:]], False, "it is torn, or was changed"),
+        (lambda text: ["\x00\x01 not json\n"], False, "left out of the comparison"),
+        (lambda text: [text[0].replace('"version": 1', '"version": 99'), *text[1:]], True, "version 99"),
+        (lambda text: [text[0], "{}\n", text[-1]], True, "left out of the comparison"),
+    ],
+)
+def test_a_damaged_witness_is_named_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, seals: bool, told: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    stop(tmp_path)
+    edit(witness_in(tmp_path), change, seals=seals)
+    job, _ = resume(tmp_path)
+    assert job.guard.resumed_from_step == STOP
+    assert lines(caplog, told), caplog.text
+    assert not outcomes(tmp_path)
+
+
+def test_where_the_witness_cannot_be_written_the_checkpoint_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / f"job-2_2_breakpoint.safetensors{overlap.SUFFIX}.tmp"
+    place.mkdir()
+    stop(tmp_path)
+    assert len(lines(caplog, "the witness of the next step cannot be written")) == 1
+    job, _ = resume(tmp_path)
+    assert job.guard.resumed_from_step == STOP
+
+
+def test_witnesses_go_with_their_checkpoints(tmp_path: Path) -> None:
+    stop(tmp_path)
+    first = witness_in(tmp_path)
+    first.with_name(first.name.removesuffix(overlap.SUFFIX)).unlink()
+    stop(tmp_path, seed=2, resume="never")
+    assert witness_in(tmp_path).read_text() and not list(tmp_path.glob("*.tmp"))
