@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import UnmanagedStateError
 from tests.guard.test_loops import BATCHES, Program
-from tests.guarded import no_traces, plain_environment
+from tests.guarded import Points, no_traces, plain_environment
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,34 @@ def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: 
     program(p)
     assert p.guard.step >= 5
     assert not [r for r in caplog.records if "anew" in r.getMessage()]
+
+
+def two_loaders() -> list[Any]:
+    return [ResumableLoader(Points(), batch_size=size, shuffle=True, seed=3) for size in (10, 4)]
+
+
+def test_few_data_gone_through_again_beside_many_are_left_alone(tmp_path: Path) -> None:
+    p = Program(tmp_path, loader=two_loaders())
+    few, many = p.loader
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for batch, _other in zip(many, itertools.chain(few, few), strict=False):
+                one(p, batch)
+    assert p.guard._loops.step > 2 * len(few)
+
+
+def both_anew(p: Program) -> None:
+    few, many = p.loader
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for _ in range(2):
+                for batch, _other in zip(few, many, strict=False):
+                    one(p, batch)
+
+
+def test_two_loaders_that_begin_anew_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnmanagedStateError, match="begins anew when its epoch is resumed"):
+        both_anew(Program(tmp_path, loader=two_loaders()))
 
 
 # --- a loop that a library runs ---

@@ -207,6 +207,13 @@ class Loaders:
         first = self.first
         return first is not None and not (isinstance(first, FunctionLoader) and first.batches_per_epoch is None)
 
+    def passes_of_others(self) -> frozenset[tuple[str, int]]:
+        """Names of the loaders behind the first one that are gone through now, and the numbers of their iterations."""
+        if len(self._followed) < 2:
+            return frozenset()
+        live = (each for each in self._followed[1:] if each.track is not None and each.engine.cursor.live)
+        return frozenset((each.name, each.track.iterations) for each in live if each.track is not None)
+
     def is_at_own_pace(self, epoch: int) -> bool:
         """Whether the step that has ended used a batch of the first loader that is of another epoch."""
         if not self._first_used:

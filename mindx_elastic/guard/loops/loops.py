@@ -76,6 +76,7 @@ class Loops:
         self._own_loop = OwnLoop(None, {})
         self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
         self._pass_of_epoch = 0  # the loader's epoch of the last batch that this epoch has used; 0: none yet
+        self._passes_of_others: frozenset[tuple[str, int]] = frozenset()  # at the last step, see `Loaders`
         self._is_judged = self._repeats = False  # the latter: another pass over the loader, within an epoch of our loop
         self._kept: frozenset[int] = frozenset()
         self._first = self._resumed_epoch = 0
@@ -179,8 +180,10 @@ class Loops:
         if self._in_epoch:
             if not self._goes_on() and self._loaders.is_at_own_pace(self.epoch):
                 self._let_loader_go_on()
-            self._repeats = self._repeats or 0 < self._pass_of_epoch < current
-            self._pass_of_epoch = current
+            others = self._loaders.passes_of_others()
+            if 0 < self._pass_of_epoch < current and not others & self._passes_of_others:  # few data beside many
+                self._repeats = True
+            self._pass_of_epoch, self._passes_of_others = current, others
         elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
             self._repeats = self.epoch > 0
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
