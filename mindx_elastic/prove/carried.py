@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 
 __all__ = ["bound_in", "carried", "rebound_in"]
 
-_MOST_INSTRUCTIONS = 5_000  # so many, in 150 loops, take 0.3 s; a larger function is not looked at
+_MOST_UNITS = 40_000  # of 2 bytes, some 25 a line; so many take 0.2 s, once. A larger function is not looked at
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _NO_FALL_THROUGH = re.compile(r"(RETURN_(VALUE|CONST)|RAISE_VARARGS|RERAISE|JUMP(_FORWARD|_ABSOLUTE|_BACKWARD\w*))$")
 _OF_NAMES = re.compile(r"(LOAD|STORE|DELETE)_(?:FAST|NAME|GLOBAL|DEREF|CLASSDEREF|FROM_DICT_OR_\w+)")
@@ -92,7 +92,7 @@ def _loops_around(frame: FrameType) -> list[_Loop]:
 @lru_cache(64)
 def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
     """The instructions' offsets, and the loops, outer ones first."""
-    if len(code.co_code) > 2 * _MOST_INSTRUCTIONS:
+    if len(code.co_code) > 2 * _MOST_UNITS:
         return [], []
     graph = _read(code)
     _join_tests(graph)
@@ -102,7 +102,8 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
     names = sorted({name for events in graph.events for _, name in events})
     bits = {name: 1 << number for number, name in enumerate(names)}
     reads, binds, ends = _effects(graph, bits)
-    live = _flow(graph, range(len(graph.ops)), -1, 0, reads, ends)
+    before = _before(graph)
+    live = _flow(graph, before, range(len(graph.ops)), -1, 0, reads, ends)
     loops = []
     for head, body in found:
         behind, bound = 0, 0
@@ -111,7 +112,7 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
             for following in graph.after[n]:
                 if following not in body:
                     behind |= live[following]
-        needed = _flow(graph, body, head, behind, reads, ends)[head] & bound
+        needed = _flow(graph, before, body, head, behind, reads, ends)[head] & bound
         loops.append(
             _Loop(
                 line=graph.lines[head],
@@ -253,30 +254,39 @@ def _effects(graph: _Code, bits: dict[str, int]) -> tuple[list[int], list[int], 
 
 
 def _flow(
-    graph: _Code, nodes: range | set[int], head: int, at_end: int, reads: list[int], ends: list[int]
+    graph: _Code,
+    before: list[list[int]],
+    nodes: range | set[int],
+    head: int,
+    at_end: int,
+    reads: list[int],
+    ends: list[int],
 ) -> dict[int, int]:
     """The names whose value is still needed in front of each of `nodes`, when those of `at_end` are where `head` comes
     again. Ways that leave `nodes` need none."""
     needed = dict.fromkeys(nodes, 0)
-    order = sorted(nodes, reverse=True)
-    changed = True
-    while changed:
-        changed = False
-        for n in order:
-            later = 0
-            for following in graph.after[n]:
-                later |= at_end if following == head else needed.get(following, 0)
-            now = reads[n] | later & ~ends[n]
-            if now != needed[n]:
-                needed[n], changed = now, True
+    waiting = sorted(nodes)
+    is_waiting = set(waiting)
+    while waiting:
+        n = waiting.pop()
+        is_waiting.discard(n)
+        later = 0
+        for following in graph.after[n]:
+            later |= at_end if following == head else needed.get(following, 0)
+        now = reads[n] | later & ~ends[n]
+        if now != needed[n]:
+            needed[n] = now
+            for each in before[n]:
+                if each in needed and each not in is_waiting:
+                    is_waiting.add(each)
+                    waiting.append(each)
     return needed
 
 
 def _targets(graph: _Code, head: int) -> frozenset[str]:
     targets: set[str] = set()
-    if graph.ops[head].opname == "FOR_ITER":
-        for op, events in zip(graph.ops[head + 1 :], graph.events[head + 1 :], strict=True):
-            if not op.opname.startswith(("STORE", "UNPACK")):
-                break
-            targets.update([name for _, name in events])
+    n = head + 1
+    while graph.ops[head].opname == "FOR_ITER" and graph.ops[n].opname.startswith(("STORE", "UNPACK")):
+        targets.update([name for _, name in graph.events[n]])
+        n += 1
     return frozenset(targets)

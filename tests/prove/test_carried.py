@@ -343,7 +343,7 @@ def run():
             boundary()
         print(loss)
 #
-""".replace("LONG", "print(" + ", ".join(["boundary"] * 300) + ")")
+""".replace("LONG", "print(" + ", ".join(["boundary"] * 1500) + ")")
 
 
 def _table(text: str) -> Iterator[Any]:
