@@ -52,6 +52,10 @@ class Points(Dataset[Any]):
         return x, torch.tensor(index % 3)
 
 
+class Done(list[int]):
+    """What this process has done; of another class than list, no checkpoint has it."""
+
+
 class Job:
     """Everything is built from `seed`; `where` receives (job, coming step) in the middle of every step."""
 
@@ -73,8 +77,8 @@ class Job:
             "prefix": "job",
         }
         self.guard = Guard(**{**parts, **options})
-        self.epochs: list[int] = []
-        self.steps: list[int] = []
+        self.epochs = Done()
+        self.steps = Done()
 
     def run(
         self,

@@ -242,8 +242,7 @@ class Guard(LayeredGuard):
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self._loops.is_layered = self._loops.is_layered or self._around.is_guest
         self._loops.take_over(self._collector.position, start.restore_streams)
-        modules = [target for target in self._targets.values() if isinstance(target, nn.Module)]
-        self._loaders.enter(stack, self._unmanaged, settings.grace_s, modules)
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s, list(self._targets.values()))
         self._checks = Checks(
             self._unmanaged,
             self._targets,
@@ -554,7 +553,7 @@ class Guard(LayeredGuard):
 
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
-        if self._step_gate.at_limit() and not self._loops.tail.is_pending:
+        if self._step_gate.at_limit() and not self._waits_for_tail():
             self._stop_between_steps()
 
     @contextmanager
@@ -585,16 +584,22 @@ class Guard(LayeredGuard):
         Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
         So it does in the code behind an epoch, where that needs the epoch's batches (`guard.loops.epoch_tail`).
         """
-        if not self._finished_step or self._loops.tail.is_pending:
+        if not self._finished_step or self._waits_for_tail():
             with self._around.between_steps():
                 yield
             return
         self._step_gate.leave_step()
         try:
+            if self._loops.tail.is_pending and self._step_gate.at_limit():
+                self._stop_between_steps()
             with self._around.between_steps():
                 yield
         finally:
             self._enter_step()
+
+    def _waits_for_tail(self) -> bool:
+        """Whether the job stops already, with other ranks: all go to the end of the code behind the epoch."""
+        return self._loops.tail.is_pending and self._ranks.world_size > 1 and self._step_gate.at_limit()
 
     def _enter_step(self) -> None:
         if self._step_gate.enter_step():

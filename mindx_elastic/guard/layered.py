@@ -52,13 +52,13 @@ class LayeredGuard(SizedGuard):
         *,
         kept: Sequence[Any] = (),
         own: Mapping[str, Any] | None = None,
-        tail: str | None = None,
+        has_tail: bool = False,
     ) -> None:
         """Objects of the program by the names that it knows; those whose state the layer keeps; those that hang on
-        these and have a state that nobody keeps (callbacks of the program's own); what its code at an epoch's end needs
-        the epoch's steps for."""
+        these and have a state that nobody keeps (callbacks of the program's own); whether it has code at an epoch's end
+        that may need the epoch's steps."""
         self._own = dict(own or {})
-        self._more, self._kept, self._loops.tail.layer_reads = {**variables, **self._own}, tuple(kept), tail
+        self._more, self._kept, self._loops.tail.layer_waits = {**variables, **self._own}, tuple(kept), has_tail
 
     def take_place(self, place: Place | None) -> None:
         """See `guard.running`."""

@@ -36,8 +36,7 @@ from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
-from mindx_elastic.guard.checks.source_reads import Sources
-from mindx_elastic.guard.checks.surroundings import look, program_files
+from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.observer import observers
@@ -344,7 +343,6 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     capture_rng()
     observers().own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)
-    Sources(program_files(sys._getframe())).read()  # or the rank's first step would
     ahead.grow_heap()
     ahead.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.loops.tail_reads import attribute_read
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 
 __all__ = [
@@ -20,7 +19,7 @@ __all__ = [
     "RunContext",
     "as_callback_list",
     "keeps_state",
-    "read_at_epoch_end",
+    "needs_epoch",
 ]
 
 
@@ -190,15 +189,13 @@ def keeps_state(callback: Callback) -> bool:
     return type(callback).state_dict is not Callback.state_dict
 
 
-def read_at_epoch_end(callback: Callback) -> str | None:
-    """What ``on_train_epoch_end`` cannot do without and only the hooks of the epoch's steps set; None: nothing."""
-    kind = type(callback)
+def needs_epoch(callback: Callback) -> bool:
+    """Whether ``on_train_epoch_end`` may need what the hooks of the epoch's steps have set, and nobody keeps that."""
+    kind, hooks = type(callback), ("on_train_step_begin", "on_train_step_end")
     at_end, ours = kind.on_train_epoch_end, Callback.__module__.partition(".")[0]
     if keeps_state(callback) or not isinstance(at_end, FunctionType) or at_end.__module__.partition(".")[0] == ours:
-        return None
-    hooks = (kind.on_train_step_begin, kind.on_train_step_end)
-    found = attribute_read(at_end, [hook for hook in hooks if isinstance(hook, FunctionType)])
-    return None if found is None else f"{found} of {kind.__name__}"
+        return False
+    return any(getattr(kind, hook) is not getattr(Callback, hook) for hook in hooks)
 
 
 def as_callback_list(callbacks: Callbacks) -> list[Callback]:

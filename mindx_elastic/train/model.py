@@ -29,7 +29,7 @@ from mindx_elastic.train.callbacks import (
     Callbacks,
     as_callback_list,
     keeps_state,
-    read_at_epoch_end,
+    needs_epoch,
 )
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
@@ -162,7 +162,7 @@ class Model(ModelParts):
                     guard.look_into(
                         self._surroundings(given),
                         kept=[c for c in given if keeps_state(c)],
-                        tail=next(filter(None, map(read_at_epoch_end, given)), None),
+                        has_tail=any(map(needs_epoch, given)),
                     )
                     guard.take_place(place)
                     guard.start_with(exchange, [hooks])  # from here its errors are the others', too

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,9 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard.loops.epoch_tail import EpochTail
-from mindx_elastic.guard.loops.tail_reads import function_of
-from mindx_elastic.guard.loops.tail_values import values_of
+from mindx_elastic.guard.loops.tail_values import EpochValues
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
 from tests.guarded import Points, no_traces, plain_environment
@@ -342,6 +341,13 @@ def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, 
         assert again.log == whole.log
 
 
+def is_kept_of(frame: FrameType) -> bool:
+    """Whether its variable `value`, or what it has in `meters`, is part of a boundary."""
+    found = EpochValues(None, ()).changed(frame)
+    (kept,) = [names.get("value", {}) for function, names in found.items() if frame.f_code.co_name in function] or [{}]
+    return "value" in kept or "meters" in kept.get("attributes", {})
+
+
 @pytest.mark.parametrize(
     ("value", "is_kept"),
     [
@@ -354,21 +360,18 @@ def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, 
     ],
 )
 def test_long_lists_are_not_walked_through(value: Any, is_kept: bool) -> None:
-    frame = sys._getframe()
-    assert bool(values_of(frame, None, {function_of(frame): ["value"]})) is is_kept
+    assert is_kept_of(sys._getframe()) is is_kept
 
 
 def test_what_contains_itself_is_not_kept() -> None:
     value = Board()
     value.meters.append(value)  # type: ignore[arg-type]
-    frame = sys._getframe()
-    assert not values_of(frame, None, {function_of(frame): ["value"]})
+    assert not is_kept_of(sys._getframe())
 
 
 def test_items_of_an_own_container_are_not_taken_for_attributes() -> None:
     value = Losses([0.5])  # noqa: F841 - it is looked up by name
-    frame = sys._getframe()
-    assert not values_of(frame, None, {function_of(frame): ["value"]})
+    assert not is_kept_of(sys._getframe())
 
 
 def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -426,41 +429,6 @@ def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
     check_every_boundary(until_two, tmp_path, steps=LAST * 2 // 3)
 
 
-class Trainer:
-    """A library's ``update_parameters`` is called behind the loop, its own in it."""
-
-    def __init__(self, p: Program) -> None:
-        self.p = p
-        self.seen: torch.Tensor | None = None
-        self.average = torch.optim.swa_utils.AveragedModel(p.network)
-
-    def update_parameters(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        if self.seen is not None:
-            self.seen.sum()
-        self.seen = x
-        self.p.step(x, y)
-        self.p.guard.step_end()
-
-    def train(self) -> None:
-        for _ in self.p.guard.epochs(EPOCHS):
-            for x, y in self.p.loader:
-                self.update_parameters(x, y)
-            self.average.update_parameters(self.p.network)
-
-
-def test_a_method_of_the_same_name_holds_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[bool] = []
-    real = EpochTail.at_boundary
-
-    def note(self: EpochTail, *args: Any, **options: Any) -> None:
-        real(self, *args, **options)
-        held.append(self.is_pending)
-
-    monkeypatch.setattr(EpochTail, "at_boundary", note)
-    run(lambda p: Trainer(p).train(), tmp_path)
-    assert len(held) == LAST and not any(held)
-
-
 def test_a_model_that_becomes_another_one_at_the_end_is_kept_as_it_was_before(tmp_path: Path) -> None:
     def exported(p: Program) -> None:
         for epoch in p.guard.epochs(EPOCHS):
@@ -479,26 +447,3 @@ def test_a_model_that_becomes_another_one_at_the_end_is_kept_as_it_was_before(tm
     run(exported, tmp_path)
     again, _ = run(unneeding, tmp_path, seed=99)
     assert again.guard.step == again.guard.resumed_from_step == LAST
-
-
-def test_a_tail_of_its_own_names_holds_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names are the inner loop's, and the tail sets them before it reads them."""
-
-    def apart(p: Program) -> None:
-        for _ in p.guard.epochs(EPOCHS):
-            for x, y in p.loader:
-                p.step(x, y)
-                p.guard.step_end()
-            for x, y in [(1, 2)]:
-                p.log.append(x + y)
-            assert [2 * x for x in range(3)] and p.log
-
-    def never(tail: EpochTail) -> bool:
-        assert not tail.is_pending
-        return False
-
-    monkeypatch.setattr(EpochTail, "holds_stop", never)
-    run(apart, tmp_path, stop_at=0)
-    first = Program(tmp_path / "stopped", stop_at=5)
-    with pytest.raises(SystemExit), first.guard:
-        apart(first)

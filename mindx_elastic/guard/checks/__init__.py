@@ -2,6 +2,5 @@
 
 `checks` decides. It compares what `surroundings` finds in the program's variables with what is `kept`; `movements`,
 `plain_state` and `strangers` say what moves. `changes` and `comm_hooks` see what a start cannot make again.
-`running_source`, `training_words`, `source_reads` and `loss_reads` read source. `guard.loops` imports these, never the
-other way round.
+None reads the program's source. `guard.loops` imports these, never the other way round.
 """

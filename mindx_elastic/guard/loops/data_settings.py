@@ -100,6 +100,11 @@ class DataSettings:
         self._loaded, self._looks, self.boundaries_left = None, 0, 0
         self._put({key: self._start.values[key] for key in self._own if key in self._start.values})
 
+    @property
+    def owners(self) -> list[Any]:
+        """The data set and what hangs on it, as of the last look."""
+        return list(self._newest.owners.values())
+
     def keeps(self, owner: object, name: str) -> bool:
         """Whether that attribute is one of those that are kept. Looks anew."""
         self.look()

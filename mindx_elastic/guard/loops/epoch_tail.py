@@ -1,10 +1,10 @@
-"""The end of an epoch: where the job stops, if the code behind the inner loop needs that loop to have had a batch.
+"""The end of an epoch: where the job stops, for the code behind its inner loop (the *tail*) belongs to it.
 
-Such code (`tail_reads`) fails in a run that is resumed at the last boundary of an epoch, for the epoch comes once more
-without batches. So that boundary is copied as any other, for an exception or a deadline; but the usual stop, snapshots
+Such code reads what the inner loop has set, and a run that is resumed at the last boundary of an epoch comes to it
+without a batch. So that boundary is copied as any other, for an exception or a deadline; but the usual stop, snapshots
 and periodic saves wait until the tail has run. The boundary is then copied again, with the news that nothing is left of
-its epoch, and a resumed run begins with the next one. A kill does not wait: the boundary in front of the tail has the
-values that the tail reads (`tail_values`).
+its epoch, and a resumed run begins with the next one. A kill does not wait, and neither does a stop in
+`guard.outside_step`: the boundary in front of the tail has the values that the epoch has set (`tail_values`).
 
 ==========================================  ============================================================================
 the last batch of an epoch is known         the stop
@@ -24,15 +24,13 @@ killed in its tail resumes in front of it, and the tail may have collectives. Th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.guard.checks.running_source import Entry, entry_of
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.tail_reads import Place, TailReads, places_of, tail_reads
-from mindx_elastic.guard.loops.tail_values import put_back_values, values_of
+from mindx_elastic.guard.loops.tail_values import EpochValues, put_back_values
 
 __all__ = [
     "EpochTail",
@@ -55,15 +53,12 @@ class EpochTail:
         self._loaders = loaders
         self.is_pending = False
         """The last boundary is the last one of its epoch, and its tail has yet to run."""
-        self.layer_reads: str | None = None
-        """What the layer above reads at an epoch's end and fills at its steps; it keeps the loop itself."""
-        self._place: Place | None = None
-        self._reads: TailReads | None = None  # of this epoch's tail
-        self._found: dict[tuple[Place, ...], TailReads | None] = {}  # by where the boundary was
-        self._entry: Entry | None = None
+        self.layer_waits = False
+        """The layer above, which keeps the loop itself, has such code of the program's."""
+        self._epoch_values: EpochValues | None = None
         self._values: Mapping[str, Any] = {}  # of the resumed boundary
         self._keep: Callable[[dict[str, Any]], None] = lambda values: None
-        self._is_known = self._has_told = self._has_kept = False
+        self._has_told = self._has_kept = False
         self._may_go_on = False
         self._stop = self._begin = self._keep_again = _nothing
 
@@ -86,36 +81,27 @@ class EpochTail:
         """The epoch of the resumed boundary comes once more, or none; `loop` as `Collector.loop` was there."""
         self._values = loop.get(_VALUES) or {}
 
-    def begin_epoch(self, frame: FrameType | None) -> None:
-        """A loop over epochs, in `frame`, begins one."""
-        self.is_pending = self._is_known = self._may_go_on = False
-        self._reads, self._place = None, entry_of(frame)
+    def begin_loop(self, values: EpochValues | None) -> None:
+        """A loop over epochs begins. `values`: what finds the changes; None: the layer above keeps the loop."""
+        self._epoch_values = values
 
-    def at_boundary(
-        self,
-        frame: FrameType,
-        entry: Entry | None,
-        kept: Collection[int],
-        *,
-        is_layered: bool,
-        ends: bool | None = None,
-    ) -> None:
+    def begin_epoch(self, frame: FrameType) -> None:
+        """`frame`: that of the loop."""
+        self.is_pending = self._may_go_on = False
+        if self._epoch_values is not None:
+            self._epoch_values.begin_epoch(frame)
+
+    def at_boundary(self, frame: FrameType, *, ends: bool | None = None) -> None:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
         ``guard.steps(n)`` makes the epoch; None: the first loader does."""
         self.is_pending = self._may_go_on = self._has_kept = False
-        self._entry, self._values = entry, {}
+        self._values = {}
         at_end, is_foreseen = self._loaders.at_end_of_epoch() if ends is None else (ends, True)
-        if at_end or not is_foreseen:
-            if not self._is_known:
-                self._is_known = True
-                layers = None if self.layer_reads is None else TailReads(self.layer_reads, {}, {})
-                self._reads = layers if is_layered else self._look(frame, entry, kept)
-            needs = self._reads is not None and bool(self._reads.first)
-            self._may_go_on = not is_foreseen and needs
-            if at_end and needs:
-                self._wait()
-            if at_end:
-                self._keep_values(frame)
+        waits = self._epoch_values is not None or self.layer_waits
+        self._may_go_on = not is_foreseen and waits
+        if at_end and waits:
+            self._wait()
+            self._keep_values(frame)
 
     def before_keeping(self) -> None:
         """The boundary is to be kept, and may turn out to be the last of its epoch."""
@@ -123,19 +109,8 @@ class EpochTail:
             self._has_kept = True
             self._keep_values(sys._getframe(1))
 
-    def _look(self, frame: FrameType, entry: Entry | None, kept: Collection[int]) -> TailReads | None:
-        """Reads source: once for each place in the program that ends a step."""
-        key = tuple(places_of(frame, entry))
-        if key not in self._found:
-            self._found[key] = tail_reads(frame, entry, self._place, kept)
-        return self._found[key]
-
     def _keep_values(self, frame: FrameType) -> None:
-        if self._reads is None:
-            return
-        functions = {*self._reads.names, *self._reads.behind}
-        names = {f: [*self._reads.names.get(f, ()), *self._reads.behind.get(f, ())] for f in functions}
-        if values := values_of(frame, self._entry, names):
+        if self._epoch_values is not None and (values := self._epoch_values.changed(frame)):
             self._keep({_VALUES: values})
 
     def _wait(self) -> None:
@@ -156,17 +131,15 @@ class EpochTail:
         if self.is_pending and not self._has_told:
             self._has_told = True
             logger.info(
-                "the code behind the loop over the batches reads %s, which that loop sets: at an epoch's end the job "
-                "stops behind that code, as far as the time allows",
-                self._reads and self._reads.first,
+                "at an epoch's end the job stops behind the code that follows the loop over the batches, as far as the "
+                "time allows"
             )
         return self.is_pending
 
     def tell_of_other_model(self) -> None:
         logger.info(
             "the code behind the loop over the batches has made another model, so the state is kept as it was before "
-            "that code: a program that is started again runs it once more, without a batch, and it reads %s",
-            self._reads and self._reads.first,
+            "that code: a program that is started again runs it once more, without a batch"
         )
 
     def _at_batch(self) -> None:
@@ -205,7 +178,8 @@ class EpochTail:
     ) -> dict[str, Any]:
         """`Collector.loop`, when nothing is left of `epoch`. `left`: the number of epochs of a loop that was left
         before its end, else 0. `front`: see `front_of`. `has_changed_weights`: the tail has."""
-        behind = {} if self._reads is None else values_of(sys._getframe(1), self._entry, self._reads.behind)
+        found = self._epoch_values
+        behind = {} if found is None else found.changed(sys._getframe(1), outermost_only=True)
         values = {_VALUES: behind} if behind else {}
         return {
             **without_end(loop),

@@ -187,6 +187,10 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         given = self.loader if self.native is None else self.native
         return given.loader if isinstance(given, ReplayLoader) else given
 
+    def parts(self) -> list[Any]:
+        """The data set and what hangs on it."""
+        return [] if self.settings is None else self.settings.owners
+
     def listing(self) -> Listing:
         inner = self._inner
         return listing_of(asked(inner, "dataset"), parts_of(inner))

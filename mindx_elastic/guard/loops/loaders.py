@@ -111,9 +111,9 @@ class Loaders:
             followed.begin()
 
     def enter(
-        self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float, modules: Sequence[nn.Module] = ()
+        self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float, targets: Sequence[object] = ()
     ) -> None:
-        """The state is back: follow the loaders from here. `modules`: those that the guard keeps."""
+        """The state is back: follow the loaders from here. `targets`: what the guard keeps."""
         for loader in self.named:
             if hasattr(loader, "worker_grace_s"):
                 loader.worker_grace_s = worker_grace_s
@@ -133,6 +133,7 @@ class Loaders:
                 "batches a loop fetches ahead, and with workers augmentation differs",
                 "A run that is begun anew keeps them",
             )
+        modules = [target for target in targets if isinstance(target, nn.Module)]
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
@@ -250,6 +251,10 @@ class Loaders:
         for loader in self.named:
             if hasattr(loader, "shutdown"):
                 loader.shutdown()
+
+    def parts(self) -> list[Any]:
+        """Their data sets, and what hangs on those."""
+        return [part for each in self._followed for part in each.parts()]
 
     # --- steps ---
 

@@ -33,7 +33,6 @@ from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.checks.running_source import Entry, entry_of
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
 from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
@@ -46,6 +45,7 @@ from mindx_elastic.guard.loops.resumed_state import (
     put_back_small_state,
     put_back_streams,
 )
+from mindx_elastic.guard.loops.tail_values import EpochValues
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Loops", "without_streams"]
@@ -72,7 +72,6 @@ class Loops:
         """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
         train. Then the loop is not looked at."""
         self._has_looped = False  # over `epochs` or `steps`
-        self._entry: Entry | None = None
         self._own_loop = OwnLoop(None, {})
         self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
         self._pass_of_epoch = 0  # the loader's epoch of the last batch that this epoch has used; 0: none yet
@@ -99,7 +98,6 @@ class Loops:
 
     def open(self, frame: FrameType | None, guard: object, targets: Mapping[str, Any]) -> None:
         """The guard is being entered, from `frame`."""
-        self._entry = entry_of(frame)
         targets = {name: t.target if isinstance(t, Attributes) else t for name, t in targets.items()}
         kept = [guard, *targets.values(), *self.loaders]
         kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
@@ -239,6 +237,8 @@ class Loops:
                 "that is resumed in the second loop begins with the first one again",
                 "Let guard.position.epoch decide whether to begin the first one",
             )
+        kept = self._kept.union(map(id, self._loaders.parts()))
+        self.tail.begin_loop(None if self.is_layered else EpochValues(sys._getframe(1), kept))
         own, self._left = object(), num_epochs
         self._running = own
         first = self._first_epoch(num_epochs)
@@ -452,8 +452,7 @@ class Loops:
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
             self._loaders.note_end(ends_epoch=bool(ends))
-            frame, layered = sys._getframe(1), self.is_layered
-            self.tail.at_boundary(frame, self._entry, self._kept, is_layered=layered, ends=ends)
+            self.tail.at_boundary(sys._getframe(1), ends=ends)
         if self.step in self._tail_steps:
             self.watch_tail()
 

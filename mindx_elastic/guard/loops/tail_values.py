@@ -1,38 +1,51 @@
 """Keeps what the code behind an epoch needs of the epoch, for a process that is killed in that code.
 
+::
+
+    for epoch in guard.epochs(90):
+        losses = []
+        for x, y in loader:              # the inner loop
+            ...
+            losses.append(loss.item())
+            guard.step_end()
+        print(epoch, loss.item(), sum(losses) / len(losses))    # the tail
+
 The usual stop waits for that code (`epoch_tail`); a kill, an exception and the deadline do not, and a run that is
-resumed at the epoch's last boundary comes to it without a batch. So the values that it reads (`tail_reads`) are part of
-that boundary. When the resumed loop over the loader ends, they are set in the frames of the program, as a debugger sets
-them.
+resumed at the epoch's last boundary comes to it without a batch. So what the epoch has changed in the functions between
+the loop over the epochs and the boundary is part of that boundary: variables, and attributes of the program's objects.
+When the resumed loop over the loader ends, they are set in the frames of the program, as a debugger sets them.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import json
+import operator
+import os
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
-from mindx_elastic.core.looks import has_attributes
+from mindx_elastic.core.looks import attributes_of, has_attributes
 from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.guard.checks.running_source import Entry, value_of
 from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
-from mindx_elastic.guard.loops.tail_reads import function_of
+from mindx_elastic.guard.loops.resumed_state import equal_trees
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
-__all__ = ["put_back_values", "stored_size", "values_of"]
+__all__ = ["EpochValues", "put_back_values", "stored_size"]
 
 _VALUE, _ATTRIBUTES = "value", "attributes"  # keys of what is kept of a name
 _CLASS = "mindx.class"  # beside its attributes, of an object that is in another one
+_SCALARS, _SIZE_OF_SCALAR = frozenset((type(None), bool, int, float, str)), 8
+_LEAVES = frozenset((torch.Tensor, np.ndarray, set, frozenset, bytes, complex, torch.Size, torch.dtype, torch.device))
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque))
 _MOST_BYTES = 1 << 20
 """Of one rank: losses and sums have less, batches and outputs have more."""
@@ -43,53 +56,161 @@ class _Unknown:
     """Stands for what cannot be kept, or made again. Its objects have attributes and nothing else."""
 
 
-def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Copies of those `names` that a checkpoint can hold and that are small, by `function_of`.
+def _function_of(frame: FrameType) -> str:
+    """The name of its function, which no other function around it has; the same in the next start."""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", f"{code.co_name}:{code.co_firstlineno}")  # new in Python 3.11
+    return f"{name} in {os.path.basename(code.co_filename)}"
 
-    Of an object of the program's own class it takes the attributes.
 
-    `frame`: at the boundary, or where the loop over the loader ends. `entry`: where the guard was entered.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    left = _MOST_BYTES
-    for at in program_frames(frame):
-        function = function_of(at)
-        for name in names.get(function, ()):
-            kind, value = _plain(value_of(ast.parse(name, mode="eval").body, at))
-            size = stored_size(value)
-            if size is None or size > left:
-                continue
+def _globals_of(frame: FrameType) -> str:
+    return f"globals of {os.path.basename(frame.f_code.co_filename)}"
+
+
+class EpochValues:
+    """What the functions that run have changed: variables since a loop over epochs began, where this is made, and
+    attributes of the program's objects since the epoch began. Training thread."""
+
+    def __init__(self, frame: FrameType | None, kept: Collection[int]) -> None:
+        """`frame`: that of the loop. `kept`: `id` of what the guard keeps by itself, and of data sets."""
+        self._kept = kept
+        place = next(program_frames(frame), None)
+        self._outermost = None if place is None else place.f_code
+        scopes = {} if place is None else self._scopes(place)
+        self._before = {
+            (scope, name): value if type(value) in _SCALARS else _copied(_TakeApart()(value, set()))
+            for scope, variables in scopes.items()
+            for name, value in variables.items()
+            if type(value) in _SCALARS or not _is_own(value)
+        }
+        self._objects: dict[int, dict[str, Any]] = {}  # attributes of the program's objects, by `id`
+
+    def begin_epoch(self, frame: FrameType | None) -> None:
+        """`frame`: that of the loop over epochs."""
+        place = next(program_frames(frame), None)
+        scopes = {} if place is None else self._scopes(place)
+        values = (value for variables in scopes.values() for value in variables.values())
+        own = [value for value in values if type(value) not in _SCALARS and _is_own(value)]
+        self._objects = {id(value): {name: _copied(each) for name, each in _parts(value)} for value in own}
+
+    def changed(self, frame: FrameType, *, outermost_only: bool = False) -> dict[str, dict[str, Any]]:
+        """Copies of what a checkpoint can hold and is small, by `_function_of`: what has changed in the function that
+        loops over epochs, and all of those that it calls. Of an object of the program's own class it takes attributes.
+        `outermost_only`: only variables of the former.
+
+        `frame`: at the boundary, or where the loop over the loader ends.
+        """
+        values: list[tuple[int, str, str, str | None, Any]] = []
+        for at in program_frames(frame):
+            is_outermost = at.f_code is self._outermost
+            if is_outermost:
+                for scope, variables in self._scopes(at).items():
+                    values += self._changed_in(scope, variables, variables_only=outermost_only)
+                break
+            if not outermost_only:
+                values += self._changed_in(_function_of(at), self._variables(locals_of(at)))
+        found: dict[str, dict[str, Any]] = {}
+        left = _MOST_BYTES
+        for size, scope, name, attribute, value in sorted(values, key=operator.itemgetter(0)):
             left -= size
-            devices = _devices(value)
-            kept = {kind: map_tensors(copy_tree(value), torch.Tensor.cpu), "device": devices[0] if devices else "cpu"}
-            found.setdefault(function, {})[name] = kept
-        locals_of(at)
-        if entry is not None and at.f_code is entry[0]:
-            break
-    return found
+            if left < 0:
+                break
+            device, copied = next(iter(_devices(value)), "cpu"), map_tensors(copy_tree(value), torch.Tensor.cpu)
+            names = found.setdefault(scope, {})
+            if attribute is None:
+                names[name] = {_VALUE: copied, "device": device}
+                continue
+            kept = names.setdefault(name, {_ATTRIBUTES: {}, "device": device})
+            kept[_ATTRIBUTES][attribute] = copied
+            kept["device"] = device if kept["device"] == "cpu" else kept["device"]
+        return found
+
+    def _scopes(self, frame: FrameType) -> dict[str, dict[str, Any]]:
+        """The variables of the function that loops over epochs, and those of its module."""
+        scopes = {_function_of(frame): self._variables(locals_of(frame))}
+        if frame.f_code.co_name != "<module>":
+            scopes[_globals_of(frame)] = self._variables(frame.f_globals)
+        return scopes
+
+    def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        found = variables.copy() if type(variables) is dict else dict(variables)
+        kept = self._kept
+        return {
+            name: value
+            for name, value in found.items()
+            if not (callable(value) or type(value) is ModuleType or id(value) in kept or name.startswith("__"))
+        }
+
+    def _changed_in(
+        self, scope: str, variables: Mapping[str, Any], *, variables_only: bool = False
+    ) -> Iterator[tuple[int, str, str, str | None, Any]]:
+        """Size, scope, name, attribute if it is one, and value."""
+        for name, value in variables.items():
+            before = self._before.get((scope, name), _Unknown)
+            if type(value) in _SCALARS:
+                if type(before) is not type(value) or before != value:
+                    yield _SIZE_OF_SCALAR + (len(value) if type(value) is str else 0), scope, name, None, value
+                continue
+            is_own = _is_own(value)
+            if is_own and variables_only:
+                continue
+            if not is_own:
+                taken = _TakeApart()(value, set())
+                if (size := _size_of_change(taken, before)) is not None:
+                    yield size, scope, name, None, taken
+                continue
+            attributes = self._objects.get(id(value), {})
+            for attribute, taken in _parts(value):
+                if (size := _size_of_change(taken, attributes.get(attribute, _Unknown))) is not None:
+                    yield size, scope, name, attribute, taken
 
 
 def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Set them in the functions that run. `frame`: where the loop over the loader ends."""
+    done: set[str] = set()
     for at in program_frames(frame):
-        for name, kept in values.get(function_of(at), {}).items():
-            target, kind = ast.parse(name, mode="eval").body, _VALUE if _VALUE in kept else _ATTRIBUTES
-            value = map_tensors(copy_tree(kept[kind]), partial(_moved, device=kept["device"]))
-            now = value_of(target, at)
-            if kind == _VALUE:
-                _set(target, _put_together(value, now), at)
-            elif has_attributes(now):  # the program has made it anew
-                _give(now, value)
+        for name, kept in values.get(_function_of(at), {}).items():
+            _put_back(name, kept, at.f_locals)
+            if _VALUE in kept and sys.version_info < (3, 13):  # there `f_locals` is a copy, and this writes it back
+                ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(at), ctypes.c_int(0))
+        if (scope := _globals_of(at)) not in done:
+            done.add(scope)
+            for name, kept in values.get(scope, {}).items():
+                _put_back(name, kept, at.f_globals)
         locals_of(at)
 
 
-def _plain(value: Any) -> tuple[str, Any]:
-    """What a checkpoint can hold of `value`: of an object of the program's own (a meter) its attributes, and so of each
-    such object in it (a logger has a dict of meters)."""
-    if _is_own(value):
-        take_apart = _TakeApart()
-        return _ATTRIBUTES, {name: take_apart(each, {id(value)}) for name, each in vars(value).items()}
-    return _VALUE, _TakeApart()(value, set())
+def _put_back(name: str, kept: Mapping[str, Any], variables: Any) -> None:
+    kind = _VALUE if _VALUE in kept else _ATTRIBUTES
+    value = map_tensors(copy_tree(kept[kind]), partial(_moved, device=kept["device"]))
+    now = variables.get(name)
+    if kind == _VALUE:
+        variables[name] = _put_together(value, now)
+    elif has_attributes(now):  # the program has made it anew
+        _give(now, value)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object of the program's own (a meter), and so of each such object in it (a logger has a dict
+    of meters)."""
+    take_apart = _TakeApart()
+    for name, each in attributes_of(value).items():
+        yield name, take_apart(each, {id(value)})
+
+
+def _small_size(taken: Any) -> int | None:
+    size = stored_size(taken)
+    return None if size is None or size > _MOST_BYTES else size
+
+
+def _copied(taken: Any) -> Any:
+    return copy_tree(map_tensors(taken, torch.Tensor.cpu))
+
+
+def _size_of_change(taken: Any, before: Any) -> int | None:
+    """None: it is as before, or nothing that a checkpoint can keep."""
+    size = _small_size(taken)
+    return None if size is None or equal_trees(map_tensors(taken, torch.Tensor.cpu), before) else size
 
 
 class _TakeApart:
@@ -104,14 +225,16 @@ class _TakeApart:
         kind = type(value)
         is_own = _is_own(value)
         if not is_own and kind not in _CONTAINERS:
-            return value
+            is_known = kind in _SCALARS or kind in _LEAVES or issubclass(kind, np.generic)  # nothing is asked of others
+            is_large = kind in (torch.Tensor, np.ndarray) and value.nbytes > _MOST_BYTES
+            return value if is_known and not is_large else _Unknown
         self._left -= 1 if is_own else len(value) + 1
         if self._left < 0 or id(value) in around or len(around) > MAX_DEPTH:
             return _Unknown  # no checkpoint can hold it; perhaps it contains itself
         around = around | {id(value)}
         if is_own:
             of = [kind.__module__, kind.__qualname__]
-            return {_CLASS: of, _ATTRIBUTES: {name: self(each, around) for name, each in vars(value).items()}}
+            return {_CLASS: of, _ATTRIBUTES: {name: self(each, around) for name, each in attributes_of(value).items()}}
         if isinstance(value, dict):
             items = ((key, self(each, around)) for key, each in value.items())
             return OrderedDict(items) if kind is OrderedDict else dict(items)
@@ -156,13 +279,13 @@ def _object(kept: Mapping[str, Any], now: Any) -> Any:
 
 
 def _give(target: Any, attributes: Mapping[str, Any]) -> None:
-    own = vars(target)
+    own = object.__getattribute__(target, "__dict__")
     own.update({name: _put_together(each, own.get(name)) for name, each in attributes.items()})
 
 
 def _is_own(value: Any) -> bool:
     """Whether it is an object of the program's own with attributes, and nothing else."""
-    return has_attributes(value) and not callable(value) and _has_attributes_only(type(value))
+    return not callable(value) and _has_attributes_only(type(value))
 
 
 def _has_attributes_only(kind: type) -> bool:
@@ -174,15 +297,6 @@ def _has_attributes_only(kind: type) -> bool:
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return tensor.to(device)
-
-
-def _set(target: ast.expr, value: Any, frame: FrameType) -> None:
-    if isinstance(target, ast.Attribute):
-        setattr(value_of(target.value, frame), target.attr, value)
-    elif isinstance(target, ast.Name):
-        frame.f_locals[target.id] = value
-        if sys.version_info < (3, 13):  # there `f_locals` is a copy, and this writes it back
-            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 def stored_size(value: Any) -> int | None:
