@@ -553,7 +553,7 @@ class Guard(LayeredGuard):
 
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
-        if self._step_gate.at_limit() and not self._waits_for_tail():
+        if self._step_gate.at_limit() and not self._loops.waits_for_tail:
             self._stop_between_steps()
 
     @contextmanager
@@ -582,9 +582,9 @@ class Guard(LayeredGuard):
         """Training thread, between two steps: the job can stop at the boundary it has.
 
         Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
-        So it does in the code behind an epoch, where that needs the epoch's batches (`guard.loops.epoch_tail`).
+        With several ranks a stop that has begun waits for the code behind an epoch (`guard.loops.epoch_tail`).
         """
-        if not self._finished_step or self._waits_for_tail():
+        if not self._finished_step or (self._loops.waits_for_tail and self._step_gate.at_limit()):
             with self._around.between_steps():
                 yield
             return
@@ -596,10 +596,6 @@ class Guard(LayeredGuard):
                 yield
         finally:
             self._enter_step()
-
-    def _waits_for_tail(self) -> bool:
-        """Whether the job stops already, with other ranks: all go to the end of the code behind the epoch."""
-        return self._loops.tail.is_pending and self._ranks.world_size > 1 and self._step_gate.at_limit()
 
     def _enter_step(self) -> None:
         if self._step_gate.enter_step():

@@ -172,6 +172,11 @@ class Loops:
         """The last boundary passed."""
         return Position(self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches())
 
+    @property
+    def waits_for_tail(self) -> bool:
+        """The code behind an epoch runs, and other ranks go to its end: so does this one."""
+        return self.tail.is_pending and not self._is_alone
+
     def count(self) -> None:
         """A step has ended."""
         current = self._loaders.epoch()
