@@ -34,8 +34,9 @@ def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
     found: dict[str, Mapping[str, Any]] = {}
     for path, values in _lists(dataset, parts):
         with suppress(Exception):  # of a library's list or table
-            length = len(values)
-            items = _words_of([_parts(values, number) for number in _numbers(length)])
+            length, is_table = len(values), _is_of_pandas(values)
+            rows = values.iloc if is_table else values
+            items = _words_of([_parts(rows[number], is_of_table=is_table) for number in _numbers(length)])
             if items and len(found) < _MOST_LISTS:
                 found[path] = {"length": length, "items": items}
     return found
@@ -95,12 +96,11 @@ def _numbers(length: int) -> list[int]:
     return sorted({number * (length - 1) // max(1, most - 1) for number in range(most)})
 
 
-def _parts(values: Any, number: int) -> list[str] | None:
+def _parts(item: Any, *, is_of_table: bool) -> list[str] | None:
     """The texts of one item; None: it is of a kind that is not compared."""
-    item = values[number] if not _is_of_pandas(values) else values.iloc[number]
     if type(item) is dict:
         item = list(item.values())
-    several = item if type(item) in (list, tuple) else list(item) if _is_of_pandas(item) else [item]
+    several = item if type(item) in (list, tuple) else list(item) if is_of_table and _is_of_pandas(item) else [item]
     return [word for each in several[:_MOST_PARTS] if (word := _word(each)) is not None] or None
 
 

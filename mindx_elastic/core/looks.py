@@ -14,6 +14,7 @@ import math
 import types
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ _tables: weakref.WeakKeyDictionary[type, _Tables] = weakref.WeakKeyDictionary()
 def attributes_of(value: object) -> dict[str, Any]:
     """The instance dictionary of `value` and its slots. No code of the program runs."""
     found: dict[str, Any] = {}
-    found.update(table_of(value) or ())
-    for name, slot in (_tables.get(type(value)) or _tables_of(type(value)))[1]:
+    table, slots = _tables.get(type(value)) or _tables_of(type(value))
+    if table is not None:
+        with suppress(AttributeError, TypeError):
+            found.update(table.__get__(value))
+    for name, slot in slots:
         try:
             found[name] = slot.__get__(value)
         except AttributeError:

@@ -93,6 +93,11 @@ class _Notes(Witness):
     def keep_stream(self, name: str, digest: str, content: bytes) -> None:
         self.states[f"{name}-{digest}"] = content
 
+    def after_fetch(self, loader: int, batch: Any) -> None:
+        """The iterator of the stopped process is older than its notes: what the modules were given is compared."""
+        super().after_fetch(loader, batch)
+        self._fetched, self._begin = [], None
+
     def at_forward(self) -> None:
         if self.began or self._forward is None:
             return

@@ -14,8 +14,8 @@ def run_ranks(ranks: int, work: Callable[[], int]) -> int:
     import torch._dynamo  # noqa: F401 - what an optimizer's first step imports, once for all
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        os.environ["MASTER_PORT"] = str(server.getsockname()[1])  # in no variable: it is another one each time
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
     for rank in range(ranks):
         if os.fork() == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

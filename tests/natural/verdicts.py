@@ -145,7 +145,7 @@ LOOPS: Sequence[Loop] = (
         EXACT,
         [Cut("guard.steps(12)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 13)")],
     ),
-    Loop("nanogpt_ahead", Found("from_function(get_batch)", often=True)),
+    Loop("nanogpt_ahead", Told("from_function(get_batch)", Found("from_function(get_batch)"))),
     Loop("nanogpt_function_loader", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("ahead_in_epoch", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("ahead_across_epochs", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
@@ -328,7 +328,7 @@ LOOPS: Sequence[Loop] = (
     Loop(
         "reinforce",
         EXACT,
-        [Cut(', "baseline": baseline', Found("weights differ after step", "baseline.mean"))],
+        [Cut(', "baseline": baseline', Told("baseline.mean", Found("weights differ after step", "baseline.mean")))],
     ),
     Loop(
         "sac_temperature",
@@ -352,7 +352,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 'stateful={"memory": memory}, ',
-                Found("a part of what the model was given is equal", "memory.hidden"),
+                Told("memory.hidden", Found("a part of what the model was given is equal", "memory.hidden")),
             )
         ],
     ),
@@ -395,14 +395,14 @@ LOOPS: Sequence[Loop] = (
         Told("passed", Found("weights differ after step", "passed")),
     ),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
-    Loop("best_weights", Found("weights differ after step", "best_loss")),
+    Loop("best_weights", Told("best_loss", Found("weights differ after step", "best_loss"))),
     Loop(
         "moving_average_of_the_loss",
         Told("average", Found("optimizer lr differs at step", "average", often=True)),
     ),
     Loop(
         "calls_of_the_data_set",
-        Found("the samples are the same and their content differs", "loader.dataset.calls"),
+        Told("calls", Found("the samples are the same and their content differs", "loader.dataset.calls")),
     ),
     Loop("not_deterministic", Found("the script itself is not deterministic")),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
@@ -446,6 +446,35 @@ LOOPS: Sequence[Loop] = (
                 '    stateful={"balance": balance},\n',
                 Told("balance.first"),
             )
+        ],
+    ),
+    Loop(
+        "state_of_its_own",
+        EXACT,
+        [
+            Cut('("scale", "calls")', Told("scale.calls"), new='("scale",)'),
+            Cut(
+                "            opt.zero_grad()\n",
+                Told("model.3.p"),
+                new="            if guard.step == 3:\n                model.apply(off)\n            opt.zero_grad()\n",
+            ),
+            Cut(
+                "            loss = scale(F.cross_entropy(model(x), y))\n",
+                Told("first"),
+                new="            loss = F.cross_entropy(model(x), y)\n            if first is None:\n"
+                "                first = loss.item()\n            loss = loss / first\n",
+            ),
+            Cut(
+                "            loss.backward()\n",
+                Told("n ("),
+                new="            n += 1\n            (loss * 0.5 if n % 4 == 0 else loss).backward()\n",
+            ),
+            Cut(
+                "            opt.step()\n",
+                Told("is_late"),
+                new="            if not is_late and guard.step == 3:\n                is_late = True\n"
+                "            if is_late:\n                model[0].weight.grad.mul_(0.1)\n            opt.step()\n",
+            ),
         ],
     ),
     Loop("wgan_while", Found("the resumed run fails with exit code 1: StopIteration")),
