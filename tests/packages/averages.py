@@ -24,10 +24,10 @@ PARTS = (
             (
                 ", only its list named",
                 "stateful={'shadow_params': ema.shadow_params}",
-                "silent",
-                "its count of updates is lost: name the object, as the warning says where nothing is named",
+                "told: ema.num_updates (12, now 0)",
+                "its count of updates is lost: name the object",
             ),
-            (", not named", "", 'told: {"ema": ema}', ""),
+            (", not named", "", "told: ema.num_updates (12, now 0)", ""),
         )
     ),
     *(
@@ -78,8 +78,8 @@ PARTS = (
                 "num_updates = 0",
                 "stateful={'ema': ema}",
                 "num_updates += 1; ema.update(model, step=num_updates)",
-                "silent",
-                "lost without a word: the decay follows a local count. Take guard.step. Next version: told",
+                "told: num_updates (12, now 0)",
+                "the decay follows a local count: take guard.step",
             ),
         )
     ),
@@ -99,7 +99,7 @@ PARTS = (
         "ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True)",
         step="ema.step(model.parameters())",
         result="ema.shadow_params",
-        want='told: {"ema": ema}',
+        want="told: not as they were: ",
     ),
     Part(
         package="pytorch-ignite",
@@ -140,7 +140,7 @@ PARTS = (
             epoch="opt.param_groups[0]['lr'] = 1e-2 * (2 - float(acc.compute())); acc.reset()",
             result="[opt.param_groups[0]['lr']]",
             want=want,
-            note="" if named else "lost without a word: name the metric. Next version",
+            note="" if named else "lost without a word: name the metric",
         )
         for name, persistent, named, want in (
             ("", False, "stateful={'acc': acc}", "equal"),

@@ -232,8 +232,8 @@ PARTS = (
         make="from spikingjelly.activation_based import neuron, functional\n"
         "model = nn.Sequential(nn.Linear(16, 32), neuron.LIFNode(), nn.Linear(32, 4))",
         step="functional.detach_net(model)",
-        want="silent",
-        note="lost without a word: the potentials are in a dict inside of the model. Name the layer too, or see `prove`",
+        want="told: step 13 is not the one of the stopped process",
+        note="the potentials are in a dict inside of the model. Name the layer too",
     ),
     Part(
         package="torchattacks",

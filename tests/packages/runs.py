@@ -30,7 +30,9 @@ _STOP = 12
 """Of 24 steps in 3 epochs: in the middle of the second one."""
 _MOST_S = 300
 _OWN = re.compile(r"SIGTERM heard|Graceful exit|ends after the step")
-_TOLD = re.compile(r"^SAID (WARNING|ERROR) (.*)", re.M)
+_TOLD = re.compile(r"^SAID (?:WARNING|ERROR) (.*)|^SAID INFO verified: .*; (not as they were: .*)", re.M)
+_OF_THE_TRIAL = re.compile(r"\bstop \(\d+, now \d+\)(?:, )?")
+"""A variable of this module, which differs in each run."""
 _REFUSAL = re.compile(r"mindx_elastic\.errors\.\w+: (.*)")
 
 
@@ -112,7 +114,8 @@ def _judge(part: Part, folder: Path) -> tuple[str, str]:
 
 
 def _said(output: str) -> list[str]:
-    return [text for _, text in _TOLD.findall(output) if not _OWN.search(text)]
+    found = [_OF_THE_TRIAL.sub("", warning or fact) for warning, fact in _TOLD.findall(output)]
+    return [text for text in found if not _OWN.search(text) and text.strip() != "not as they were:"]
 
 
 def _joined(said: Sequence[str]) -> str:
