@@ -155,6 +155,12 @@ class Connections:
         """Steps between two of those copies by this rank itself; 0: it makes none."""
         return 0 if self.memory is None else self.memory.copied_every
 
+    @property
+    def steps_file(self) -> Path | None:
+        """Where a little of each step is kept for the process after a kill; None: there are no snapshots to go on from,
+        or they are not this guard's."""
+        return self.memory.steps_file if self.takes_snapshots and self.memory and not self.keeps_nothing else None
+
     def announce(self, found: Resumed | None) -> None:
         """Tell the agent which step is about to be loaded."""
         if self.link is not None and found is not None:

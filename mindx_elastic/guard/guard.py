@@ -491,6 +491,8 @@ class Guard(LayeredGuard):
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         around.has_trained = True
+        if overlap.kept_steps is not None and self._cut and not at_tail:
+            overlap.kept_steps.at_boundary(self._loops.position, loss)
         if around.sees_steps:
             around.at_boundary(
                 step,

@@ -20,7 +20,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 
-__all__ = ["NotKept", "Observed", "Observer", "Observers", "ProofObserver", "observers"]
+__all__ = ["KeptSteps", "NotKept", "Observed", "Observer", "Observers", "ProofObserver", "observers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,14 @@ class Observer(Protocol):
         an exact resume."""
 
 
+class KeptSteps(Protocol):
+    """Keeps a little of each step where a kill leaves it, and compares the steps that are done again. Training thread
+    only."""
+
+    def at_boundary(self, position: Position, loss: object) -> None:
+        """A step has ended with a boundary. `loss`: as the program gave it."""
+
+
 class ProofObserver(Observer, Protocol):
     """Of a run under `mindx-elastic prove` or `drill`, whose files lie apart."""
 
@@ -107,6 +115,9 @@ class Observers(Protocol):
     def open_comparison(self, stack: ExitStack, seen: Observed, *, on_difference: str) -> Observer | None:
         """What compares the first step of a resumed run with that one, and tells; None: there is none to compare with.
         `on_difference`: ``warn``, or ``stop``: its `at_boundary` raises ResumeDiffersError on all ranks."""
+
+    def open_kept_steps(self, stack: ExitStack, seen: Observed, path: Path) -> KeptSteps | None:
+        """What keeps steps in the file `path` in shared memory. None: it cannot be used."""
 
     def own_variables(
         self,

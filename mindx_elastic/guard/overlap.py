@@ -27,7 +27,7 @@ from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.observer import Observed, Observer, observers
+from mindx_elastic.guard.observer import KeptSteps, Observed, Observer, observers
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.guard.stopper import Stopper
@@ -67,6 +67,8 @@ class Overlap:
         self._is_wanted = proof is None and trains and opening.settings.overlap
         self.observer: Observer | None = None
         """What notes each step now; nearly always None."""
+        self.kept_steps: KeptSteps | None = None
+        """What keeps a little of each step for the process after a kill; None: no snapshots are taken."""
         self.is_playing = False
         """The step that is made now is played on."""
         self.is_at_tail = False
@@ -83,7 +85,10 @@ class Overlap:
             self.observer = proof
             proof.enter(stack, self._observed())
         elif self._is_wanted:
-            self.observer = observers().open_comparison(stack, self._observed(), on_difference=opening.on_difference)
+            seen = self._observed()
+            self.observer = observers().open_comparison(stack, seen, on_difference=opening.on_difference)
+            if (path := opening.around.steps_file) is not None:
+                self.kept_steps = observers().open_kept_steps(stack, seen, path)
 
     # --- the stop ---
 

@@ -9,6 +9,7 @@
         rank_{r}/slot_0.safetensors, slot_1.safetensors      snapshots, laid out as finished checkpoint files
         rank_{r}/commit                                      what is true of the two slots
         rank_{r}/boundaries                                  the volatile state of the last boundaries (`BoundaryRing`)
+        rank_{r}/steps                                       a little of each of the last steps (`prove.kept_steps`)
         rank_{r}/interval                                    the snapshot interval that all ranks agreed on
 
 A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
@@ -45,6 +46,7 @@ from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory.folders import OWNER_FILE, job_folder, make_user_folder, remove_rank
 
 __all__ = [
+    "STEPS_FILE",
     "ArenaFile",
     "RankArena",
     "SlotRecord",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 NUM_SLOTS = 2
+STEPS_FILE = "steps"
 _RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
 _RECORD_ROOM = 64  # a record and its digest, one cache line
 _PREDECESSOR_S = 5.0
@@ -271,7 +274,7 @@ class RankArena:
             there = {path.name for path in self.folder.iterdir()}
         except OSError:
             return False
-        files = there - {"lock", "commit", *(slot.path.name for slot in self.slots)}
+        files = there - {"lock", "commit", STEPS_FILE, *(slot.path.name for slot in self.slots)}
         return not files and all(self.record(index).state is SlotState.EMPTY for index in range(NUM_SLOTS))
 
     def remove(self) -> None:

@@ -20,7 +20,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import MemorySettings, RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.arena import STEPS_FILE, RankArena
 from mindx_elastic.memory.boundaries import BoundaryLog
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.known_runs import leave_trace
@@ -77,6 +77,11 @@ class Memory:
     def folder(self) -> Path:
         """The job's folder: this rank's arena and those of the other ranks of the machine."""
         return self._arena.job
+
+    @property
+    def steps_file(self) -> Path:
+        """In this rank's arena, see `memory.arena`."""
+        return self._arena.folder / STEPS_FILE
 
     def start(
         self,

@@ -25,6 +25,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--poison", type=int, default=-1, help="be killed whenever resumed from this step")
     parser.add_argument("--fail-at", type=int, default=-1, help="raise in this step, in every attempt")
     parser.add_argument("--spin-at", type=int, default=-1, help="never come back from this step, on a fresh start")
+    parser.add_argument("--own-count", action="store_true", help="a count that is not kept decides the loss")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--full-log", action="store_true", help="the event log of the directory is on a full disk")
     return parser.parse_args()
@@ -58,6 +59,7 @@ def main() -> None:
     directory = os.path.join(args.directory, str(rank)) if rank else args.directory
     if args.full_log:
         fill_the_disk_of(os.path.realpath(os.path.join(directory, "events.jsonl")))
+    count = 0
     guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix="small")
     with guard:
         resumed = guard.resumed_from_step
@@ -70,7 +72,8 @@ def main() -> None:
             while step == args.spin_at and resumed is None:
                 time.sleep(0.01)
             optimizer.zero_grad()
-            loss = model(torch.ones(2, 4)).sum()
+            count += 1
+            loss = model(torch.ones(2, 4)).sum() * (count if args.own_count else 1)
             loss.backward()
             optimizer.step()
             guard.step_end(loss=loss)

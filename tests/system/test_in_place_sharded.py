@@ -136,6 +136,8 @@ def test_a_snapshot_every_few_steps_costs_the_steps_since(runs: Runs) -> None:
         runs, 2, orders, "--layout", "fsdp", "--epochs", 3, options=("--snapshot-every", "3", *EVERY_STEP[2:])
     )
     assert [event["steps_lost"] for event in rejoins(folder)][:2] == [0, 2]
+    compared = [event["outcome"] for event in events(folder / "ckpt", "compared")]
+    assert len(compared) >= 2 and set(compared) == {"verified"}, "steps that were done again are the same"
 
 
 @drill

@@ -1,0 +1,201 @@
+"""What a rank keeps of its steps in shared memory, and the comparison where they are done again.
+
+A process that is killed leaves snapshots in its arena, and later steps are done again: by a restart, or in place. With
+each boundary a few numbers are kept there too: digests of the random streams, the learning rates, the loss that
+`step_end` was given, the place in the epoch. They cost no file access and wait for no device; weights and batches are
+left out, for a sample of them would cost three times as much. The redone steps must have the same.
+
+The file is a ring of fixed entries with one writer. The count of all entries is written after the entry, so a kill
+leaves it whole, or not there.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.mersenne import NumpyState, PythonState
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.observer import Observed
+from mindx_elastic.memory.arena import ArenaFile
+from mindx_elastic.prove.digests import digest
+
+__all__ = ["KeptSteps", "open_kept_steps"]
+
+CAPACITY = 256
+_MAGIC = 0x6D696E6478737431  # "mindxst1"
+_HEAD = struct.Struct("=4Q")  # magic, whose steps, number of all entries, of those that no longer count
+_NUM = struct.Struct("=Q")
+_NUM_AT, _GONE_AT = 16, 24
+# step, epoch, step in it; digests of the streams and of all rates; first rate, loss
+_ENTRY = struct.Struct("=3q4Q2d")
+_BYTES = _HEAD.size + CAPACITY * _ENTRY.size
+_STREAMS = ("python", "numpy", "torch")
+_NONE = math.nan
+"""A rate or a loss that was not given, or cannot be read at once. One object: lists of it are equal."""
+
+_Entry = tuple[Any, ...]
+
+
+class KeptSteps:
+    """One per entered guard. Training thread."""
+
+    def __init__(self, stack: ExitStack, seen: Observed, path: Path) -> None:
+        """Open or make the file at `path`. Raises OSError, ArenaError where there is no room. `stack` closes it."""
+        self._file = ArenaFile(path)
+        self._map = self._file.resize(_BYTES)
+        self._collector, self._events = seen.collector, seen.stopper.events
+        self._is_first_rank = seen.ranks.rank == 0
+        owner = f"{seen.run_id}/{seen.ranks.rank}/{seen.ranks.world_size}"
+        self._num, before = self._take_over(xxhash.xxh3_64_intdigest(owner.encode()))
+        resumed = math.inf if seen.resumed is None else seen.resumed
+        self._before = {step: entry for step, entry in before.items() if step > resumed}
+        self._equal: list[_Entry] = []
+        """First and last entry that came out as before."""
+        self._newest = seen.position.step
+        self._rng: Mapping[str, Any] = {}
+        self._parts: dict[str, tuple[Any, int]] = {}
+        self._optimizers = self._collector.optimizers()
+        self._rates: list[float] = []
+        self._rates_digest = 0
+        self._is_broken = False
+        stack.callback(self._file.close)
+        stack.callback(self._tell_equal)
+
+    def at_boundary(self, position: Position, loss: object) -> None:
+        """A step has ended with a boundary. `loss`: as the program gave it; a tensor on a device is not waited for."""
+        if position.step <= self._newest or self._is_broken:  # a later half of it
+            return
+        self._newest = position.step
+        try:
+            entry = self._note(position, loss)
+            if self._before:
+                self._compare(position.step, entry)
+        except Exception as error:  # an object of the program's
+            self._is_broken = True
+            logger.debug("steps are not kept for a comparison: %s: %s", type(error).__name__, error)
+
+    def _note(self, position: Position, loss: object) -> _Entry:
+        if self._collector.rng is not self._rng:
+            self._rng = self._collector.rng
+            for name, state in self._rng.items():
+                if name in _STREAMS and (name not in self._parts or self._parts[name][0] is not state):
+                    self._parts[name] = state, _digest_of(state)
+        rates = [_number(group.get("lr")) for each in self._optimizers for group in each.param_groups]
+        if rates != self._rates:
+            self._rates, self._rates_digest = rates, xxhash.xxh3_64_intdigest(array("d", rates))
+        streams = [self._parts[name][1] if name in self._parts else 0 for name in _STREAMS]
+        first = rates[0] if rates else _NONE
+        entry = (*position[:3], *streams, self._rates_digest, first, _number(loss))
+        _ENTRY.pack_into(self._map, _HEAD.size + self._num % CAPACITY * _ENTRY.size, *entry)
+        self._num += 1
+        _NUM.pack_into(self._map, _NUM_AT, self._num)
+        return entry
+
+    def _take_over(self, owner: int) -> tuple[int, dict[int, _Entry]]:
+        """Number of all entries so far, and those that are whole, by step; the newest of a step counts."""
+        magic, theirs, num, gone = _HEAD.unpack_from(self._map)
+        if (magic, theirs) != (_MAGIC, owner) or gone > num:
+            _HEAD.pack_into(self._map, 0, _MAGIC, owner, 0, 0)
+            return 0, {}
+        first = max(gone, num - CAPACITY + 1)  # the place that comes next may be half written
+        places = (_HEAD.size + number % CAPACITY * _ENTRY.size for number in range(first, num))
+        return num, {entry[0]: entry for entry in (_ENTRY.unpack_from(self._map, place) for place in places)}
+
+    # --- steps that are done again ---
+
+    def _compare(self, step: int, entry: _Entry) -> None:
+        before = self._before.pop(step, None)
+        if before is not None and (found := list(_differences(before, entry))):
+            self._before.clear()
+            self._equal = []
+            _NUM.pack_into(self._map, _GONE_AT, self._num - 1)  # the job goes on from here, not from what was before
+            what = ", ".join(found)
+            logger.warning(
+                "step %d, done again, is not what it was before: %s. Something that decides it is not kept: name it in "
+                "Guard(stateful={...}); `mindx-elastic prove` finds its cause",
+                step,
+                what,
+            )
+            self._events.emit("compared", step=step, reason=what, outcome="differs")
+            return
+        if before is not None:
+            self._equal = [*self._equal[:1], entry]
+        if not self._before or step >= max(self._before):
+            self._before.clear()
+            self._tell_equal()
+
+    def _tell_equal(self) -> None:
+        if not self._equal:
+            return
+        first, last = self._equal[0], self._equal[-1]
+        self._equal = []
+        losses = "" if math.isnan(last[-1]) else ", losses"
+        if self._is_first_rank:
+            many = first is not last
+            logger.info(
+                "verified: step%s, done again, %s before (random streams, learning rates%s)",
+                f"s {first[0]} to {last[0]}" if many else f" {last[0]}",
+                "are what they were" if many else "is what it was",
+                losses,
+            )
+        self._events.emit("compared", step=last[0], reason="", outcome="verified")
+
+
+def _differences(before: _Entry, now: _Entry) -> Iterator[str]:
+    """In words, with both values. What only one of them has is not compared."""
+    if before[1:3] != now[1:3]:
+        yield f"place (epoch {before[1]}, step {before[2]} in it; now epoch {now[1]}, step {now[2]})"
+    for name, one, other in zip(_STREAMS, before[3:6], now[3:6], strict=True):
+        if one and other and one != other:
+            yield f"random stream of {name} (digest {one:016x}, now {other:016x})"
+    if _differ(before[7], now[7]):
+        yield f"learning rate ({before[7]:.9g}, now {now[7]:.9g})"
+    elif before[6] != now[6]:
+        yield f"learning rate of a later group (digest {before[6]:016x}, now {now[6]:016x})"
+    if _differ(before[8], now[8]):
+        yield f"loss ({before[8]:.17g}, now {now[8]:.17g})"
+
+
+def _differ(one: float, other: float) -> bool:
+    return one != other and not math.isnan(one) and not math.isnan(other)
+
+
+def _digest_of(state: Any) -> int:
+    """Of one stream as `capture_rng` gives it; never 0."""
+    kind = type(state)
+    if kind is torch.Tensor:
+        content: Any = state.numpy()
+    elif kind is PythonState or kind is NumpyState:
+        content = state.to_bytes()
+    else:
+        content = digest(state).encode()
+    return xxhash.xxh3_64_intdigest(content) or 1
+
+
+def _number(value: object) -> float:
+    """Of a number or a tensor of one on the CPU."""
+    kind = type(value)
+    if kind is float or kind is int:
+        return float(value)  # type: ignore[arg-type]
+    if kind in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu" and value.numel() == 1:  # type: ignore[attr-defined]
+        return _NONE if value.is_complex() else float(value.item())  # type: ignore[attr-defined]
+    return _NONE
+
+
+def open_kept_steps(stack: ExitStack, seen: Observed, path: Path) -> KeptSteps | None:
+    """See `guard.observer.Observers`."""
+    try:
+        return KeptSteps(stack, seen, path)
+    except OSError as error:
+        logger.debug("steps are not kept for a comparison: %s", error)
+        return None
