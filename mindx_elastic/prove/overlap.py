@@ -54,6 +54,7 @@ _MOST_BYTES = 1 << 26
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
+_KEEP = 'Keep it in a dict that is named (Guard(stateful={"own": own})), or compute it from guard.step'
 _HASHED = re.compile(r"[0-9a-f]{16}")
 _NAMED = re.compile(r'(?P<length>the length of )?"(?P<name>.*)" \(.*\)', re.DOTALL)
 
@@ -200,32 +201,27 @@ class Comparison(_Notes):
 
     def _tell(self, step: int, explained: Explained | None, variables: Variables) -> None:
         lost, others = (listed(each, _MOST_TOLD) for each in (variables.lost, variables.others))
+        also = f"; not as they were{' either' * bool(lost)}: {others}" if others else ""
         if explained is not None:
-            names = listed([*variables.lost, *variables.others], _MOST_TOLD)
+            cause = f"usual cause: {explained.cause}. {explained.remedy}"
+            if lost:
+                cause = f"not got back: {lost}. {_KEEP}"
             logger.warning(
-                "step %d is not the one of the stopped process: %s; usual cause: %s. %s%s%s",
+                "step %d is not the one of the stopped process: %s; %s%s%s",
                 step,
                 explained.what,
-                explained.cause,
-                explained.remedy,
-                f"; not as they were: {names}" if names else "",
+                cause,
+                also,
                 self._other_software(),
             )
         elif lost:
-            logger.warning(
-                "step %d is equal to the one of the stopped process; not got back: %s. Where later steps read it, name "
-                "it in Guard(stateful={...}) or compute it from guard.step%s",
-                step,
-                lost,
-                f"; not as they were either: {others}" if others else "",
+            told = (
+                "step %d is equal to the one of the stopped process; not got back: %s. Where later steps read it: %s%s"
             )
+            logger.warning(told, step, lost, _KEEP[0].lower() + _KEEP[1:], also)
         elif self._seen.ranks.rank == 0 or others:
-            logger.info(
-                "verified: step %d is the one of the stopped process, and so are %d variables%s",
-                step,
-                variables.num_equal,
-                f"; not as they were: {others}" if others else "",
-            )
+            told = "verified: step %d is the one of the stopped process, and so are %d variables%s"
+            logger.info(told, step, variables.num_equal, also)
 
     def _other_software(self) -> str:
         """What may explain other bits."""
