@@ -8,6 +8,9 @@ from torch.nn import functional as F
 import mindx_elastic as mx
 from tests.natural.tools import Noisy, done, mlp
 
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
 
 class Trainer:
     def __init__(self, directory):
