@@ -33,6 +33,7 @@ __all__ = [
     "ShrinkSettings",
     "TftSettings",
     "mpirun_grace_s",
+    "parse_rehearse",
     "parse_snapshot_every",
 ]
 
@@ -118,6 +119,12 @@ class Settings:
     """``MINDX_FINAL_SAVE``: 1 keeps the last boundary of a training that ends by itself, 0 does not."""
     overlap: bool = True
     """``MINDX_OVERLAP``: 1 lets a stopped job make one step more, which the next start is compared with; 0 does not."""
+    rehearse: tuple[int | str, ...] = ()
+    """``MINDX_REHEARSE``: where the job stops and goes on in new processes, to try its resume; see `parse_rehearse`."""
+    rehearse_by_exit: bool = False
+    """``MINDX_REHEARSE_EXIT``: 1: the platform starts a process again that has left with 75."""
+    rehearsed: int = 0
+    """``MINDX_REHEARSED``: the step at which this run was rehearsed last; set by what has begun it again."""
     unmanaged: str = "error"
     """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
@@ -139,6 +146,9 @@ class Settings:
         overlap = env.get("MINDX_OVERLAP", "").strip() or "1"
         if overlap not in ("0", "1"):
             raise UsageError(f"environment variable MINDX_OVERLAP={overlap!r}: give 1, 0 or nothing")
+        by_exit = env.get("MINDX_REHEARSE_EXIT", "").strip() or "0"
+        if by_exit not in ("0", "1"):
+            raise UsageError(f"environment variable MINDX_REHEARSE_EXIT={by_exit!r}: give 1, 0 or nothing")
         unmanaged = env.get("MINDX_UNMANAGED", "").strip() or "error"
         if unmanaged not in ("error", "warn"):
             raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
@@ -155,6 +165,9 @@ class Settings:
             graceful_exit=None if flag == "" else flag == "1",
             final_save=final == "1",
             overlap=overlap == "1",
+            rehearse=parse_rehearse(env.get("MINDX_REHEARSE"), "environment variable MINDX_REHEARSE"),
+            rehearse_by_exit=by_exit == "1",
+            rehearsed=_integer(env, "MINDX_REHEARSED", 0),
             unmanaged=unmanaged,
             log_level=level,
             zygote=zygote,
@@ -468,6 +481,18 @@ def parse_snapshot_every(value: object, name: str) -> int | None:
     if isinstance(value, bool) or not text.isdecimal() or int(text) > 10**9:
         raise UsageError(f'{name}={value!r}: give a number of steps, 0 for no snapshots, or "auto"')
     return int(text)
+
+
+def parse_rehearse(value: object, name: str) -> tuple[int | str, ...]:
+    """``20``, ``[20, "epoch"]`` or ``"20,100,epoch"`` -> the places; None or ``""``: none. Raises UsageError that names
+    `name`."""
+    listed = value if isinstance(value, (list, tuple)) else [] if value is None else str(value).split(",")
+    words = [str(each).strip() for each in listed if not isinstance(each, str) or each.strip()]
+    if isinstance(value, bool) or any(word != "epoch" and not (word.isdecimal() and int(word)) for word in words):
+        raise UsageError(
+            f'{name}={value!r}: give steps from 1, "epoch" (the first step of the second epoch), or both: 20,epoch'
+        )
+    return tuple(word if word == "epoch" else int(word) for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,10 +63,17 @@ __all__ = [
 
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
-GROWN = "restarted with more ranks"
+GROWN, REHEARSED = "restarted with more ranks", "restarted for its rehearsal"
 """Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, because there
-can be more workers."""
-_OUTCOMES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED, "membership": NEW_NODE, "grown": GROWN}
+can be more workers, to try the resume."""
+_OUTCOMES = {
+    "finished": FINISHED,
+    "stopped": STOPPED,
+    "failed": FAILED,
+    "membership": NEW_NODE,
+    "grown": GROWN,
+    "rehearsed": REHEARSED,
+}
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
 WIDTH = 100
@@ -117,7 +124,7 @@ class AttemptRecord:
     in_place_steps_lost: int | None = None
     """By them, in all."""
     outcome: str | None = None
-    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `GROWN` or another word; None while it runs."""
+    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `GROWN`, `REHEARSED` or another word; None while it runs."""
     full_size: int | None = None
     """How many ranks the job is meant to have, where it has fewer."""
     why_fewer: str | None = None
@@ -277,7 +284,7 @@ class Ledger:
             stall_s=round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None,
             outcome=_OUTCOMES[ending.outcome],
         )
-        again = ending.outcome in ("failed", "membership", "grown")
+        again = ending.outcome in ("failed", "membership", "grown", "rehearsed")
         self._pause = _Pause(self._number, began, reached) if again else None
 
     def note_flushed(self, step: int | None) -> None:

@@ -30,7 +30,15 @@ from torch.distributed.run import (
 )
 
 from mindx_elastic.agreement.job_key import read_key_file
-from mindx_elastic.config import MIN_GRACE_S, SHRINK_MODES, KeySettings, MemorySettings, Settings, parse_snapshot_every
+from mindx_elastic.config import (
+    MIN_GRACE_S,
+    SHRINK_MODES,
+    KeySettings,
+    MemorySettings,
+    Settings,
+    parse_rehearse,
+    parse_snapshot_every,
+)
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.notices import Source, open_source
@@ -62,6 +70,8 @@ class AgentOptions:
     """It was given to the agent, so that the workers must know it."""
     snapshot_every: str
     """As in ``MINDX_SNAPSHOT_EVERY``."""
+    rehearse: str
+    """As in ``MINDX_REHEARSE``."""
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
     exit_timeout_s: float | None
@@ -197,6 +207,14 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         metavar="N|auto|0",
         help="steps between two snapshots in shared memory, which outlive a kill; auto: as often as costs less than "
         "1%% of the step time; 0: none (default: MINDX_SNAPSHOT_EVERY, or auto)",
+    )
+    add(
+        "--rehearse",
+        type=_places,
+        metavar="STEP[,STEP|,epoch]",
+        help="at these steps (epoch: the first one of the second epoch) stop as for a SIGTERM and go on in new "
+        "processes, which say whether the resume is exact and what it cost; no restart is counted (default: "
+        "MINDX_REHEARSE, or none)",
     )
     add(
         "--hang-timeout",
@@ -361,6 +379,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         grace_s=settings.grace_s if grace_s is None else settings.with_grace(grace_s).grace_s,
         tell_grace=grace_s is not None,
         snapshot_every=every,
+        rehearse=args.rehearse or os.environ.get("MINDX_REHEARSE", ""),
         hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
         exit_timeout_s=None if args.exit_timeout == "auto" else args.exit_timeout,
         run_dir=run_dir,
@@ -509,6 +528,14 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r}: give a whole number from 0")
     return int(text)
+
+
+def _places(text: str) -> str:
+    try:
+        parse_rehearse(text, "--rehearse")
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _snapshots(text: str) -> str:

@@ -14,13 +14,15 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UnmanagedStateError
 
-__all__ = ["ALARM_KINDS", "REFUSAL", "REQUEST_KINDS", "Alarm", "Alarms", "signal_name"]
+__all__ = ["ALARM_KINDS", "REFUSAL", "REHEARSAL", "REQUEST_KINDS", "Alarm", "Alarms", "signal_name"]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 """What policies answer to."""
 REFUSAL = "unmanaged"
 """The kind of an `UnmanagedStateError` that leaves the block: every rank stops, and no policy saves anything."""
-REQUEST_KINDS = ALARM_KINDS | {REFUSAL}
+REHEARSAL = "rehearsal"
+"""The kind of a stop that the job orders itself, to try its resume: policies take it for a signal."""
+REQUEST_KINDS = ALARM_KINDS | {REFUSAL, REHEARSAL}
 """What a rank may ask the others to stop for."""
 _ASKED_FOR = frozenset({"signal", "flag", "fault", "request"})
 _ORPHAN = ("signal", None)
@@ -85,6 +87,10 @@ class Alarms:
     def of_request(self, reason: str, code: int) -> Alarm:
         """The program itself asked for a stop, and names the exit code."""
         return self._make("request", printable(reason, _MAX_REASON), exit_code("request", named=code))
+
+    def of_rehearsal(self, step: int) -> Alarm:
+        """The job tries its own resume, at the boundary `step`; the agent reads the reason (`agent.endings`)."""
+        return self._make(REHEARSAL, f"{REHEARSAL} at step {step}", EXIT_TEMPORARY)
 
     def of_agent_signal(self, signum: int) -> Alarm:
         """The signal with which the agent stops its workers, in a process whose policies do not ask for signals."""

@@ -23,6 +23,9 @@ __all__ = ["doctor_command"]
 
 _STYLES = {"good": "green", "not visible": "cyan", "warning": "yellow", "problem": "bold red"}
 _LEVEL_WIDTH, _CHECK_WIDTH, _NARROW, _WIDEST = 11, 13, 60, 120
+_REHEARSE = (
+    "Whether the job itself comes back, its first run here tries: mindx-elastic run --rehearse 20, or MINDX_REHEARSE=20"
+)
 
 
 def doctor_command(
@@ -133,6 +136,7 @@ def _print(console: Console, directory: Path, found: Examination) -> None:
             console.print(line, soft_wrap=True)
     counts = [(sum(finding.level is level for finding in found.findings), level.value) for level in Level]
     console.print(Text(", ".join(f"{number} {name}" for number, name in counts if number)), soft_wrap=True)
+    console.print(_REHEARSE, style="dim", soft_wrap=True)
 
 
 def _lines(finding: Finding, width: int) -> list[Text]:

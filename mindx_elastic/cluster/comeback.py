@@ -15,11 +15,8 @@ exception that has ended the program, then the code given to `sys.exit`, which i
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -32,6 +29,7 @@ from mindx_elastic.alarm.peers import report_death
 from mindx_elastic.cluster.member import Member
 from mindx_elastic.cluster.voice import Voice
 from mindx_elastic.core.leaving import Leaving, add_last_act, noted_leaving
+from mindx_elastic.core.same_program import SameProgram
 
 __all__ = ["Ending"]
 
@@ -39,7 +37,6 @@ _STOPS = ("signal", "flag", "request", "fault")
 _PATIENCE_S = 2.5  # until the scheduler tells of a death on another machine: see `Limits.reconnect_s`
 _DONE_S = 30.0  # for a scheduler that is being started again: to a later one this process would have died
 _UNGUARDED_S = 10.0  # for a program without a guard to end by itself, when the job is over
-_FIRST_FD = 3
 _ANEW = "MINDX_CLUSTER_ANEW"
 """How often in a row this process has begun anew because of a broken connection, of which no death was the cause."""
 _MOST_ANEW = 5
@@ -56,10 +53,7 @@ class Ending:
         number = env.get(_ANEW, "")
         self._num_anew = int(number) if number.isdecimal() else 0
         self._recovery = member.settings.recovery
-        self._folder = os.getcwd()
-        self._inherited = {fd for fd in _open_fds() if not _closes_on_exec(fd)}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
+        self._program = SameProgram()
         self._code: object = None
         self._once = threading.Lock()
         self._pid = os.getpid()
@@ -156,60 +150,18 @@ class Ending:
 
     def _begin_anew(self) -> None:
         """Replace this process's program by itself. Does not return, unless the system refuses it."""
-        for child in multiprocessing.active_children():
-            child.kill()
-            child.join(1.0)
         logging.shutdown()
-        _flush()
         env = self._env
         if self._member.node_id:
             env = {**env, "MS_NODE_ID": self._member.node_id}
         try:
-            command = _command()
-            for number in signal.valid_signals():
-                if signal.getsignal(number) is signal.SIG_IGN and number not in self._ignored:
-                    with suppress(OSError, ValueError):  # not from another thread
-                        signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            os.chdir(self._folder)
-            for fd in _open_fds():
-                if fd >= _FIRST_FD and fd not in self._inherited:
-                    with suppress(OSError):
-                        os.set_inheritable(fd, False)
-            os.execve(command[0], command, env)
+            self._program.begin_again(env)
         except OSError as error:
             self._voice.error(
                 "this process cannot begin anew in place (%s); start it again with the same variables", error
             )
             _flush()
             os._exit(EXIT_TEMPORARY)
-
-
-def _command() -> list[str]:
-    """The command line of this program, with the script's absolute path."""
-    command = [sys.executable, *sys.orig_argv[1:]]
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    script = sys.argv[0] if sys.argv else ""
-    if main and script and os.path.basename(main) == os.path.basename(script):
-        for number, word in enumerate(command[1:], start=1):
-            if word == script:
-                command[number] = os.path.abspath(main)
-                break
-    return command
-
-
-def _open_fds() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return []
-
-
-def _closes_on_exec(fd: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
-    except OSError:
-        return True
 
 
 def _is_of_others(error: BaseException) -> bool:

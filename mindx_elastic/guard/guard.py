@@ -7,7 +7,6 @@ The callbacks and integrations are thin layers on it. This file has the public m
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -96,6 +95,7 @@ class Guard(LayeredGuard):
     * `overlap`: whether a stop, once its boundary is durable, makes one step more of which it keeps only a witness: the
       resumed run makes that step again and is compared with it; default ``MINDX_OVERLAP`` or True. What that step does
       besides training (a print, a file) happens twice. `on_difference`: ``"warn"``, or ``"stop"``: end the job then.
+    * `rehearse`: steps (or ``"epoch"``) where the job stops and goes on in new processes, to try its resume early.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
     * `remove_redundancy`: True: a machine's DDP ranks write each part of what they share once, and a resume needs all
       their files. False: all of it, or from 3 ranks on at a stop each part twice, so that one file may be lost.
@@ -135,6 +135,7 @@ class Guard(LayeredGuard):
         unmanaged: str | None = None,
         overlap: bool | None = None,
         on_difference: str = "warn",
+        rehearse: int | str | Sequence[int | str] | None = None,
     ) -> None:
         super().__init__()
         self._options = GuardOptions(
@@ -159,6 +160,7 @@ class Guard(LayeredGuard):
             unmanaged=unmanaged,
             overlap=overlap,
             on_difference=on_difference,
+            rehearse=rehearse,
         )
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first
@@ -480,19 +482,15 @@ class Guard(LayeredGuard):
 
     def _offer_stop(self, *, at_tail: bool, loss: object = None) -> None:
         """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
-        step, tail, around = self._loops.step, self._loops.tail, self._around
-        overlap = self._overlap
-        self._log_filter.step, overlap.is_at_tail = step, at_tail
-        if not at_tail:
-            overlap.times.append(time.monotonic())
+        step, tail, around, overlap = self._loops.step, self._loops.tail, self._around, self._overlap
+        self._log_filter.step = step
+        overlap.arrive(is_cut=self._cut, at_tail=at_tail, loss=loss)
         if overlap.is_playing:
             overlap.at_boundary(self._loops.position, is_cut=self._cut)
             return
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         around.has_trained = True
-        if overlap.kept_steps is not None and self._cut and not at_tail:
-            overlap.kept_steps.at_boundary(self._loops.position, loss)
         if around.sees_steps:
             around.at_boundary(
                 step,
@@ -501,7 +499,7 @@ class Guard(LayeredGuard):
                 tail_follows=tail.is_pending,
                 after_tail=at_tail,
             )
-        if overlap.observer is not None and not at_tail:
+        if overlap.looks:
             overlap.at_boundary(self._loops.position, is_cut=self._cut)
         if self._listeners.handlers.postponed and self._cut:
             self._listeners.handlers.call_postponed()

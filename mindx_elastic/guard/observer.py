@@ -56,6 +56,8 @@ class Observer(Protocol):
     """What the program has given to the step's `step_end`."""
     is_over: bool
     """There is nothing more to look at."""
+    outcome: str
+    """What a comparison has found, once it is over: ``verified``, ``variables differ``, ``differs``; empty: nothing."""
     heard_s: float
     """How long a boundary waits until the stop that `at_boundary` speaks of has been heard."""
 

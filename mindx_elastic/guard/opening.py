@@ -76,7 +76,7 @@ class Opening:
         self._place, self._is_again = place, place is not None and place.is_again
         self._entry: Entry | None = None
         self._options, self._ranks, self._targets = options, ranks, targets
-        self.on_difference = options.on_difference
+        self.on_difference, self.resumes_otherwise = options.on_difference, options.resume != "auto"
         try:
             self._prepare(stack, loaders)
         except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
-from mindx_elastic.config import Settings, SharingSettings
+from mindx_elastic.config import Settings, SharingSettings, parse_rehearse
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.periodic import PeriodicSave, parse_save_every
@@ -63,6 +63,9 @@ class GuardOptions:
     """Whether a stop makes one step more, to compare the next start with; None: as the environment says."""
     on_difference: str = "warn"
     """``warn`` or ``stop``: where the resumed run makes another step than the stopped one."""
+    rehearse: int | str | Sequence[int | str] | None = None
+    """Steps, or ``epoch`` (the first one of the second epoch), where the job tries its resume; None: as the environment
+    says."""
     layouts: Mapping[str, Layout] | None = None
     """Layouts of parameters that no DTensor describes, by name pattern."""
 
@@ -79,6 +82,7 @@ class GuardOptions:
             raise UsageError(f"overlap={self.overlap!r}: give True, False or None")
         if self.on_difference not in ("warn", "stop"):
             raise UsageError(f'on_difference={self.on_difference!r}: give "warn" or "stop"')
+        parse_rehearse(self.rehearse, "rehearse")
         check_policies([*self.exit_policies(), *self.periodic_policies()])
 
     @property
@@ -123,6 +127,8 @@ class GuardOptions:
             settings = replace(settings, final_save=self.final_save)
         if self.overlap is not None:
             settings = replace(settings, overlap=self.overlap)
+        if self.rehearse is not None:
+            settings = replace(settings, rehearse=parse_rehearse(self.rehearse, "rehearse"))
         if self.unmanaged is not None:
             settings = replace(settings, unmanaged=self.unmanaged)
         return settings if self.grace_s is None else settings.with_grace(self.grace_s)

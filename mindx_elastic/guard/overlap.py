@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from types import FrameType
 
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.alarm.alarm import REHEARSAL, Alarm
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import printable
@@ -29,6 +29,7 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.observer import KeptSteps, Observed, Observer, observers
 from mindx_elastic.guard.opening import Opening
+from mindx_elastic.guard.rehearsal import Rehearsal
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.guard.stopper import Stopper
 
@@ -40,7 +41,7 @@ _AGREEMENT_S = 2.0
 _COMES_OUT_S = 1.5
 """How long an interrupted training thread may take to come out of what it waits in."""
 _STEPS = 5
-_ALARMS = ("signal", "flag", "fault")
+_ALARMS = ("signal", "flag", "fault", REHEARSAL)
 
 
 class Overlap:
@@ -76,7 +77,7 @@ class Overlap:
         self.times = deque([time.monotonic()], maxlen=_STEPS + 1)
         """When the last boundaries were reached, by `time.monotonic`; the first one is the entry."""
         self._began, self._interrupts = 0.0, False
-        stopper.play_on, stopper.end_play = self._begin, self.end
+        stopper.play_on, stopper.end_play = self._begin, self._end_for_signal
         if proof is None and not loops.is_layered:  # a layer's loop is not the program's
             finder = observers().look_for_not_kept(self._observed().targets, opening.collector)
             aloud = opening.start.step is None and stopper.ranks.rank == 0
@@ -89,6 +90,12 @@ class Overlap:
             self.observer = observers().open_comparison(stack, seen, on_difference=opening.on_difference)
             if (path := opening.around.steps_file) is not None:
                 self.kept_steps = observers().open_kept_steps(stack, seen, path)
+        self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
+
+    @property
+    def looks(self) -> bool:
+        """Whether `at_boundary` has something to do."""
+        return self.observer is not None or not self._rehearsal.is_over
 
     # --- the stop ---
 
@@ -144,20 +151,31 @@ class Overlap:
         """Copy the small state at a boundary that is played on, as the observer looks at it; nothing else is kept."""
         self._boundaries.gate.pass_boundary(self._collector.copy, self._loops.position)
 
-    def at_boundary(self, position: Position, *, is_cut: bool) -> None:
-        """A step that an `observer` looks at has ended. Raises GracefulExit where it was played on, but inside an
-        accumulation window; ResumeDiffersError."""
-        observer = self.observer
-        if observer is None:
+    def arrive(self, *, is_cut: bool, at_tail: bool, loss: object) -> None:
+        """A step has ended; `at_tail`: so has the code behind its epoch. Notes what a kill must leave of it."""
+        self.is_at_tail = at_tail
+        if at_tail:
             return
-        waits = observer.at_boundary(position, is_cut=is_cut)
-        if self.is_playing and is_cut:
-            logger.debug("step %d was played on in %.3f s", position.step, time.monotonic() - self._began)
-            raise self._stopper.exit()
-        if waits:
-            self._stopper.step_gate.wait_for_limit(observer.heard_s)
-        if observer.is_over:
-            self.observer = None
+        self.times.append(time.monotonic())
+        if self.kept_steps is not None and is_cut and not self.is_playing:
+            self.kept_steps.at_boundary(self._loops.position, loss)
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> None:
+        """A step has ended, or the code behind an epoch (`is_at_tail`). Raises GracefulExit where it was played on, but
+        inside an accumulation window; ResumeDiffersError."""
+        observer = self.observer
+        if observer is not None and (self.is_playing or not self.is_at_tail):
+            waits = observer.at_boundary(position, is_cut=is_cut)
+            if self.is_playing and is_cut:
+                logger.debug("step %d was played on in %.3f s", position.step, time.monotonic() - self._began)
+                raise self._stopper.exit()
+            if waits:
+                self._stopper.step_gate.wait_for_limit(observer.heard_s)
+            if observer.is_over:
+                self.observer = None
+        if not self._rehearsal.is_over and not self.is_playing:
+            outcome = "" if observer is None else observer.outcome if self.observer is None else None
+            self._rehearsal.at_boundary(position, is_cut=is_cut, outcome=outcome)
 
     def way_out(self, error: BaseException | None) -> BaseException | None:
         """What leaves the block in place of `error` (None: it has ended by itself): the stop's exit, whatever has
@@ -167,6 +185,11 @@ class Overlap:
         how = "the block has ended" if error is None else f"{type(error).__name__}: {printable(str(error), 200)}"
         logger.info("in the step that is played on: %s", how)
         return self._stopper.exit()
+
+    def _end_for_signal(self, why: str) -> None:
+        """Watcher thread: a further signal was heard in a stop."""
+        self._rehearsal.is_called_off = True
+        self.end(why)
 
     def end(self, why: str) -> None:
         """Watcher thread: the process leaves now. What the training thread waits in is interrupted."""

@@ -192,7 +192,8 @@ class Comparison(_Notes):
                 logger.info("step %d: %s. If only a clock is behind it, nothing is lost", step, explained.what)
                 explained = None
         variables = compare_variables(self._left.began, self.began, self.carried | self._left.carried)
-        outcome = "differs" if explained is not None else "variables differ" if variables.lost else "verified"
+        lost = "variables differ" if variables.lost else "verified"
+        self.outcome = outcome = "differs" if explained is not None else lost
         self._tell(step, explained, variables)
         reason = explained.what if explained is not None else ", ".join([*variables.lost, *variables.others])
         self._seen.stopper.events.emit("compared", step=step, reason=printable(reason, 300), outcome=outcome)

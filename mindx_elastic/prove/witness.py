@@ -51,7 +51,7 @@ class Witness:
     """How long a boundary waits until its stop has been heard."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over, self.outcome = False, ""
         """There is nothing more to look at."""
         self.scalars: Mapping[str, Any] = {}
         """What the program has given to the step's `step_end`."""

@@ -220,7 +220,7 @@ def test_wrong_values_leave_with_2(arguments: list[str], capsys: pytest.CaptureF
 def test_the_set_of_our_own_options() -> None:
     """People's scripts depend on these words: a change here is a visible change and belongs in the changelog."""
     assert [action.option_strings[0] for action in own_actions()] == [
-        *("--grace", "--snapshot-every", "--hang-timeout", "--exit-timeout", "--run-dir"),
+        *("--grace", "--snapshot-every", "--rehearse", "--hang-timeout", "--exit-timeout", "--run-dir"),
         *("--max-restarts-window", "--job-key-file", "--crash-loop", "--recover", "--spares", "--rejoin-timeout"),
         *(
             "--min-nproc",
