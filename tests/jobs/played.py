@@ -19,7 +19,7 @@ class Trainer(loop.Trainer):
     """Knows the step by the stop's file, which is there."""
 
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
-        if self.guard.stopper.save.path is not None:
+        if loop.is_played_on(self.guard):
             rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             loop.say(f"PLAYS {rank}")
             fault = os.environ["LOOP_PLAYS"] if rank == size - 1 else "none"

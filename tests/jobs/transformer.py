@@ -245,9 +245,10 @@ class Trainer:
         self.scheduler.step()
         loss = torch.tensor(sum(losses) / len(losses), dtype=torch.float64)
         dist.all_reduce(loss)
-        if self.rank == 0:
+        is_played_on = guard.stopper.save.path is not None  # the resumed run makes this step
+        if self.rank == 0 and not is_played_on:
             say(f"LOSS {step} {loss.item() / dist.get_world_size()!r}")
-        if self.spread.speaks:
+        if self.spread.speaks and not is_played_on:
             say(f"SEEN {epoch} {','.join(map(str, seen))} step {step}")
         if step in (*args.save_at, args.hold_at + 1):  # a job that is stopped while it is held does one step more
             self.tell_state(step)

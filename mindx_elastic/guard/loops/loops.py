@@ -516,7 +516,8 @@ class Loops:
             return self.step >= self._steps_of_run
         is_one_step = not self.loaders and self._left > 0
         last = self._steps_of_epoch or self.position.batch_num or int(is_one_step)
-        if not last or self.step_in_epoch < last:
+        is_over = self._loaders.at_end_of_epoch()[0] or 0 < last <= self.step_in_epoch
+        if not is_over:
             return False
         return not is_tail_over or self.epoch >= self._left > 0
 
