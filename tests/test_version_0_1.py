@@ -35,6 +35,16 @@ def copy_case(case: str, target: Path) -> Path:
     return target
 
 
+def without_proof(said: Any) -> Any:
+    """Version 0.1 said that a resume is exact where nothing is known against it: now it is not proved yet."""
+    if isinstance(said, list):
+        return [without_proof(each) for each in said]
+    if not isinstance(said, dict):
+        return said
+    known = {key: without_proof(value) for key, value in said.items() if key not in ("proof", "exact")}
+    return {**known, "exact": False if said["exact"] is False else None} if "exact" in said else known
+
+
 @dataclass
 class Call:
     """One process, or two ranks, that say what they find in copies of some cases."""
@@ -87,13 +97,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize(("world", "name"), [(w, n) for w in ("one rank", "two ranks") for n in EXPECTED[w]])
 def test_a_start_goes_on_as_0_1_would(found: dict[str, dict[str, Any]], world: str, name: str) -> None:
     """The same file, position, tensors, random numbers and samples on each rank, and the same ``resume_plan.json``."""
-    assert found[world][name] == EXPECTED[world][name]
+    assert without_proof(found[world][name]) == without_proof(EXPECTED[world][name])
 
 
 @pytest.mark.parametrize("case", EXPECTED["commands"])
 def test_the_commands_say_what_0_1_said(found: dict[str, dict[str, Any]], case: str) -> None:
     """``plan``, ``inspect``, ``verify``, ``status`` and ``convert``; strategy and group info files."""
-    assert found["commands"][case] == EXPECTED["commands"][case]
+    assert without_proof(found["commands"][case]) == without_proof(EXPECTED["commands"][case])
 
 
 def test_no_file_of_the_set_is_left_out() -> None:

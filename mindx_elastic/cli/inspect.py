@@ -29,6 +29,7 @@ from mindx_elastic.cli.common import (
     nothing_found,
 )
 from mindx_elastic.cli.verify import check_entries, entries_at
+from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.inventory.remains import find_remains, remarks
@@ -36,7 +37,7 @@ from mindx_elastic.inventory.remains import find_remains, remarks
 if TYPE_CHECKING:
     from mindx_elastic.inventory.inventory import Inventory, Step
     from mindx_elastic.persist.catalog import CatalogEntry
-    from mindx_elastic.persist.format import Header
+    from mindx_elastic.persist.format import CheckpointInfo, Header
 
 __all__ = ["inspect_command"]
 
@@ -158,6 +159,7 @@ def _step(step: Step, findings: _Findings | None, now: float) -> dict[str, Any]:
         "kind": infos[0].kind,
         "reasons": list(dict.fromkeys(info.reason for info in infos)),
         "unmanaged": list(dict.fromkeys(note for info in infos for note in info.unmanaged)),
+        "proof": _proof_of(infos),
         "world_size": step.world_size,
         "ranks": sorted(best),
         "missing_ranks": list(step.missing_ranks[:_MOST_MISSING]),
@@ -223,6 +225,11 @@ def _is_branched(report: dict[str, Any], run_id: str) -> bool:
     return len({step["attempt"] for step in report["steps"] if step["run_id"] == run_id}) > 1
 
 
+def _proof_of(infos: Sequence[CheckpointInfo]) -> str:
+    against = [note for info in infos for note in info.unmanaged]
+    return proof_of([info.certificate for info in infos], against).words
+
+
 def _table_width(rows: Sequence[_Row]) -> int:
     """The least width of the table with nothing cut off; two spaces between columns."""
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
@@ -272,7 +279,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
         lines += [
             f"  {_relative(entry['path'], report['directory'])}: {entry['problem']}" for entry in report["problems"]
         ]
-    lines += ["", *_conclusion(report), *remarks(report, report["newest_complete_step"])]
+    lines += ["", *_proof(report), *_conclusion(report), *remarks(report, report["newest_complete_step"])]
     for line in lines:
         console.print(printable(line), soft_wrap=True)
 
@@ -299,6 +306,13 @@ def _notes(report: dict[str, Any]) -> list[str]:
         f"not exact from step{'s' if len(numbers) > 1 else ''} {listed(list(dict.fromkeys(numbers)), 8)}: {note}"
         for note, numbers in steps.items()
     ]
+
+
+def _proof(report: dict[str, Any]) -> list[str]:
+    """What the newest complete step says of resumes; what is against it stands above."""
+    newest = [report[f"newest_complete_{key}"] for key in ("run_id", "attempt", "step")]
+    proofs = [step["proof"] for step in report["steps"] if [step["run_id"], step["attempt"], step["step"]] == newest]
+    return [f"exact: {proof}" for proof in proofs if not proof.startswith("no: ")]
 
 
 def _conclusion(report: dict[str, Any]) -> list[str]:
@@ -350,6 +364,7 @@ def _describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: bo
         "reason": info.reason,
         "unmanaged": list(info.unmanaged),
         "not_kept": info.not_kept,
+        "proof": _proof_of([info]),
         "rank": info.rank,
         "world_size": info.world_size,
         "attempt": info.attempt,
@@ -465,7 +480,8 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
     if details["small_states_of"]:
         ranks = ", ".join(map(str, details["small_states_of"]))
         lines.append(("also holds", f"the small state (random numbers, buffers) of rank {ranks}"))
-    lines += [("not exact" if n == 0 else "", note) for n, note in enumerate(details["unmanaged"])]
+    lines.append(("exact", details["proof"]))
+    lines += [("", note) for note in details["unmanaged"][1:]]
     lines += [("not kept", f"{details['not_kept']} (go on from step to step)")] if details["not_kept"] else []
     lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
     lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []

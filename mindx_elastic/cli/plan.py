@@ -150,6 +150,7 @@ def _refuse_if_only_claimed(found: Found) -> None:
 def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
     """What ``--json`` prints: `plan_files.plan_to_json`, and what this command adds. The screen shows the same."""
     from mindx_elastic.cli.plan_table import explain as explain_plan
+    from mindx_elastic.core.certificate import proof_of
     from mindx_elastic.plan.facts import ResumePlan
     from mindx_elastic.platforms.plan_files import plan_to_json
 
@@ -158,6 +159,7 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
     document |= {
         "directory": str(path),
         "reasons": [],
+        "proof": None,
         "faults_from": result.faults.source,
         "faults_problems": [*_initializing(result.faults), *map(str, result.faults.problems)],
         "digests_checked": checked is not None,
@@ -166,8 +168,10 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
         **find_remains(path),
     }
     if isinstance(plan, ResumePlan):
-        infos = [result.found.entries[each.file.path].info for each in plan.ranks]
-        document["reasons"] = list(dict.fromkeys(info.reason for info in infos if info is not None))
+        infos = [info for each in plan.ranks if (info := result.found.entries[each.file.path].info) is not None]
+        document["reasons"] = list(dict.fromkeys(info.reason for info in infos))
+        proof = proof_of([info.certificate for info in infos], document["inexact"])
+        document |= {"exact": proof.exact, "proof": proof.words}
         if explain:
             document["explanation"] = explain_plan(plan)
     return document

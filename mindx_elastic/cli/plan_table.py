@@ -57,11 +57,8 @@ def _facts(plan: ResumePlan, document: dict[str, Any], now: float) -> list[tuple
         ("saved", f"{_when(document['created'], now)}: {why}", ""),
         ("position", f"epoch {plan.epoch}, step {plan.step_in_epoch} in it", ""),
     ]
-    if plan.exact:
-        rows.append(("exact", "yes, it goes on bit for bit as if nothing had happened", "green"))
-    else:
-        reasons = document["inexact"]
-        rows += [("exact" if n == 0 else "", f"NO: {r}" if n == 0 else r, "yellow") for n, r in enumerate(reasons)]
+    rows.append(("exact", document["proof"], {True: "green", None: "", False: "yellow"}[document["exact"]]))
+    rows += [("", reason, "yellow") for reason in document["inexact"][1:]]
     if plan.steps_lost:
         s = "s" * (plan.steps_lost > 1)
         rows.append(("lost", f"{plan.steps_lost} step{s}: up to {plan.step + plan.steps_lost} had been seen", "yellow"))

@@ -19,6 +19,7 @@ from mindx_elastic.core.ports import ask
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["KeptSteps", "NotKept", "Observed", "Observer", "Observers", "ProofObserver", "observers"]
 
@@ -43,6 +44,8 @@ class Observed:
     resumed_path: Path | None
     policies: Sequence[ExitPolicy]
     stopper: Stopper
+    unmanaged: Unmanaged
+    """Where a comparison notes what it has shown."""
     is_outside: Callable[[], bool]
     """What happens now belongs to no step."""
     copied_every: int

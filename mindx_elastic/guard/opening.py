@@ -144,6 +144,7 @@ class Opening:
             resumed_path=None if start.resumed is None else start.resumed.path,
             policies=self.policies,
             stopper=stopper,
+            unmanaged=self.unmanaged,
             is_outside=is_outside,
             copied_every=self.around.copied_every,
         )
@@ -314,6 +315,7 @@ class Opening:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
         tell_of_hash_seed(info.coordinates, self.unmanaged)
         self.unmanaged.inherit(start.notes)
+        self.unmanaged.certificate = tuple(info.certificate)
         if start.is_new_on_disk(self.around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self.saver.save_restored(self.policies, info)

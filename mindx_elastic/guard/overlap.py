@@ -20,6 +20,7 @@ from types import FrameType
 
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.alarm.alarm import REHEARSAL, Alarm
+from mindx_elastic.core.certificate import NOT_COMPARED
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import printable
@@ -85,7 +86,10 @@ class Overlap:
         if proof is not None and not opening.evaluates:
             self.observer = proof
             proof.enter(stack, self._observed())
-        elif self._is_wanted:
+        elif opening.start.step is not None and trains:
+            why = "it left no step to compare with" if self._is_wanted else "the overlap is off"
+            opening.unmanaged.certify(opening.start.step, NOT_COMPARED, ranks=stopper.ranks.world_size, why=why)
+        if self._is_wanted:
             seen = self._observed()
             self.observer = observers().open_comparison(stack, seen, on_difference=opening.on_difference)
             if (path := opening.around.steps_file) is not None:

@@ -483,6 +483,7 @@ class Saver:
             names=self.names,
             unmanaged=self._unmanaged.notes,
             not_kept=self._unmanaged.not_kept,
+            certificate=self._unmanaged.certificate,
         )
 
     def _write(

@@ -215,7 +215,7 @@ def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None, notes
         outcome="resumed" if entry is None else "in place",
         path=str(found.path),
         rejected=list(found.rejected),
-        exact=found.plan.exact and not doubts,
+        exact=None if found.plan.exact and not doubts else False,
         unmanaged=doubts,
         resharded=found.plan.resharded,
     )

@@ -7,8 +7,12 @@ that is resumed inherits the notes of its file: what its weights have gone throu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from mindx_elastic._version import __version__
+from mindx_elastic.core.certificate import added
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import UnmanagedStateError, UsageError
@@ -32,6 +36,8 @@ class Unmanaged:
         """What is known, oldest first; only ever replaced."""
         self.not_kept = ""
         """Names of variables that go on from step to step and are not kept: a fact, nothing against an exact resume."""
+        self.certificate: tuple[str, ...] = ()
+        """What comparisons of the run's resumes have shown, see `core.certificate`; only ever replaced."""
         self._told: set[str] = set()
         self._refusal: str | None = None
         self.has_refused = False
@@ -78,6 +84,17 @@ class Unmanaged:
     def refusal(self) -> UnmanagedStateError | None:
         """Why the training was refused, also if the program has caught that: nothing of it may be saved."""
         return None if self._refusal is None else UnmanagedStateError(self._refusal)
+
+    def certify(self, after: int, outcome: str, *, ranks: int, last: int | None = None, **facts: str) -> None:
+        """What the comparison of the resume from step `after` has shown. The other arguments: see
+        `core.certificate.Entry`."""
+        known: dict[str, Any] = {
+            "last": after if last is None else last,
+            "outcome": outcome,
+            "ranks": ranks,
+            "date": round(time.time()),
+        }
+        self.certificate = added(self.certificate, after=after, **known, version=__version__, **facts)
 
     def inherit(self, notes: Iterable[str]) -> None:
         """The run goes on from a file with these notes."""

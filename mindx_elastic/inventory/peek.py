@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from mindx_elastic.config import MemorySettings
+from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.errors import MismatchError, NoUsableCheckpointError, UsageError
 from mindx_elastic.inventory.findings import list_files, reader_trust, scan
 from mindx_elastic.inventory.inventory import Inventory
@@ -34,8 +35,11 @@ class Peek:
     """Why it was saved, for people: "SIGTERM", "periodic", "the end of the training", ..."""
     saved_at: datetime
     """When its newest file was written; UTC."""
-    exact: bool
-    """Nothing is known against the run being the uninterrupted one bit for bit."""
+    exact: bool | None
+    """True: proved, a resume of this job was compared with the process before and was equal, and nothing is known
+    against it. None: not proved yet. False: no."""
+    proof: str
+    """The same in words: ``proved: step 13 (2 ranks, 2026-11-29)``, ``not proved yet: ...``, ``no: ...``."""
     inexact_because: tuple[str, ...]
     """What is known against it."""
     world_size: int
@@ -93,14 +97,17 @@ def peek(directory: str | os.PathLike[str], *, world_size: int | None = None) ->
         )
     files = [share.file for share in plan.ranks]
     infos = [entry.info for file in files if (entry := inventory.entries.get(file.path)) and entry.info is not None]
+    against = (*plan.inexact, *plan.unmanaged)
+    proof = proof_of([info.certificate for info in infos], against)
     return Peek(
         step=plan.step,
         epoch=plan.epoch,
         step_in_epoch=plan.step_in_epoch,
         reason="; ".join(dict.fromkeys(info.reason for info in infos)),
         saved_at=datetime.fromtimestamp(max(file.created for file in files), timezone.utc),
-        exact=plan.exact,
-        inexact_because=(*plan.inexact, *plan.unmanaged),
+        exact=proof.exact,
+        proof=proof.words,
+        inexact_because=against,
         world_size=plan.source.world_size,
         paths=tuple(Path(file.path) for file in files),
         rejected=tuple(inventory.lines(plan.moment, plan.rejected)),

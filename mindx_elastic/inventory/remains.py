@@ -1,4 +1,5 @@
-"""What is known of a checkpoint directory beside its files: a save that has failed, and a snapshot in shared memory."""
+"""What is known of a checkpoint directory beside its files: a save that has failed, a snapshot in shared memory, and
+what the resumes of its job have shown."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find_remains", "remarks"]
+__all__ = ["find_remains", "proof_in_events", "remarks"]
 
 _FAILED = "failed: "
 
@@ -29,6 +30,34 @@ def remarks(remains: dict[str, Any], complete_step: int | None) -> list[str]:
             "command on this machine goes on from it"
         )
     return found
+
+
+def proof_in_events(directory: Path) -> str:
+    """What comparisons of the newest run's resumes have shown, in words as `core.certificate.Proof`; empty: the event
+    log says of no run. Raises nothing."""
+    from mindx_elastic.core.certificate import COMPARED, date_of
+    from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, parse_event
+    from mindx_elastic.core.values import real, text, whole
+
+    run, found = None, dict[str, dict[str, Any]]()
+    for line in lines_backwards(directory / EVENTS_FILE):
+        event = parse_event(line)
+        if event is None:
+            continue
+        run = run if run is not None else text(event.get("run_id"))
+        if event["event"] == "compared" and event.get("run_id") == run:
+            found.setdefault(text(event.get("outcome")), event)
+    if run is None:
+        return ""
+    verified, lost, differs = (found.get(outcome) for outcome in COMPARED)
+    if differs is not None:
+        return f"no: since step {whole(differs.get('step'))}: {text(differs.get('reason'))}"
+    if lost is not None:
+        return f"not proved yet: step {whole(lost.get('step'))} equal, and not got back: {text(lost.get('reason'))}"
+    if verified is None:
+        return "not proved yet: no resume of this job was compared"
+    ranks, date = whole(verified.get("ranks")), date_of(real(verified.get("time")) or 0.0)
+    return f"proved: step {whole(verified.get('step'))} ({ranks} rank{'s' * (ranks != 1)}, {date})"
 
 
 def _failed_save(directory: Path) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from typing import Any
 
 import xxhash
 
+from mindx_elastic.core.certificate import MOST
 from mindx_elastic.core.division import Division
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
@@ -142,6 +143,8 @@ class CheckpointInfo:
     """What was known against an exact resume of this run, in words: state that no file has."""
     not_kept: str = ""
     """For people: names of variables that go on from step to step and are in no file. A fact, no verdict."""
+    certificate: Sequence[str] = ()
+    """What comparisons of this run's resumes have shown, see `core.certificate`."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
@@ -152,6 +155,7 @@ class CheckpointInfo:
         object.__setattr__(self, "flags", tuple(self.flags))
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "unmanaged", tuple(map(_one_text, self.unmanaged)))
+        object.__setattr__(self, "certificate", tuple(self.certificate))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
     @property
@@ -261,6 +265,10 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"unmanaged must be a list of {MAX_NAMES} at most"
     if not all(isinstance(each, str) for each in info.unmanaged):
         return "unmanaged must be strings"
+    if not isinstance(info.certificate, (list, tuple)) or len(info.certificate) > MOST + 1:
+        return f"certificate must be a list of {MOST + 1} at most"
+    if not all(_is_plain(entry) for entry in info.certificate):
+        return "certificate must be strings of reasonable length"
     return None
 
 
@@ -297,6 +305,8 @@ class Header:
     """Bytes."""
     held: Held | None = None
     """None: the file holds all of its state."""
+    digest: str = ""
+    """Of itself, as it says."""
 
     @property
     def tensor_types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -535,7 +545,7 @@ def _checked(
     held = None
     if metadata["mindx.schema"] == SCHEMA_DIVIDED:
         held = _held(json.loads(metadata["mindx.division"]), entries)
-    return Header(info, tree, entries, digests, layout, data_start, size, held)
+    return Header(info, tree, entries, digests, layout, data_start, size, held, metadata["mindx.header_digest"])
 
 
 def _loads(text: str, kind: str, deepest: int, shared: SharedJson | None) -> Any:

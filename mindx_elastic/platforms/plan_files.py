@@ -66,8 +66,9 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     old_world_size, new_world_size      numbers of ranks
     old_mesh, new_mesh                  {"dp": 2, "tp": 2}; null: its dimensions have no names
     resharded                           the new ranks hold other parts than the old ones
-    exact, inexact                      bit for bit as if nothing had happened; if not, the reasons,
-                                        also those that the files tell: state that the program keeps to itself
+    exact, inexact                      bit for bit as if nothing had happened: false, with the reasons, also those
+                                        that the files tell (state that the program keeps to itself); or null: nothing
+                                        is known against it, and that is no proof
     steps_lost                          steps that were seen and have to be done again; null: nothing newer was seen
     faults                              old ranks that are known to be faulty
     total_bytes                         of tensors, that all ranks read together
@@ -124,7 +125,7 @@ def _plan_values(plan: ResumePlan, shown: Callable[[str], str]) -> dict[str, Any
         "old_mesh": mesh_of(plan.source),
         "new_mesh": None if plan.world.strategy is None else mesh_of(plan.world.strategy),
         "resharded": plan.resharded,
-        "exact": plan.exact,
+        "exact": None if plan.exact else False,
         "inexact": [*plan.inexact, *plan.unmanaged],
         "steps_lost": plan.steps_lost,
         "total_bytes": sum(each.nbytes for each in plan.ranks),
@@ -190,6 +191,7 @@ def plan_to_bytes(document: Mapping[str, Any]) -> bytes:
     for key in ("schema", "restorable", "restore_ranks", "found_anything", "total_bytes", *_NOTHING):
         if document[key] is not None and not isinstance(document[key], (list, dict)):
             setattr(message, key, _text(document[key]))
+    message.exact = bool(document["restorable"]) and not document["inexact"]
     for key in ("old_mesh", "new_mesh"):
         for name, size in (document[key] or {}).items():
             getattr(message, key).add(name=_text(name), size=size)

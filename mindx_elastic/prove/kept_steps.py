@@ -28,6 +28,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.memory.arena import ArenaFile
 from mindx_elastic.prove.digests import digest
+from mindx_elastic.prove.overlap import note_comparison
 
 __all__ = ["KeptSteps", "open_kept_steps"]
 
@@ -53,7 +54,7 @@ class KeptSteps:
         """Open or make the file at `path`. Raises OSError, ArenaError where there is no room. `stack` closes it."""
         self._file = ArenaFile(path)
         self._map = self._file.resize(_BYTES)
-        self._collector, self._events = seen.collector, seen.stopper.events
+        self._collector, self._seen = seen.collector, seen
         self._is_first_rank = seen.ranks.rank == 0
         owner = f"{seen.run_id}/{seen.ranks.rank}/{seen.ranks.world_size}"
         self._num, before = self._take_over(xxhash.xxh3_64_intdigest(owner.encode()))
@@ -126,7 +127,7 @@ class KeptSteps:
                 step,
                 what,
             )
-            self._events.emit("compared", step=step, reason=what, outcome="differs")
+            note_comparison(self._seen, step, "differs", reason=what, why=what)
             return
         if before is not None:
             self._equal = [*self._equal[:1], entry]
@@ -148,7 +149,7 @@ class KeptSteps:
                 "are what they were" if many else "is what it was",
                 losses,
             )
-        self._events.emit("compared", step=last[0], reason="", outcome="verified")
+        note_comparison(self._seen, last[0], "verified", reason="", why="random streams, learning rates, losses")
 
 
 def _differences(before: _Entry, now: _Entry) -> Iterator[str]:

@@ -22,7 +22,7 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import torch
 import xxhash
 
 from mindx_elastic.agreement.stop_step import CANNOT
+from mindx_elastic.core.certificate import NOT_COMPARED, digest_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
@@ -38,6 +39,7 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError, UntrustedFileError
 from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
+from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.carried import carried, rebound_in
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, split_kinds
@@ -46,7 +48,16 @@ from mindx_elastic.prove.streams import numbers_between
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
 
-__all__ = ["SUFFIX", "Comparison", "Played", "Variables", "compare_variables", "open_comparison", "open_played"]
+__all__ = [
+    "SUFFIX",
+    "Comparison",
+    "Played",
+    "Variables",
+    "compare_variables",
+    "note_comparison",
+    "open_comparison",
+    "open_played",
+]
 
 SUFFIX = ".witness.jsonl"
 _VERSION = 1
@@ -168,9 +179,12 @@ class Played(_Notes):
 class Comparison(_Notes):
     """In the resumed process. An `Observer`."""
 
-    def __init__(self, stack: ExitStack, seen: Observed, left: _Left, on_difference: str) -> None:
+    def __init__(
+        self, stack: ExitStack, seen: Observed, left: _Left, on_difference: str, digests: Mapping[str, str]
+    ) -> None:
+        """`digests`: those in its entry of the certificate."""
         super().__init__(stack, seen)
-        self._left, self._seen, self._on_difference = left, seen, on_difference
+        self._left, self._seen, self._on_difference, self._digests = left, seen, on_difference, digests
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from and not self.is_over:  # else the second half of the resumed boundary
@@ -196,7 +210,8 @@ class Comparison(_Notes):
         self.outcome = outcome = "differs" if explained is not None else lost
         self._tell(step, explained, variables)
         reason = explained.what if explained is not None else ", ".join([*variables.lost, *variables.others])
-        self._seen.stopper.events.emit("compared", step=step, reason=printable(reason, 300), outcome=outcome)
+        why = reason if explained is not None else ", ".join(variables.lost)
+        note_comparison(self._seen, step, outcome, reason=reason, why=why, **self._digests)
         if self._on_difference == "stop":
             self._stop_if_different(step, explained)
 
@@ -315,6 +330,21 @@ def _head(seen: Observed) -> dict[str, Any]:
     }
 
 
+def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str, **digests: str) -> None:
+    """What steps of a resumed run have shown up to `step`: in the event log, and in later files."""
+    assert seen.resumed is not None
+    unmanaged, ranks, software = seen.unmanaged, seen.ranks.world_size, _software()
+    facts = {"torch": software["torch"], "device": printable(software["device"])[:60], **digests}
+    unmanaged.certify(seen.resumed, outcome, ranks=ranks, last=step, why=why, **facts)
+    reason = printable(reason, 300)
+    if outcome == "differs":
+        unmanaged.inherit([f"since step {step}, which is not the one of the stopped process: {reason}"])
+    certificate = digest_of(unmanaged.certificate[-1])
+    seen.stopper.events.emit(
+        "compared", step=step, reason=reason, outcome=outcome, certificate=certificate, ranks=ranks
+    )
+
+
 def open_played(stack: ExitStack, seen: Observed, path: Path) -> Played:
     """See `guard.observer.Observers`."""
     return Played(stack, seen, path)
@@ -337,11 +367,22 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
                 if head["version"] != _VERSION or head["world_size"] != seen.ranks.world_size:
                     other = f"version {head['version']}, {head['world_size']} ranks"
                     logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, printable(other))
+                    why = f"what it left is of {printable(other)}"
+                    seen.unmanaged.certify(seen.resumed, NOT_COMPARED, ranks=seen.ranks.world_size, why=why)
                     return None
-                return Comparison(stack, seen, _parse(text, head), on_difference)
+                return Comparison(stack, seen, _parse(text, head), on_difference, _digests(path, text, seen))
             except (OSError, UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
                 logger.warning("%s is left out of the comparison: %s", path, printable(str(error), 200))
     return None
+
+
+def _digests(path: Path, text: str, seen: Observed) -> dict[str, str]:
+    """Of the witness, and of the header of its boundary's file, where that is still there and good."""
+    digests = {"witness": digest_of(text)}
+    with suppress(OSError, ValueError):
+        header = read_header(path.with_name(path.name.removesuffix(SUFFIX)), seen.stopper.saver.trust.of(path.parent))
+        digests["boundary"] = header.digest
+    return digests
 
 
 def _read(path: Path, seen: Observed) -> str:

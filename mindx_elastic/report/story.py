@@ -20,7 +20,7 @@ from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
 from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines, runs_of_ranks
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
-from mindx_elastic.inventory.remains import find_remains, remarks
+from mindx_elastic.inventory.remains import find_remains, proof_in_events, remarks
 from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
 
@@ -151,9 +151,14 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
 
 
 def remarks_of_run(run: AgentRun) -> list[str]:
-    """What the ranks of an agent that has ended could not bring to disk."""
+    """What the ranks of an agent that has ended could not bring to disk, and whether their resumes are proved."""
     saved = max((record.saved_step or -1 for record in run.records), default=-1)
-    return [f"{each}: {line}" for each in run.directories for line in remarks(find_remains(Path(each)), saved)]
+    said = []
+    for folder in map(Path, run.directories):
+        proof = proof_in_events(folder)
+        lines = [*remarks(find_remains(folder), saved), *([f"exact: {proof}"] if proof else [])]
+        said += [f"{folder}: {line}" for line in lines]
+    return said
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -88,6 +88,7 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
         "kind": "breakpoint",
         "reasons": ["SIGTERM"],
         "unmanaged": [],
+        "proof": "not proved yet: the job was not resumed yet",
         "world_size": 2,
         "ranks": [0, 1],
         "missing_ranks": [],

@@ -66,6 +66,6 @@ def test_commands_that_look_at_a_job(run: Callable[..., Any], directory: Path, t
     log.emit("agent_end", outcome="stopped, exit code 143", pid=os.getpid())
     shown = run("status", run_dir).stdout
     assert f"{directory}: the save of step 14 has failed: {WHY}" in shown and "shared memory" in shown
-    assert len(json.loads(run("status", run_dir, "--json").stdout)["remarks"]) == 2
+    assert len(json.loads(run("status", run_dir, "--json").stdout)["remarks"]) == 3
     story = tell(run_dir / "events.jsonl")
     assert story is not None and "No space left on device" in make_page(story)

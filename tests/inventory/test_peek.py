@@ -31,7 +31,7 @@ def test_the_newest_complete_step(tmp_path: Path) -> None:
     write(tmp_path / "rank_0" / "resnet-3_2.safetensors", step=22, world_size=2)  # rank 1's is missing
     seen = found(tmp_path)
     assert (seen.step, seen.epoch, seen.step_in_epoch) == (17, 2, 7)
-    assert (seen.reason, seen.world_size, seen.exact, seen.inexact_because) == ("SIGTERM", 2, True, ())
+    assert (seen.reason, seen.world_size, seen.exact, seen.inexact_because) == ("SIGTERM", 2, None, ())
     assert [path.parent.name for path in seen.paths] == ["rank_0", "rank_1"]
     assert seen.saved_at == datetime.fromtimestamp(EPOCH_0 + 17, timezone.utc)
     assert len(seen.rejected) == 1 and "step 22" in seen.rejected[0]
