@@ -221,7 +221,7 @@ class Comparison(_Notes):
         if explained is not None:
             cause = f"usual cause: {explained.cause}. {explained.remedy}"
             if lost:
-                cause = f"not got back: {lost}. {_KEEP}"
+                cause = f"not got back: {lost}. {explained.remedy}"
             logger.warning(
                 "step %d is not the one of the stopped process: %s; %s%s%s",
                 step,
