@@ -7,7 +7,7 @@ notes the same, and says whether both are equal. The file, one JSON object a lin
 1. ``witness``: version, run, rank, number of ranks, step k, software and device;
 2. the lines of `records`: ``enter`` with the state at k, the steps;
 3. ``began``: variables at the first forward (name -> digest, or the value where it is short), and ``carried``: names
-   that the running loops hand on from step to step;
+   and attributes that go on from step to step;
 4. ``streams``: states of the random streams by name and digest, deflated, in base64;
 5. ``end``: xxh3-64 of all that comes before it.
 """
@@ -36,7 +36,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.errors import ResumeDiffersError, UntrustedFileError
+from mindx_elastic.errors import CheckpointError, ResumeDiffersError, UntrustedFileError
 from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
@@ -81,7 +81,7 @@ class _Notes(Witness):
         self.began: dict[str, str] = {}
         """The program's variables at the first forward."""
         self.carried: set[str] = set()
-        """Those that the running loops hand on from step to step."""
+        """Those that the running loops hand on from step to step, and attributes that went on in the first steps."""
         self._from = seen.position.step
         self._stack = stack.enter_context(ExitStack())
         self.watch(self._stack, seen)
@@ -142,6 +142,7 @@ class Played(_Notes):
         """`path`: the file of the boundary `seen.position`, which is durable."""
         super().__init__(stack, seen)
         self._path, self._head = path.with_name(path.name + SUFFIX), _head(seen)
+        self.carried |= _names_that_go_on(path)
         self.note_step(seen.position, is_cut=True)
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
@@ -287,9 +288,19 @@ def compare_variables(theirs: Mapping[str, str], ours: Mapping[str, str], handed
         name, is_length = found["name"], found["length"] is not None
         is_plain = not _HASHED.fullmatch(theirs[key]) and not _HASHED.fullmatch(ours[key])
         values = f" ({'length ' * is_length}{theirs[key]}, now {ours[key]})" if is_plain else ""
-        is_read = is_length or key.endswith(f"({KEPT})") or _root(key) in handed_on
+        goes_on = not handed_on.isdisjoint((_root(key), name, f"{name.rpartition('.')[0]}.*"))
+        is_read = is_length or goes_on or key.endswith(f"({KEPT})")
         (lost if is_read else others).append(printable(name + values, 120))
     return Variables(sum(theirs[key] == ours[key] for key in shared), lost, others)
+
+
+def _names_that_go_on(path: Path) -> set[str]:
+    """What `not_kept` had found, from the file's header: ``self.n``, ``self.meter.*``."""
+    try:
+        names = read_header(path).info.not_kept.split(", ")
+    except (OSError, CheckpointError):  # the checkpoint is judged elsewhere
+        return set()
+    return {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
 
 
 def _root(key: str) -> str:
