@@ -4,7 +4,8 @@
 
 A round is one job: its number of ranks, loader workers and accumulation, and for each interruption the signal, its
 target, the step and a delay of some milliseconds inside the step are drawn from the seed. Every round is printed; the
-first one that ends with other weights, or trains a sample twice or never, stops the drill with both outputs.
+first one that ends with other weights, trains a sample twice or never, or is told that a resumed step differs, stops
+the drill with both outputs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from tests.harness import Job, events, run_job, start_job, unignore_signals
@@ -82,7 +84,10 @@ def one_round(rng: random.Random, reference: dict[object, Job], folder: Path) ->
         for epoch in range(1, EPOCHS + 1):
             assert sorted(seen.get(epoch, [])) == list(range(SIZE)), f"epoch {epoch} after {done}\n{everything}"
     saved = sorted({event["step"] for event in events(directory, "durable")})
-    return f"{ranks} ranks {' '.join(map(str, args))}: {'; '.join(done)}; saved at {saved}"
+    outcomes = Counter(event["outcome"] for event in events(directory, "compared"))
+    assert outcomes.keys() <= {"verified"}, f"{outcomes} after {done}, and equal weights\n{everything}"
+    what = f"{ranks} ranks {' '.join(map(str, args))}: {'; '.join(done)}; saved at {saved}"
+    return f"{what}; {outcomes.total()} comparisons verified"
 
 
 def main() -> None:

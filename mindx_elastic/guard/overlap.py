@@ -95,11 +95,8 @@ class Overlap:
             if (path := opening.around.steps_file) is not None:
                 self.kept_steps = observers().open_kept_steps(stack, seen, path)
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
-
-    @property
-    def looks(self) -> bool:
-        """Whether `at_boundary` has something to do."""
-        return self.observer is not None or not self._rehearsal.is_over
+        self.looks = self.observer is not None or not self._rehearsal.is_over
+        """`at_boundary` has something to do."""
 
     # --- the stop ---
 
@@ -180,6 +177,7 @@ class Overlap:
         if not self._rehearsal.is_over and not self.is_playing:
             outcome = "" if observer is None else observer.outcome if self.observer is None else None
             self._rehearsal.at_boundary(position, is_cut=is_cut, outcome=outcome)
+        self.looks = self.observer is not None or not self._rehearsal.is_over
 
     def way_out(self, error: BaseException | None) -> BaseException | None:
         """What leaves the block in place of `error` (None: it has ended by itself): the stop's exit, whatever has

@@ -25,6 +25,7 @@ import xxhash
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.mersenne import NumpyState, PythonState
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.memory.arena import ArenaFile
 from mindx_elastic.prove.digests import digest
@@ -175,7 +176,7 @@ def _digest_of(state: Any) -> int:
     """Of one stream as `capture_rng` gives it; never 0."""
     kind = type(state)
     if kind is torch.Tensor:
-        content: Any = state.numpy()
+        content: Any = memory_of(state)
     elif kind is PythonState or kind is NumpyState:
         content = state.to_bytes()
     else:
