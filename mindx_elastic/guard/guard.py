@@ -519,17 +519,12 @@ class Guard(LayeredGuard):
         self._pass_boundary()
         self.finish_step()
 
-    def _pass_tail(self, may_stop: bool) -> None:
-        """The code behind an epoch has run: its last boundary is here. `may_stop`: else the block ends, and with it
-        comes the stop."""
+    def _pass_tail(self) -> None:
+        """The code behind an epoch has run: its last boundary is here."""
         self._boundaries.copy(self._loops.position)
         if self._overlap.observer is not None:
             self._overlap.observer.behind_tail()
-        if may_stop:
-            self._offer_stop(at_tail=True)
-        else:
-            self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
-            self._collector.leave_boundary()
+        self._offer_stop(at_tail=True)
 
     def _keep_again(self) -> None:
         """The data has ended, unforeseen, and code that belongs to the last boundary follows: what it reads was not

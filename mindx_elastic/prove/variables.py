@@ -232,6 +232,8 @@ def _treatment_of(kind: type) -> str:
     if kind in _CONTAINERS:
         return "container"
     found = kind_of(kind)
+    if found == "module" and kind.__module__.partition(".")[0] != "torch":  # a metric, whose sums are attributes
+        return "instance"
     return found if found in ("class", "function", "instance", "loader") else ""
 
 

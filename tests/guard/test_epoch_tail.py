@@ -18,7 +18,7 @@ from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.tail_values import EpochValues
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
-from tests.guarded import Points, no_traces, plain_environment
+from tests.guarded import Done, Job, Points, no_traces, plain_environment
 
 
 @pytest.fixture(autouse=True)
@@ -447,3 +447,44 @@ def test_a_model_that_becomes_another_one_at_the_end_is_kept_as_it_was_before(tm
     run(exported, tmp_path)
     again, _ = run(unneeding, tmp_path, seed=99)
     assert again.guard.step == again.guard.resumed_from_step == LAST
+
+
+class Patience:
+    """Leaves the loop after so many epochs; the count is kept, the number is the program's."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def train_with(directory: Path, most: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The epochs after which the loop has asked, and the weights."""
+    patience, asked = Patience(most), Done()
+    job = Job(directory, stateful={"patience": patience})
+    with job.guard as guard:
+        for epoch in guard.epochs(9):
+            for x, y in job.loader:
+                torch.nn.functional.cross_entropy(job.network(x), y).backward()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+                job.scheduler.step()
+                guard.step_end()
+            patience.count += 1
+            asked.append(epoch)
+            if patience.count >= patience.most:
+                break
+    return asked, job.weights()
+
+
+def test_a_loop_that_was_left_early_goes_on_with_more_patience(tmp_path: Path) -> None:
+    """What has decided to leave decides again, as if the run had had that patience from the start."""
+    assert train_with(tmp_path / "job", 2)[0] == [1, 2]
+    assert train_with(tmp_path / "job", 2)[0] == [2], "nothing is trained, and nothing is counted twice"
+    asked, weights = train_with(tmp_path / "job", 4)
+    assert asked == [2, 3, 4]
+    assert_same(weights, train_with(tmp_path / "straight", 4)[1])

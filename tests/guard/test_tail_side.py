@@ -51,7 +51,7 @@ class Rank:
             with torch.no_grad():
                 self.model.weight.mul_(2)
         record = EpochTail(Loaders(None, None)).record
-        self.collector.loop = record(self.collector.loop, 1, 0, front, has_changed_weights=changes_weights)
+        self.collector.loop = record(self.collector.loop, 1, front, has_changed_weights=changes_weights)
         self.collector.copy(END)
 
     def own(self) -> OwnState:

@@ -171,13 +171,12 @@ class EpochTail:
         self,
         loop: Mapping[str, Any],
         epoch: int,
-        left: int,
         front: Mapping[str, Any] | None,
         *,
         has_changed_weights: bool,
     ) -> dict[str, Any]:
-        """`Collector.loop`, when nothing is left of `epoch`. `left`: the number of epochs of a loop that was left
-        before its end, else 0. `front`: see `front_of`. `has_changed_weights`: the tail has."""
+        """`Collector.loop`, when nothing is left of `epoch`. `front`: see `front_of`. `has_changed_weights`: the code
+        behind the epoch has."""
         found = self._epoch_values
         behind = {} if found is None else found.changed(sys._getframe(1), outermost_only=True)
         values = {_VALUES: behind} if behind else {}
@@ -185,7 +184,7 @@ class EpochTail:
             **without_end(loop),
             **values,
             **({} if front is None else {_FRONT: {**front, _CHANGES_WEIGHTS: has_changed_weights}}),
-            _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()},
+            _OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()},
         }
 
     def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
@@ -193,7 +192,7 @@ class EpochTail:
         return _over(loop).get("epoch") == epoch > 0
 
     def was_left(self, loop: Mapping[str, Any], epoch: int, num_epochs: int) -> bool:
-        """Whether the loop over so many epochs was left in `epoch`."""
+        """Whether the loop over so many epochs was left in `epoch`; only files of older versions say so."""
         return self.is_over(loop, epoch) and _over(loop).get("left") == num_epochs
 
     def move_on(self, loop: Mapping[str, Any]) -> None:

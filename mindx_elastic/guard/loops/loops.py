@@ -110,7 +110,7 @@ class Loops:
         unmanaged: Unmanaged,
         *,
         late_boundary: Callable[[], None],
-        after_tail: Callable[[bool], None],
+        after_tail: Callable[[], None],
         keep_again: Callable[[], None],
         stop_here: Callable[[], None],
         leave_step: Callable[[], None],
@@ -119,7 +119,7 @@ class Loops:
         is_alone: bool,
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
-        `after_tail`: the code behind an epoch has run, copy its last boundary again; True: the job may stop there.
+        `after_tail`: the code behind an epoch has run, copy its last boundary again.
         `keep_again`: the last boundary has more now than when it was kept. `stop_here`: the job may stop at it.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
         `is_alone`: there are no other ranks.
@@ -384,14 +384,16 @@ class Loops:
             self._is_late = False
             self._collector.loop = {**self._collector.loop, _ONE_STEP: True}
             self._late_boundary()
-        if self.tail.is_pending:
-            self._pass_tail(left=self._left)
+        if self.tail.is_pending and self._left:
+            self.tail.pass_step()  # a `break`: the boundary stays in front of the code that may decide otherwise then
+        elif self.tail.is_pending:
+            self._pass_tail()
 
     def _come_to_tail(self) -> None:
         if not self._is_alone:
             self._weights_in_front = self._samples.take()
 
-    def _pass_tail(self, *, left: int) -> None:
+    def _pass_tail(self) -> None:
         self.tail.pass_step()
         if self._collector.is_other_model():  # made ready for an export: the boundary stays as it was before
             self.tail.tell_of_other_model()
@@ -400,15 +402,15 @@ class Loops:
         sample, self._weights_in_front = self._weights_in_front, {}
         changed = not self._is_alone and not self._is_clean() and bool(self._samples.changed_since(sample))
         loop = self._collector.loop
-        self._collector.loop = self.tail.record(loop, self.epoch, left, front, has_changed_weights=changed)
-        self._after_tail(not left)
+        self._collector.loop = self.tail.record(loop, self.epoch, front, has_changed_weights=changed)
+        self._after_tail()
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
         if self._is_late or self.tail.is_pending:
             self._between.leave()  # the boundary is here
         if self.tail.is_pending:
-            self._pass_tail(left=0)
+            self._pass_tail()
         self._leave_epoch()
         if self._is_over():
             self._between.look()
