@@ -119,8 +119,8 @@ class Overlap:
         assert stopper.save.path is not None
         stopper.announce_exit()
         self._began = time.monotonic()
+        self.is_playing = True  # from here on whatever is raised is the stop's exit
         self.observer = observers().open_played(self._stack, self._observed(), stopper.save.path)
-        self.is_playing = True
         self._loaders.at_unforeseen_end(self._leave)
         self._bound(self._began + budget_s)
         stopper.step_gate.open_until(decision.step)

@@ -21,11 +21,11 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -36,7 +36,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.errors import CheckpointError, ResumeDiffersError, UntrustedFileError
+from mindx_elastic.errors import CheckpointError, ResumeDiffersError
 from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
@@ -59,6 +59,7 @@ __all__ = [
     "open_played",
 ]
 
+_T = TypeVar("_T")
 SUFFIX = ".witness.jsonl"
 _VERSION = 1
 _MOST_BYTES = 1 << 26
@@ -105,10 +106,28 @@ class _Notes(Witness):
     def keep_stream(self, name: str, digest: str, content: bytes) -> None:
         self.states[f"{name}-{digest}"] = content
 
+    def before_fetch(self) -> bool:
+        return bool(self._harmless(super().before_fetch))
+
     def after_fetch(self, loader: int, batch: Any) -> None:
         """The iterator of the stopped process is older than its notes: what the modules were given is compared."""
-        super().after_fetch(loader, batch)
+        self._harmless(super().after_fetch, loader, batch)
         self._fetched, self._begin = [], None
+
+    def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
+        self._harmless(super()._note_forward, name, args, kwargs)
+
+    def _harmless(self, look: Callable[..., _T], *given: Any, **named: Any) -> _T | None:
+        """What `look` gives. Where it raises the looks are over, and the program goes on: None, then and later."""
+        if self.is_over:
+            return None
+        try:
+            return look(*given, **named)
+        except Exception as error:
+            self._close()
+            what = printable(f"{type(error).__name__}: {error}", 200)
+            logger.warning("step %d is not compared: %s", self._from + 1, what)
+            return None
 
     def at_forward(self) -> None:
         if self.began or self._forward is None:
@@ -147,10 +166,10 @@ class Played(_Notes):
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from and not self.is_over:
-            self._note_boundary(position, is_cut=is_cut)
+            self._harmless(self._note_boundary, position, is_cut=is_cut)
             if is_cut:
+                self._harmless(self._keep)
                 self._close()
-                self._keep()
         return False
 
     def _keep(self) -> None:
@@ -174,7 +193,8 @@ class Played(_Notes):
                 "nothing to compare itself with",
                 error,
             )
-            temp.unlink(missing_ok=True)
+            with suppress(OSError):
+                temp.unlink()
 
 
 class Comparison(_Notes):
@@ -188,14 +208,17 @@ class Comparison(_Notes):
         self._left, self._seen, self._on_difference, self._digests = left, seen, on_difference, digests
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
-        if position.step > self._from and not self.is_over:  # else the second half of the resumed boundary
-            self._note_boundary(position, is_cut=is_cut)
-            if position.step >= self._left.last:
+        if position.step > self._from:  # else the second half of the resumed boundary
+            self._harmless(self._note_boundary, position, is_cut=is_cut)
+            if self.is_over or position.step >= self._left.last:
+                explained = self._harmless(self._compare, position.step)
                 self._close()
-                self._compare(position.step)
+                if self._on_difference == "stop":
+                    self._stop_if_different(position.step, explained)
         return False
 
-    def _compare(self, step: int) -> None:
+    def _compare(self, step: int) -> Explained | None:
+        """Tells how the step differs, and returns that; None: it does not."""
         life = parse_life(self._seen.ranks.rank, self.lines)
         assert life is not None
         reference = Reference(lives=[self._left.life])
@@ -213,8 +236,7 @@ class Comparison(_Notes):
         reason = explained.what if explained is not None else ", ".join([*variables.lost, *variables.others])
         why = reason if explained is not None else ", ".join(variables.lost)
         note_comparison(self._seen, step, outcome, reason=reason, why=why, **self._digests)
-        if self._on_difference == "stop":
-            self._stop_if_different(step, explained)
+        return explained
 
     def _tell(self, step: int, explained: Explained | None, variables: Variables) -> None:
         lost, others = (listed(each, _MOST_TOLD) for each in (variables.lost, variables.others))
@@ -248,8 +270,8 @@ class Comparison(_Notes):
 
     def _stop_if_different(self, step: int, explained: Explained | None) -> None:
         """All ranks. Raises ResumeDiffersError where one of them differs."""
-        offer = step if explained is None else CANNOT
-        decision = self._seen.stopper.exchange.decide(f"compared/{step}", offer, _DECIDE_S)
+        offer = self._from if explained is None else CANNOT
+        decision = self._seen.stopper.exchange.decide(f"compared/{self._from}", offer, _DECIDE_S)
         if decision.step is None:
             what = explained.what if explained is not None else f"another rank's step differs ({decision.reason})"
             raise ResumeDiffersError(
@@ -382,7 +404,7 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
                     seen.unmanaged.certify(seen.resumed, NOT_COMPARED, ranks=seen.ranks.world_size, why=why)
                     return None
                 return Comparison(stack, seen, _parse(text, head), on_difference, _digests(path, text, seen))
-            except (OSError, UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+            except Exception as error:  # a file by anyone, and looks at the program's objects
                 logger.warning("%s is left out of the comparison: %s", path, printable(str(error), 200))
     return None
 

@@ -252,3 +252,21 @@ def test_witnesses_go_with_their_checkpoints(tmp_path: Path) -> None:
     first.with_name(first.name.removesuffix(overlap.SUFFIX)).unlink()
     stop(tmp_path, seed=2, resume="never")
     assert witness_in(tmp_path).read_text() and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("place", ["entry", "note_step", "_streams"])
+def test_a_look_that_raises_ends_nothing_but_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    stop(tmp_path / "job")
+    calls: list[str] = []
+
+    def fail(*given: Any, **named: Any) -> None:
+        calls.append(place)
+        raise RuntimeError("a tensor of a kind of its own")
+
+    monkeypatch.setattr(overlap.Comparison, place, fail)
+    _, weights = resume(tmp_path / "job")
+    assert calls and all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert lines(caplog, "a tensor of a kind of its own") and not outcomes(tmp_path / "job")
