@@ -250,18 +250,21 @@ def show_result(console: Console, reference: Run, first: Run, second: Run, secon
     """The table and the verdict: 0 when every promise was kept, else 1."""
     hashes = [run.result["weights_sha256"] for run in (reference, second)]
     accuracies = [run.result["test_accuracy"] for run in (reference, second)]
-    done = len(first.steps)  # what rank 0 had reported when it left: every step of it could have been kept
-    lost = done - second.result["resumed_from_step"]
+    saved = second.result["resumed_from_step"]
+    # What rank 0 had reported when it left could have been kept, but for the one step that a stop plays on, to compare.
+    lost = max(0, len(first.steps) - saved - 1)
+    is_verified = f"verified: step {saved + 1} is the one of the stopped process" in second.stderr
     codes = worker_codes(first)
-    in_middle = second.result["resumed_from_step"] % STEPS_PER_EPOCH > 0
+    in_middle = saved % STEPS_PER_EPOCH > 0
     rows = [
         ("weights, uninterrupted", hashes[0][:24], None),
         ("weights, stopped and resumed", hashes[1][:24], None),
         ("equal?", "yes" if hashes[0] == hashes[1] else "no", hashes[0] == hashes[1]),
         ("test accuracy", " and ".join(map(str, accuracies)), accuracies[0] == accuracies[1]),
-        ("stopped after step", f"{done} of {reference.result['step']}, in mid-epoch", in_middle),
+        ("stopped after step", f"{saved} of {reference.result['step']}, in mid-epoch", in_middle),
         ("steps lost", str(lost), lost == 0),
-        ("steps done twice or never", *told(first.steps + second.steps, reference.steps)),
+        ("steps done twice or never", *told(first.steps[:saved] + second.steps, reference.steps)),
+        ("the next step, made by both", "the same" if is_verified else "not compared", is_verified),
         ("seconds from signal to durable", f"{seconds:.2f}", 0 <= seconds < 30),
         ("exit codes of the workers", str(codes), codes == dict.fromkeys(range(RANKS), 128 + signal.SIGTERM)),
         ("exit code of the resumed run", str(second.exit_code), second.exit_code == 0),
