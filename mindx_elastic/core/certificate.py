@@ -22,7 +22,9 @@ from mindx_elastic.core.values import real, text, whole
 __all__ = [
     "COMPARED",
     "MOST",
+    "MOST_WITNESS_BYTES",
     "NOT_COMPARED",
+    "WITNESS_SUFFIX",
     "Entry",
     "Proof",
     "added",
@@ -36,6 +38,9 @@ __all__ = [
 MOST = 64
 COMPARED = ("verified", "variables differ", "differs")
 NOT_COMPARED = "not compared"
+WITNESS_SUFFIX = ".witness.jsonl"
+"""After the name of a checkpoint: what the stopped process has left of its next step (`prove.overlap`)."""
+MOST_WITNESS_BYTES = 1 << 26
 _DIGEST = re.compile(r"[0-9a-f]{32}|")
 _MOST_CHARACTERS = 200
 """Of a text in an entry: a header takes an entry of 1024."""

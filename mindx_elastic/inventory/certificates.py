@@ -7,7 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindx_elastic.core.certificate import COMPARED, Entry, date_of, digest_of, proof_of, read_chain, said_of
+from mindx_elastic.core.certificate import (
+    COMPARED,
+    MOST_WITNESS_BYTES,
+    WITNESS_SUFFIX,
+    Entry,
+    date_of,
+    digest_of,
+    proof_of,
+    read_chain,
+    said_of,
+)
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.inventory.findings import list_files, reader_trust, scan
@@ -20,9 +30,6 @@ if TYPE_CHECKING:
     from mindx_elastic.persist.catalog import CatalogEntry
 
 __all__ = ["certificate_in"]
-
-_WITNESS = ".witness.jsonl"
-_MOST_BYTES = 1 << 26
 
 
 def certificate_in(directory: Path) -> dict[str, Any]:
@@ -93,11 +100,11 @@ def _changed_witnesses(files: Sequence[CatalogEntry], read: dict[int, list[Entry
     claimed = {entry.boundary: entry for entries in read.values() for entry in entries if entry.boundary}
     for file in files:
         entry = None if file.header is None else claimed.get(file.header.digest)
-        path = file.path.with_name(file.path.name + _WITNESS)
+        path = file.path.with_name(file.path.name + WITNESS_SUFFIX)
         if entry is None or not path.exists():
             continue
         content = b""
         with suppress(OSError), open(open_trusted(path, owners), "rb") as opened:
-            content = opened.read(_MOST_BYTES)
+            content = opened.read(MOST_WITNESS_BYTES)
         if digest_of(content.decode(errors="replace")) != entry.witness:
             yield f"{path}: not the one that {entry.span} was compared with"

@@ -6,8 +6,8 @@ notes the same, and says whether both are equal. The file, one JSON object a lin
 
 1. ``witness``: version, run, rank, number of ranks, step k, software and device;
 2. the lines of `records`: ``enter`` with the state at k, the steps;
-3. ``began``: variables at the first forward (name -> digest, or the value where it is short), and ``carried``: names
-   and attributes that go on from step to step;
+3. ``names``: of variables that each turn of the loop binds before it reads them (``rebound``), and of variables and
+   attributes that go on from step to step (``carried``);
 4. ``streams``: states of the random streams by name and digest, deflated, in base64;
 5. ``end``: xxh3-64 of all that comes before it.
 """
@@ -21,7 +21,7 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.core.certificate import NOT_COMPARED, digest_of
+from mindx_elastic.core.certificate import MOST_WITNESS_BYTES, NOT_COMPARED, WITNESS_SUFFIX, digest_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
@@ -43,13 +43,12 @@ from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.carried import carried, rebound_in
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, split_kinds
-from mindx_elastic.prove.records import Life, parse_life
+from mindx_elastic.prove.records import Life, Step, parse_life
 from mindx_elastic.prove.streams import numbers_between
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
 
 __all__ = [
-    "SUFFIX",
     "Comparison",
     "Played",
     "Variables",
@@ -60,15 +59,13 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-SUFFIX = ".witness.jsonl"
 _VERSION = 1
-_MOST_BYTES = 1 << 26
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
 _KEEP = 'Keep it in a dict that is named (Guard(stateful={"own": own})), or compute it from guard.step'
 _HASHED = re.compile(r"[0-9a-f]{16}")
-_NAMED = re.compile(r'(?P<length>the length of )?"(?P<name>.*)" \(.*\)', re.DOTALL)
+_NAMED = re.compile(r'(?P<length>the length of )?"(?P<name>.*)" \((?P<place>.*)\)', re.DOTALL)
 
 
 class _Notes(Witness):
@@ -79,8 +76,8 @@ class _Notes(Witness):
         self.lines: list[str] = []
         self.states: dict[str, bytes] = {}
         """Of random streams, by name and digest."""
-        self.began: dict[str, str] = {}
-        """The program's variables at the first forward."""
+        self.rebound: set[str] = set()
+        """Variables that each turn of the innermost loop binds before it reads them: a batch, a loss."""
         self.carried: set[str] = set()
         """Those that the running loops hand on from step to step, and attributes that went on in the first steps."""
         self._from = seen.position.step
@@ -130,13 +127,8 @@ class _Notes(Witness):
             return None
 
     def at_forward(self) -> None:
-        if self.began or self._forward is None:
-            return
-        rebound = set[str]()
         for frame in program_frames(sys._getframe(1)):
-            rebound |= rebound_in(frame)
-        noted = ((*split_kinds(key), value) for key, value in self._forward["sample"].items())
-        self.began = {name: value for kind, name, value in noted if kind == "variable" and _root(name) not in rebound}
+            self.rebound |= rebound_in(frame)
 
     def behind_tail(self) -> None:
         """Nothing: the step was noted before."""
@@ -160,7 +152,7 @@ class Played(_Notes):
     def __init__(self, stack: ExitStack, seen: Observed, path: Path) -> None:
         """`path`: the file of the boundary `seen.position`, which is durable."""
         super().__init__(stack, seen)
-        self._path, self._head = path.with_name(path.name + SUFFIX), _head(seen)
+        self._path, self._head = path.with_name(path.name + WITNESS_SUFFIX), _head(seen)
         self.carried |= _names_that_go_on(path)
         self.note_step(seen.position, is_cut=True)
 
@@ -174,7 +166,7 @@ class Played(_Notes):
 
     def _keep(self) -> None:
         """Write the file. A failure costs nothing but the comparison."""
-        self.write("began", variables=self.began, carried=sorted(self.carried))
+        self.write("names", rebound=sorted(self.rebound), carried=sorted(self.carried))
         states = {key: base64.b64encode(zlib.compress(value, 1)).decode() for key, value in self.states.items()}
         self.write("streams", states=states)
         text = json.dumps(self._head) + "\n" + "".join(self.lines)
@@ -226,10 +218,15 @@ class Comparison(_Notes):
         explained = None
         if difference is not None:
             explained = explain(reference, difference, self._moves)
-            if all(part.kind == "stateful" for part in difference.parts):
+            if difference.is_fact:
                 logger.info("step %d: %s. If only a clock is behind it, nothing is lost", step, explained.what)
                 explained = None
-        variables = compare_variables(self._left.began, self.began, self.carried | self._left.carried)
+        variables = compare_variables(
+            self._left.life.steps[1],  # the first one is the boundary of the stop
+            life.steps[0],
+            rebound=self.rebound | self._left.rebound,
+            handed_on=self.carried | self._left.carried,
+        )
         lost = "variables differ" if variables.lost else "verified"
         self.outcome = outcome = "differs" if explained is not None else lost
         self._tell(step, explained, variables)
@@ -299,21 +296,28 @@ class Variables:
     others: Sequence[str]
 
 
-def compare_variables(theirs: Mapping[str, str], ours: Mapping[str, str], handed_on: set[str]) -> Variables:
-    """Both as `Played.began`. `handed_on`: see `carried`."""
+def compare_variables(one: Step, other: Step, *, rebound: Collection[str], handed_on: Collection[str]) -> Variables:
+    """As the step began: `one` in the stopped process, `other` in the resumed one. `rebound`: names that are left out.
+    `handed_on`: names that count as read, ``self.meter.*`` for all attributes of an object."""
+    theirs, ours = one.given or {}, other.given or {}
     lost: list[str] = []
     others: list[str] = []
-    shared = [key for key in theirs if key in ours]
-    for key in shared:
-        if theirs[key] == ours[key] or (found := _NAMED.fullmatch(key)) is None:
+    num_equal = 0
+    for key, before in theirs.items():
+        kind, label = split_kinds(key)
+        found = _NAMED.fullmatch(label) if kind == "variable" and key in ours else None
+        if found is None or (root := re.split(r"[.\[]", found["name"])[0]) in rebound:
             continue
-        name, is_length = found["name"], found["length"] is not None
-        is_plain = not _HASHED.fullmatch(theirs[key]) and not _HASHED.fullmatch(ours[key])
-        values = f" ({'length ' * is_length}{theirs[key]}, now {ours[key]})" if is_plain else ""
-        goes_on = not handed_on.isdisjoint((_root(key), name, f"{name.rpartition('.')[0]}.*"))
-        is_read = is_length or goes_on or key.endswith(f"({KEPT})")
+        now, name, is_length = ours[key], found["name"], found["length"] is not None
+        if before == now:
+            num_equal += 1
+            continue
+        is_plain = not _HASHED.fullmatch(before) and not _HASHED.fullmatch(now)
+        values = f" ({'length ' * is_length}{before}, now {now})" if is_plain else ""
+        goes_on = any(each in handed_on for each in (root, name, f"{name.rpartition('.')[0]}.*"))
+        is_read = is_length or goes_on or found["place"] == KEPT
         (lost if is_read else others).append(printable(name + values, 120))
-    return Variables(sum(theirs[key] == ours[key] for key in shared), lost, others)
+    return Variables(num_equal, lost, others)
 
 
 def _names_that_go_on(path: Path) -> set[str]:
@@ -323,11 +327,6 @@ def _names_that_go_on(path: Path) -> set[str]:
     except (OSError, CheckpointError):  # the checkpoint is judged elsewhere
         return set()
     return {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
-
-
-def _root(key: str) -> str:
-    """``the length of "buffer.rows" (train.py)`` -> ``buffer``."""
-    return re.split(r"[.\[]", key.partition('"')[2].rpartition('"')[0])[0]
 
 
 # --- the file ---
@@ -341,7 +340,7 @@ class _Left:
     last: int
     """The last step in it."""
     states: Mapping[str, bytes]
-    began: Mapping[str, str]
+    rebound: set[str]
     carried: set[str]
     software: Mapping[str, str]
 
@@ -390,7 +389,7 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
     saver = seen.stopper.saver
     folders = dict.fromkeys([*(saver.folder(p.directory) for p in seen.policies), seen.resumed_path.parent])
     for folder in folders:
-        for path in sorted(folder.glob(f"*{SUFFIX}"))[:_MOST_FILES]:
+        for path in sorted(folder.glob(f"*{WITNESS_SUFFIX}"))[:_MOST_FILES]:
             try:
                 text = _read(path, seen)
                 head = json.loads(text.partition("\n")[0])
@@ -413,16 +412,17 @@ def _digests(path: Path, text: str, seen: Observed) -> dict[str, str]:
     """Of the witness, and of the header of its boundary's file, where that is still there and good."""
     digests = {"witness": digest_of(text)}
     with suppress(OSError, ValueError):
-        header = read_header(path.with_name(path.name.removesuffix(SUFFIX)), seen.stopper.saver.trust.of(path.parent))
+        file = path.with_name(path.name.removesuffix(WITNESS_SUFFIX))
+        header = read_header(file, seen.stopper.saver.trust.of(path.parent))
         digests["boundary"] = header.digest
     return digests
 
 
 def _read(path: Path, seen: Observed) -> str:
     with open(open_trusted(path, seen.stopper.saver.trust.of(path.parent)), "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        content = file.read(MOST_WITNESS_BYTES + 1)
+    if len(content) > MOST_WITNESS_BYTES:
+        raise ValueError(f"it has more than {MOST_WITNESS_BYTES} bytes")
     return content.decode()
 
 
@@ -432,7 +432,7 @@ def _parse(text: str, head: Mapping[str, Any]) -> _Left:
     end = json.loads(lines[-1])
     if end.get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
         raise ValueError("it is torn, or was changed")
-    events = {event["event"]: event for event in map(json.loads, lines[1:-1]) if event["event"] in ("began", "streams")}
+    events = {event["event"]: event for event in map(json.loads, lines[1:-1])}
     life = parse_life(int(head["rank"]), lines[1:-1])
     if life is None or len(life.steps) < 2:
         raise ValueError("it has no whole step")
@@ -440,14 +440,14 @@ def _parse(text: str, head: Mapping[str, Any]) -> _Left:
         life=life,
         last=max(step.number for step in life.steps),
         states={key: zlib.decompress(base64.b64decode(value)) for key, value in events["streams"]["states"].items()},
-        began={str(key): str(value) for key, value in events["began"]["variables"].items()},
-        carried={str(name) for name in events["began"]["carried"]},
+        rebound=set(map(str, events["names"]["rebound"])),
+        carried=set(map(str, events["names"]["carried"])),
         software={str(key): str(value) for key, value in head["software"].items()},
     )
 
 
 def _drop_orphans(folder: Path) -> None:
     """Delete witnesses whose checkpoint was deleted."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        if not path.with_name(path.name.removesuffix(SUFFIX)).exists():
+    for path in folder.glob(f"*{WITNESS_SUFFIX}*"):  # also what a kill has left of a write
+        if not path.with_name(path.name.partition(WITNESS_SUFFIX)[0]).exists():
             path.unlink(missing_ok=True)

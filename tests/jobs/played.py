@@ -1,18 +1,41 @@
 """``loop.py`` with a fault in the step that a stop plays on: ``LOOP_PLAYS=raise|kill|hang|none``, on the last rank.
 
-Prints ``PLAYS rank`` as that step begins.
+Prints ``PLAYS rank`` as that step begins. ``LOOP_PLAYS=call:N``: SIGKILL at the Nth call of a function of the overlap's
+from where it begins, on every rank; 0: never. Prints ``CALLS number`` with each hundredth.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from tests.jobs import loop
+
+_OVERLAP = ("guard/overlap.py", "prove/overlap.py", "prove/witness.py", "prove/digests.py", "prove/variables.py")
+
+
+def kill_at_call(number: int) -> None:
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        code = frame.f_code
+        if event != "call" or not code.co_filename.endswith(_OVERLAP):
+            return
+        if calls or (code.co_name == "_begin" and code.co_filename.endswith("guard/overlap.py")):
+            calls += 1
+            if calls % 100 == 0:
+                loop.say(f"CALLS {calls}")
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(note)
 
 
 class Trainer(loop.Trainer):
@@ -34,6 +57,8 @@ class Trainer(loop.Trainer):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if os.environ["LOOP_PLAYS"].startswith("call:"):
+        kill_at_call(int(os.environ["LOOP_PLAYS"].partition(":")[2]))
     Trainer(loop.parse()).run()
     if dist.is_initialized():
         dist.destroy_process_group()

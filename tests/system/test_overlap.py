@@ -39,3 +39,18 @@ def test_the_stop_is_the_same_and_the_next_start_compares(
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
     compared = [event["outcome"] for event in events(tmp_path, "compared")]
     assert compared == ["verified"] * ranks if fault == "none" else not compared, resumed.report()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("call", [1, 20, 500, 2000, 4000, 5000])
+def test_a_kill_at_any_call_of_it_costs_the_comparison_only(tmp_path: Path, reference: Reference, call: int) -> None:
+    """37 calls drawn by chance have been tried once, too."""
+    env = {"LOOP_PLAYS": f"call:{call}", "MINDX_ARENA_DIR": "none"}
+    with start_job("played.py", tmp_path, "--hold-at", 7, env=env) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(-9)
+    assert saved_steps(tmp_path) == {0: 8} and witnesses(tmp_path) == 0
+    resumed = resume(tmp_path, 1)
+    assert resumed.hashes() == reference(1).hashes(), resumed.report()
+    assert not events(tmp_path, "compared")
