@@ -53,7 +53,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.status_page import NODES_REPLACED
-from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.belonging import Deed
 from mindx_elastic.rejoin.board import BOARD_FILE
 from mindx_elastic.rejoin.lost_node import Answer, answer
@@ -249,8 +248,8 @@ class WholeNodesRecovery(NodesRecovery):
 
     def _note_home(self) -> None:
         for status in self._workers.statuses().values():
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                self._home = Path(str(read_owner(Path(status.arena))["directory"]))
+            if status.directory:
+                self._home = Path(status.directory)
 
     def _look_at_place(self) -> None:
         now, board, generation = self._now, self._board, self._machine.generation

@@ -68,7 +68,6 @@ from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
-from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.board import Board, board_key
 
 __all__ = ["Supervisor"]
@@ -288,9 +287,11 @@ class Supervisor(LocalElasticAgent):
             with suppress(SignalException), self._inbox.interrupting():
                 self._exit_barrier()  # type: ignore[no-untyped-call]
             return self.ending
+        statuses = attempt.workers.last_statuses()
+        self._note_arenas(statuses)  # a short job may have ended between two looks
         return end_together(
             self.ending,
-            list(attempt.workers.last_statuses().values()),
+            list(statuses.values()),
             farewell,
             Signs(farewell.node, self._nodes, membership),
             inbox=self._inbox,
@@ -594,12 +595,9 @@ class Supervisor(LocalElasticAgent):
         return "" if self._shrinking is None else self._shrinking.look(statuses)
 
     def _note_arenas(self, statuses: Mapping[int, Status]) -> None:
-        """While the ranks live: the page of one that is replaced is gone with it, and one that has finished takes its
-        arena away."""
-        for arena in {status.arena for status in statuses.values() if status.arena} - self.arenas:
-            self.arenas.add(arena)
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                self.directories.add(Path(str(read_owner(Path(arena))["directory"])))
+        """While the ranks live: the page of one that is replaced is gone with it."""
+        self.arenas.update(status.arena for status in statuses.values() if status.arena)
+        self.directories.update(Path(status.directory) for status in statuses.values() if status.directory)
 
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindx_elastic.core.posix import is_own_folder
 from mindx_elastic.core.status_page import Status
 
 __all__ = ["DiskWatch", "Outlook", "Rates", "Saved", "expect"]
@@ -135,7 +134,7 @@ def _expect(arena: str, pages: Sequence[Status], disk: DiskWatch) -> Outlook:
     step = max(page.step for page in pages)
     if step < 0:
         return Outlook()
-    directory = _directory(arena)
+    directory = Path(pages[0].directory) if pages[0].directory else None
     memory = _in_memory(Path(arena)) if arena else None
     saved = None if directory is None else disk.newest(directory, pages[0].run_id)
     on_disk = 0 if saved is None else saved.step
@@ -147,20 +146,6 @@ def _expect(arena: str, pages: Sequence[Status], disk: DiskWatch) -> Outlook:
         lost_if_killed=None if directory is None else max(0, step - max(on_disk, memory or 0)),
         lost_if_machine_lost=None if directory is None else max(0, step - on_disk),
     )
-
-
-def _directory(arena: str) -> Path | None:
-    """Where the job of a folder in shared memory saves; None: it does not say, or the folder is another user's."""
-    from mindx_elastic.core.values import text
-    from mindx_elastic.memory.folders import read_owner
-
-    if not arena or not is_own_folder(arena):
-        return None
-    try:
-        found = text(read_owner(Path(arena)).get("directory"))
-    except (OSError, ValueError):
-        return None
-    return Path(found) if found else None
 
 
 def _in_memory(arena: Path) -> int | None:

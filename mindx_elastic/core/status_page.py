@@ -28,11 +28,11 @@ __all__ = [
     "read_page",
 ]
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 8192
 RANKS_REPLACED, NODES_REPLACED = 1, 2
 """Values of `Status.in_place`: a new process can take a dead rank's place; another node can take a lost one's, too, as
 every rank has the whole state."""
-_MAGIC = 0x6D696E6478303032  # "mindx002"
+_MAGIC = 0x6D696E6478303033  # "mindx003"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
@@ -51,6 +51,7 @@ _TEXTS = {
     "resumed_path": (2048, 1024),
     "run_id": (3072, 128),
     "arena": (3200, 896),
+    "directory": (4096, 4096),
 }
 
 
@@ -140,6 +141,8 @@ class Status:
     run_id: str = ""
     arena: str = ""
     """Folder of the job's arenas in shared memory; empty where there are none."""
+    directory: str = ""
+    """Where the rank saves its checkpoints."""
 
 
 def page_path(agent_dir: Path, rank: int) -> Path:

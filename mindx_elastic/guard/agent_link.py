@@ -119,6 +119,7 @@ class AgentLink:
             modules_path(self._folder, self._rank).write_text("\n".join(list(sys.modules)), errors="replace")
         self.page.set_text("run_id", run_id)
         self.page.set_text("arena", "" if arena is None else str(arena))
+        self.page.set_text("directory", str(directory))
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), asked_code=-1, phase=WorkerPhase.TRAINING)
 
     def _compare_directory(self, directory: Path, *, begins_anew: bool) -> None:

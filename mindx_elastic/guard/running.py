@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,6 @@ from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
@@ -396,10 +394,7 @@ def _home(rank: int) -> Path | None:
     its agent; None: it has not. Nodes may have different ones."""
     agent = AgentInfo.from_env()
     status = None if agent is None else read_page(page_path(agent.folder, rank))
-    if status is not None and status.arena:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return Path(str(read_owner(Path(status.arena))["directory"]))
-    return None
+    return Path(status.directory) if status is not None and status.directory else None
 
 
 def _problem(saver: Saver) -> str:

@@ -34,7 +34,6 @@ def arena(tmp_path: Path) -> Path:
     rank.mkdir(parents=True)
     for folder in (job, rank):
         folder.chmod(0o700)
-    (job / "owner.json").write_text(json.dumps({"directory": str(tmp_path / "ckpt"), "run_id": ""}))
     slots = [SlotRecord(SlotState.SEALED, step=20, sequence=1), SlotRecord(SlotState.COPIED, step=25, sequence=2)]
     (rank / "commit").write_bytes(b"".join(slot.pack().ljust(64, b"\0") for slot in slots))
     (tmp_path / "ckpt").mkdir()
@@ -58,6 +57,7 @@ def run_dir(tmp_path: Path, arena: Path) -> Iterator[Path]:
     pages = [StatusPage(page_path(agent_dir, rank)) for rank in (0, 1)]
     for page in pages:
         page.set(phase=WorkerPhase.TRAINING, resumed_step=4)
+        page.set_text("directory", str(tmp_path / "ckpt"))
         page.set_text("arena", str(arena))
         for step in (26, 27):
             page.pass_boundary(step)
@@ -157,17 +157,10 @@ def page(**fields: Any) -> Status:
     return replace(Status(pid=7, phase=WorkerPhase.TRAINING, entered_ns=1), **fields)
 
 
-def test_without_shared_memory_nothing_is_claimed() -> None:
+def test_without_a_directory_nothing_is_claimed() -> None:
     found = expect({0: page(step=9)}, DiskWatch())
     assert (found.step, found.lost_if_killed, found.lost_if_machine_lost) == (9, None, None)
     assert expect({}, DiskWatch()) == Outlook() == expect({0: page()}, DiskWatch())
-
-
-@pytest.mark.parametrize("content", ["[]", "{", '{"directory": 7}'])
-def test_a_folder_in_memory_that_says_nothing(arena: Path, content: str) -> None:
-    (arena / "owner.json").write_text(content)
-    found = expect({0: page(step=30, arena=str(arena))}, DiskWatch())
-    assert found.directory is None and found.lost_if_killed is None
 
 
 def test_ranks_with_parts_have_a_snapshot_together(arena: Path) -> None:
