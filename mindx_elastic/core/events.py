@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
 _HANGS_S = 10.0
+_TEXT = itemgetter(1)
 _MAX_WAITING = 1000  # lines kept in memory for a log that hangs
 
 
@@ -232,13 +234,13 @@ class EventLog:
             self._record_aside(self._aside, event, data, run_id)
 
     def _record_aside(self, aside: ReadyThread, event: str, data: bytes, run_id: str) -> None:
-        now = time.monotonic()
-        if not aside.busy:
+        now, waiting = time.monotonic(), aside.num_waiting
+        if not waiting:
             self._late_since = None
         elif self._late_since is not None and now - self._late_since > _HANGS_S:
             logger.warning("%s has not taken an event for %.0f s; events no longer wait for it", self.path, _HANGS_S)
             self._late_since = math.inf  # said
-        if aside.num_waiting > _MAX_WAITING:
+        if waiting > _MAX_WAITING:
             return
         job = aside.submit(lambda: self._record(event, data, run_id))
         try:
@@ -252,7 +254,7 @@ class EventLog:
             was_broken = bool(self._waiting)
             self._waiting.append((event, data))
             try:
-                self._append(b"".join(text for _, text in self._waiting))
+                self._append(b"".join(map(_TEXT, self._waiting)))
             except OSError as error:
                 self._shorten_waiting()
                 if not was_broken:

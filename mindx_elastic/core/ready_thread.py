@@ -21,17 +21,10 @@ class Job(Generic[_T]):
     """One piece of work and its outcome. Made by `ReadyThread.submit`."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
-        self._work = work
-        self._result: list[_T] = []
-        self._error: BaseException | None = None
+        self.work = work
+        self.result: list[_T] = []
+        self.error: BaseException | None = None
         self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._result.append(self._work())
-        except BaseException as error:
-            self._error = error
-        del self._work  # it may hold much memory, and who waits keeps the job
 
     def wait(self, timeout_s: float) -> _T:
         """What the work has returned. Raises its error, or TimeoutError when it takes longer than `timeout_s` seconds.
@@ -40,9 +33,9 @@ class Job(Generic[_T]):
         """
         if not self.done.wait(max(0.0, timeout_s)):
             raise TimeoutError(f"not done in {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        if self.error is not None:
+            raise self.error
+        return self.result[0]
 
 
 class _Line:
@@ -53,14 +46,13 @@ class _Line:
         self.lock = threading.Lock()  # over single assignments
         self.num_open = 0
 
-    def put(self, job: Job[Any]) -> None:
-        with self.lock:
-            self.num_open += 1
-        self.jobs.put(job)
-
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
-            job.run()
+            try:
+                job.result.append(job.work())
+            except BaseException as error:
+                job.error = error
+            del job.work  # it may hold much memory, and who waits keeps the job
             with self.lock:
                 self.num_open -= 1
             job.done.set()
@@ -73,12 +65,8 @@ class ReadyThread:
     def __init__(self, name: str) -> None:
         """The thread starts with the first call, or with `start`."""
         self.name = name
-        self._renew()
-
-    def _renew(self) -> None:
-        self._pid = os.getpid()
+        self._pid, self._starting = os.getpid(), threading.Lock()
         self._line = _Line()
-        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -94,18 +82,22 @@ class ReadyThread:
     def start(self) -> None:
         """Make the thread now. Raises RuntimeError when the process can have no more threads."""
         if self._pid != os.getpid():  # a forked child: the thread stayed with the parent
-            self._renew()
+            self._pid, self._starting, self._thread = os.getpid(), threading.Lock(), None
         with self._starting:
             if self._thread is None:
-                thread = threading.Thread(target=self._line.run, name=self.name, daemon=True)
+                line = _Line()
+                thread = threading.Thread(target=line.run, name=self.name, daemon=True)
                 thread.start()
-                self._thread = thread
+                self._line, self._thread = line, thread
 
     def submit(self, work: Callable[[], _T]) -> Job[_T]:
         """Run `work` in the thread, behind what was submitted before. Raises RuntimeError when it cannot be started."""
-        self.start()
-        job = Job(work)
-        self._line.put(job)
+        if self._thread is None or self._pid != os.getpid():
+            self.start()
+        job, line = Job(work), self._line
+        with line.lock:
+            line.num_open += 1
+        line.jobs.put(job)
         return job
 
     def call(self, work: Callable[[], _T], timeout_s: float) -> _T:
@@ -119,9 +111,8 @@ class ReadyThread:
 
         A later call starts another one.
         """
-        thread, line = self._thread, self._line
+        thread, self._thread = self._thread, None
         if self._pid == os.getpid() and thread is not None:
-            self._renew()
-            line.jobs.put(None)
+            self._line.jobs.put(None)
             if thread is not threading.current_thread():
                 thread.join(timeout_s)

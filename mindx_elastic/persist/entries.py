@@ -96,15 +96,17 @@ def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
     return entries
 
 
-def entry_texts(entries: Iterable[TensorEntry]) -> Iterator[str]:
+def entry_texts(entries: Iterable[TensorEntry]) -> list[str]:
     """Each entry's JSON; a third of the time that a dict of dicts takes."""
     quoted = json.encoder.encode_basestring_ascii
     kinds: dict[tuple[str, tuple[int, ...]], str] = {}
+    texts = []
     for name, dtype, shape, start, end in entries:
         kind = kinds.get((dtype, shape))
         if kind is None:
             kind = kinds[dtype, shape] = f'"dtype":"{dtype}","shape":{json.dumps(shape, separators=(",", ":"))}'
-        yield f'{quoted(name)}:{{{kind},"data_offsets":[{start},{end}]}}'
+        texts.append(f'{quoted(name)}:{{{kind},"data_offsets":[{start},{end}]}}')
+    return texts
 
 
 class DescribedTensors:

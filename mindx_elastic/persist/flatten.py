@@ -40,7 +40,6 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
 _FIRST = itemgetter(slice(1))
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
@@ -90,11 +89,12 @@ class _Encoder:
         return handler(self, value, where, depth)
 
     def _items(self, values: Iterable[object], where: str, depth: int) -> list[Tree]:
-        inner, encode = depth + 1, self.encode
+        inner = depth + 1
+        handler_of = _HANDLERS.get if inner < MAX_DEPTH else _NO_HANDLERS.get
         return [  # without a call for what most items are
             item
             if type(item) in _AS_THEY_ARE or (type(item) is float and item - item == 0.0)  # finite
-            else encode(item, f"{where}.{index}", inner)
+            else handler_of(type(item), _Encoder.encode)(self, item, f"{where}.{index}", inner)
             for index, item in enumerate(values)
         ]
 
@@ -121,17 +121,14 @@ class _Encoder:
 
     def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
         if {*map(type, value)} <= {str} and "$" not in {*map(_FIRST, value)}:  # type: ignore[arg-type]
-            inner, encode = depth + 1, self.encode
-            tensor: Callable[[Any, str, int], Tree] = self._tensor
-            within, prefix = inner < MAX_DEPTH, f"{where}." if where else ""
+            inner, prefix = depth + 1, f"{where}." if where else ""
+            handler_of = _HANDLERS.get if inner < MAX_DEPTH else _NO_HANDLERS.get
             return {  # without a call for what most items are; the names as by _join()
                 key: item
                 if type(item) in _AS_THEY_ARE
                 or (type(item) is int and -(1 << 63) <= item < 1 << 63)
                 or (type(item) is float and item - item == 0.0)  # finite
-                else tensor(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
-                if type(item) in _TENSORS and within
-                else encode(item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
+                else handler_of(type(item), _Encoder.encode)(self, item, f"{prefix}{key[:_NAME_PART]}", inner)  # type: ignore[index]
                 for key, item in value.items()
             }
         return {"$map": self._pairs(value, where, depth)}
@@ -275,6 +272,7 @@ _HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {
     torch.Tensor: _Encoder._tensor,
     torch.nn.Parameter: _Encoder._tensor,
 }
+_NO_HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {}  # too deep: `encode` says so
 
 
 def _join(where: str, key: object) -> str:

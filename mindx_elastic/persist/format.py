@@ -29,6 +29,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ class HeaderDraft:
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
         self._entries = ",".join(entry_texts(entries))
-        digests = json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST))
+        digests = json.dumps(dict.fromkeys(map(attrgetter("name"), entries), NO_DIGEST))
         self._digests = json.dumps(digests)
         self._layout: tuple[Mapping[str, Any] | None, str] = None, ""
 
