@@ -146,6 +146,7 @@ class _Walk:
 
     def run(self) -> dict[str, str]:
         found: dict[str, str] = {}
+        functions: dict[str, str] = {}
         while self.waiting and len(found) < _MOST:
             name, place, value, depth = self.waiting.popleft()
             kind = type(value)
@@ -159,13 +160,16 @@ class _Walk:
                 if treatment == "value":
                     if (shown := self._shown(value)) is not None:
                         found.setdefault(f'{shown[0]}"{name}" ({place})', shown[1])
-                elif treatment and depth < _DEPTH and id(value) not in self._known and len(self._known) < _MOST:
+                    continue
+                if treatment == "function" and self._positions:  # another one is bound to the name: that is wrapped
+                    functions.setdefault(f'"{name}" ({place})', f"{value.__module__}.{value.__qualname__}")
+                if treatment and depth < _DEPTH and id(value) not in self._known and len(self._known) < _MOST:
                     if treatment == "container":
                         found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
                     self._go_into(treatment, name, place, value, depth)
             except Exception:  # a table that changes meanwhile, a number of a million digits
                 continue
-        return found
+        return functions | found
 
     def _shown(self, value: Any) -> tuple[str, str] | None:
         """What is noted of a value itself, and the words in front of its name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -80,45 +79,19 @@ class Scaled(nn.Module):
         return 2 * x
 
 
-class Noise:
-    def __call__(self, x: float) -> float:
-        return x + 1
-
-
-class Data(torch.utils.data.Dataset[float]):
-    transform: Any = None
-
-    def __init__(self) -> None:
-        self.augment: Any = Noise()
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> float:
-        return float(self.augment(1.0 if self.transform is None else self.transform(1.0)))
-
-
 def cost(value: float) -> float:
     return value
 
 
-def test_functions_are_wrapped_once_however_often_the_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = nn.Sequential(Scaled()), Data()
+def test_methods_of_the_guards_objects_are_wrapped_once_however_often_the_function_is_called() -> None:
+    model, holder = nn.Sequential(Scaled()), SimpleNamespace(score=lambda value: value, transform=None)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    loader = torch.utils.data.DataLoader(data)
-    holder = SimpleNamespace(score=lambda value: value)
-    for owner, name in ((sys.modules[__name__], "cost"), (Scaled, "forward")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # it is undone
-    begun = AsBegun({"model": model, "optimizer": optimizer, "loader": loader, "holder": holder})
+    begun = AsBegun({"model": model, "optimizer": optimizer, "holder": holder})
     steps: list[int] = []
 
     def train() -> None:
-        for owner, name in ((model[0], "forward"), (holder, "score"), (sys.modules[__name__], "cost")):
+        for owner, name in ((model[0], "forward"), (holder, "score"), (holder, "transform")):
             wrap(owner, name)
-        wrap(Scaled, "forward")
-        wrap(data, "augment")
-        of_before = data.transform
-        data.transform = lambda x: 10 * (x if of_before is None else of_before(x))
         step: Any = optimizer.step
 
         def counted() -> None:
@@ -128,34 +101,49 @@ def test_functions_are_wrapped_once_however_often_the_function_is_called(monkeyp
         setattr(optimizer, "step", counted)  # noqa: B010
 
     def wrap(owner: Any, name: str) -> None:
-        inner = getattr(owner, name)
+        inner = getattr(owner, name) or (lambda value: value)
         setattr(owner, name, lambda *args: 3 * inner(*args))
 
     def values() -> list[float]:
-        model_value = float(model(torch.ones(1)))
-        return [model_value, Scaled().forward(torch.ones(1)).item(), data[0], holder.score(1.0), cost(1.0)]
+        return [float(model(torch.ones(1))), holder.score(1.0), holder.transform(1.0) if holder.transform else 0.0]
 
     before = values()
     train()
     once = values()
     begun.put_back()
-    assert values() == before
+    assert values() == before != once
     train()
     assert values() == once
     optimizer.step()
     assert steps == [1]
 
 
-def test_functions_of_torch_and_values_that_are_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Data()
-    data.augment = {"some": "value"}
+@apart
+def test_another_function_that_is_wrapped_is_named() -> None:
+    global cost
+    begun, inner, forward = AsBegun({}), cost, Scaled.forward
+    VariablesPart(begun, [], 0, is_new=False)
+    new = VariablesPart(AsBegun({}), [], 1, is_new=True)
+    try:
+        cost = lambda value: 3 * inner(value)  # noqa: E731
+        setattr(Scaled, "forward", lambda _, x: 3 * x)  # noqa: B010
+        survivor = VariablesPart(begun, [], 0, is_new=False)
+    finally:
+        cost = inner
+        setattr(Scaled, "forward", forward)  # noqa: B010
+    differ, _ = survivor.merge([survivor.say(), new.say()]).common
+    assert differ == ['"Scaled.forward" (test_as_begun.py)', '"cost" (test_as_begun.py)']
+
+
+def test_functions_of_torch_and_values_that_are_none_stay() -> None:
+    data: Any = SimpleNamespace(augment={"some": "value"}, transform=None)
     begun = AsBegun({"data": data})
     data.augment, data.transform = {"other": "value"}, torch.relu
-    data.number = 3  # type: ignore[attr-defined]
+    data.number = 3
     begun.put_back()
     assert data.augment == {"other": "value"}
     assert data.transform is torch.relu
-    assert data.number == 3  # type: ignore[attr-defined]
+    assert data.number == 3
 
 
 def test_what_torch_has_hooked_to_a_module_stays() -> None:
@@ -214,14 +202,14 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
         counted = 0
         history.clear()
     answer = old.merge([old.say(), fresh.say()]).common
-    assert answer == ['"counted" (test_as_begun.py)', 'the length of "history" (test_as_begun.py)']
+    assert answer == [['"counted" (test_as_begun.py)', 'the length of "history" (test_as_begun.py)'], []]
     with caplog.at_level(logging.WARNING):
         old.hear(Answer(answer, None, list))
         fresh.hear(Answer(answer, None, list))
     assert len(caplog.records) == 1 and '"counted" (test_as_begun.py)' in caplog.text
 
     again = VariablesPart(new, [], 1, is_new=False)  # nothing has changed here since its beginning
-    assert again.say() == {"changed": []}
+    assert again.say()["changed"] == []
 
 
 class _Parity(torch.utils.data.Sampler[int]):
@@ -298,16 +286,16 @@ def test_an_iterator_that_goes_on_in_survivors_is_named(
         batches = make()
         survivor, new = AsBegun({}), AsBegun({})
         VariablesPart(survivor, [], 0, is_new=False)  # the first entry
-        assert VariablesPart(survivor, [], 0, is_new=False).say() == {"changed": []}, "to look does not advance it"
+        assert VariablesPart(survivor, [], 0, is_new=False).say()["changed"] == [], "to look does not advance it"
         next(batches), next(batches)
         old = VariablesPart(survivor, [], 0, is_new=False)
         unused, batches = batches, make()
         fresh = VariablesPart(new, [], 1, is_new=True)
     finally:
         batches = None
-    assert old.merge([old.say(), fresh.say()]).common == [name]
+    assert old.merge([old.say(), fresh.say()]).common[0] == [name]
     with caplog.at_level(logging.WARNING):
-        old.hear(Answer([name], None, list))
+        old.hear(Answer([[name], []], None, list))
     assert "make it in that function, and advance it to guard.step" in caplog.text
     assert next(unused) != next(make()) or isinstance(unused, itertools.repeat)
 
@@ -320,7 +308,7 @@ def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
         begun = AsBegun({})
         VariablesPart(begun, [], 0, is_new=False)
         next(batches)
-        assert VariablesPart(begun, [], 0, is_new=False).say() == {"changed": []}
+        assert VariablesPart(begun, [], 0, is_new=False).say()["changed"] == []
     finally:
         batches = None
 
@@ -340,16 +328,15 @@ def test_what_only_a_function_holds_on_to_is_compared() -> None:
     begun = AsBegun({})
     VariablesPart(begun, [], 0, is_new=False)
     train()
-    (changed,) = VariablesPart(begun, [], 0, is_new=False).say().values()
+    changed = VariablesPart(begun, [], 0, is_new=False).say()["changed"]
     names = sorted(name for name, _ in changed)
     assert names == ['"number" (train() in test_as_begun.py)', 'the position of "turns" (train() in test_as_begun.py)']
 
 
 @apart
-def test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() -> None:
+def test_what_the_training_has_made_is_told_as_a_fact(caplog: pytest.LogCaptureFixture) -> None:
     def train() -> None:
         train.calls = getattr(train, "calls", 0) + 1  # type: ignore[attr-defined]
-        train.seen = True  # type: ignore[attr-defined]
 
     begun = AsBegun({})
     VariablesPart(begun, [], 0, is_new=False)
@@ -357,5 +344,9 @@ def test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_
     survivor = VariablesPart(begun, [], 0, is_new=False)
     vars(train).clear()
     new = VariablesPart(AsBegun({}), [], 1, is_new=True)
-    place = "test_a_variable_that_the_training_makes_is_named_where_the_program_asks_for_it() in test_as_begun.py"
-    assert survivor.merge([survivor.say(), new.say()]).common == [f'"train.calls" ({place})']
+    answer = survivor.merge([survivor.say(), new.say()]).common
+    name = '"train.calls" (test_what_the_training_has_made_is_told_as_a_fact() in test_as_begun.py)'
+    assert name in answer[1]
+    with caplog.at_level(logging.INFO):
+        survivor.hear(Answer(answer, None, list))
+    assert "train.calls" in caplog.text and not [each for each in caplog.records if each.levelno > logging.INFO]

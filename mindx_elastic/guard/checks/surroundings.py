@@ -46,7 +46,6 @@ __all__ = [
     "look",
     "place_of",
     "places_of",
-    "program_files",
     "program_frames",
     "reachable",
     "variables_of",
@@ -182,13 +181,6 @@ def places_of(frame: FrameType | None) -> set[str]:
     files = {module.__name__: getattr(module, "__file__", None) for module in _program_modules()}  # a notebook has none
     modules = {os.path.basename(file) if file else name for name, file in files.items()}
     return modules | set(map(place_of, program_frames(frame)))
-
-
-def program_files(frame: FrameType | None) -> list[str]:
-    """The source files of the program: those of its running functions first."""
-    files = [place.f_code.co_filename for place in program_frames(frame)]
-    own = (getattr(module, "__file__", None) for module in _program_modules())
-    return list(dict.fromkeys([*files, *(file for file in own if file is not None and file.endswith(".py"))]))
 
 
 def reachable(value: object, *, models: bool, but: Collection[object] = ()) -> dict[int, object]:
