@@ -132,7 +132,7 @@ drill: $(DONE)/dev
 	if (( $${#failed[@]} )); then printf 'drill: FAILED: %s\n' "$${failed[@]}" >&2; exit 1; fi; \
 	echo "drill: all three parts passed"
 
-# Not in [dev]: decision 113. Once they are there, `make test` and `make drill` run their shares of these tests, too.
+# Not in [dev]: decision 40. Once they are there, `make test` and `make drill` run their shares of these tests, too.
 $(DONE)/trainers: pyproject.toml $(DONE)/dev
 	$(INSTALL) -e '.[accelerate,lightning,transformers]' tensorboard
 	@touch $@

@@ -1,7 +1,7 @@
 """How replicas save together: they divide the state among their files, and keep each other's small state.
 
 At an agreed stop all ranks of a DDP job hold the same weights and optimizer state, so that not each of them need write
-all of it. In short (decisions 82 and 85):
+all of it. In short (decision 23):
 
 1. At the start the ranks tell each other where they save (`SavesPart`). Ranks of one machine, which save into the same
    folder of the same disk, make a *group*.
