@@ -13,10 +13,8 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.alarm.alarm import REFUSAL, REHEARSAL
-from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard.connections import Connections
@@ -26,11 +24,10 @@ from mindx_elastic.guard.observer import Observer
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stages import Stages
+from mindx_elastic.guard.stop_save import GATE_S
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Ending"]
-
-_ALL_SAVED_S = 5.0  # the others have ended at the same step and write as much
 
 
 class Ending:
@@ -102,10 +99,33 @@ class Ending:
         self._events.emit("end", step=step, outcome="finished")
 
     def _keep_last_boundary(self, durable: Path | None) -> bool:
-        stopper = self._stopper
-        if durable is None and stopper.save.step == self._saver.collector.position.step:
-            durable = stopper.save.path  # a stop that was the normal end after all
-        return _keep_last_boundary(self._saver, stopper.update_gate, self._around.exchange, self._final, durable)
+        """Save the last boundary if a policy wants that and no file has it yet. Returns whether it is on disk. No stop
+        can follow; a failure is logged and not raised. `durable`: see `finish`."""
+        saver, save = self._saver, self._stopper.save
+        step = saver.collector.position.step
+        if durable is None and save.step == step:
+            durable = save.path  # a stop that was the normal end after all
+        if durable is None and saver.newest is not None and saver.newest[0] == step:
+            durable = saver.newest[1]  # a periodic save
+        policy = next((p for p in self._final if p.save and p.final_name is not None), None)
+        if durable is not None or policy is None or step == 0:
+            return durable is not None
+        gate = self._stopper.update_gate
+        with gate.hold(GATE_S) as problem:
+            if problem is None:
+                return saver.save_final(policy)
+        # An average that is updated after the last step belongs into the block: nothing is wrong with the training.
+        logger.log(
+            logging.INFO if gate.state is GateState.CLEAN else logging.WARNING,
+            "step %d, the end of the training, is not kept: %s. The training is not affected. To have its end on disk, "
+            "change weights after the guard's block, or call guard.save() right after the last guard.step_end()",
+            step,
+            problem,
+        )
+        self._events.emit(
+            "save", step=step, reason=problem, outcome="refused: state is not at a boundary", kind="final"
+        )
+        return False
 
     def leave(self) -> GracefulExit:
         """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
@@ -116,7 +136,7 @@ class Ending:
         if self._stopper.alarm.kind == "peer" and self._saver.collector.devices.is_used:
             # The interpreter, torch's way out and a communicator without its peer wait for the device, or for each
             # other, until the process is killed. Seen with torch 2.11 and NCCL, with and without work in the queue.
-            self._stopper.salvage.leave_behind(self._stopper.alarm, "the device may wait for a rank that is gone")
+            self._stopper.leave_behind(self._stopper.alarm, "the device may wait for a rank that is gone")
         leaving = self._stopper.exit()
         self._around.leave(self._stopper)
         self._drop_refused()
@@ -141,49 +161,3 @@ class Ending:
         alarm = self._stopper.alarm
         if alarm is not None and alarm.kind == REFUSAL and not self._has_resumed:
             self._around.keep_memory = False
-
-
-def _keep_last_boundary(
-    saver: Saver, gate: UpdateGate, exchange: Exchange, policies: Sequence[ExitPolicy], durable: Path | None
-) -> bool:
-    """Save the last boundary if one of `policies` wants that and no file has it yet. Returns whether it is on disk.
-
-    Training thread, at the end of the block, once no stop can follow. A failure is logged and not raised. `durable`:
-    the file that this run was resumed from or has stopped with, if it is of the last boundary.
-    """
-    policy = next((p for p in policies if p.save and p.final_name is not None), None)
-    step = saver.collector.position.step
-    if durable is None and saver.newest is not None and saver.newest[0] == step:
-        durable = saver.newest[1]  # a periodic save
-    saved = durable is not None
-    if policy is not None and step > 0 and not saved:
-        saved = _save(saver, gate, policy)
-    _drop_older(saver, exchange, policy, f"final/{step}", step if saved else CANNOT)
-    return saved
-
-
-def _save(saver: Saver, gate: UpdateGate, policy: ExitPolicy) -> bool:
-    with gate.hold(0.05) as problem:
-        if problem is None:
-            return saver.save_final(policy)
-    step = saver.collector.position.step
-    # An average that is updated after the last step belongs into the block; nothing is wrong with the training then.
-    logger.log(
-        logging.INFO if gate.state is GateState.CLEAN else logging.WARNING,
-        "step %d, the end of the training, is not kept: %s. The training is not affected. To have its end on disk, "
-        "change weights after the guard's block, or call guard.save() right after the last guard.step_end()",
-        step,
-        problem,
-    )
-    saver.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary", kind="final")
-    return False
-
-
-def _drop_older(saver: Saver, exchange: Exchange, policy: ExitPolicy | None, name: str, offer: int | str) -> None:
-    """Delete this rank's older final files once every rank has this step on disk."""
-    older = [] if policy is None or offer == CANNOT else saver.older_finals(policy)
-    if not older:
-        exchange.announce(name, offer)  # the others may be waiting
-    elif exchange.decide(name, offer, _ALL_SAVED_S).step == offer:
-        for path in older:
-            saver.delete(path)

@@ -141,7 +141,7 @@ class LastResort:
     def _lingers(self) -> bool:
         if self._alarm is None or self._stopper is None or not self._is_main:  # another thread's end is no process's
             return False
-        return self._stopper.salvage.is_coming_out
+        return self._stopper.is_coming_out
 
     def _linger(self) -> None:
         assert self._alarm is not None
@@ -192,7 +192,7 @@ class LastResort:
                 return None  # no deadline was set from outside
             left = alarm.deadline.at - _LEAVE_S - now
             if left <= 0:
-                stopper.salvage.leave_behind(alarm)
+                stopper.leave_behind(alarm)
             return max(0.0, left)
         if now < self._save_at:
             return self._save_at - now

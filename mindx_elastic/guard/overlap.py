@@ -195,7 +195,7 @@ class Overlap:
 
     def end(self, why: str) -> None:
         """Watcher thread: the process leaves now. What the training thread waits in is interrupted."""
-        if not self.is_playing or self._stopper.salvage.is_coming_out:
+        if not self.is_playing or self._stopper.is_coming_out:
             return
         logger.info("the step that is played on is left: %s", why)
         alarm, watcher = self._stopper.alarm, self._stopper.watcher
@@ -204,8 +204,8 @@ class Overlap:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
 
         def end_it() -> None:
-            if not self._stopper.salvage.is_coming_out:
-                self._stopper.salvage.leave_behind(alarm, "the step that is played on does not end")
+            if not self._stopper.is_coming_out:
+                self._stopper.leave_behind(alarm, "the step that is played on does not end")
 
         watcher.call_at(time.monotonic() + _COMES_OUT_S, end_it)
 
@@ -218,5 +218,5 @@ class Overlap:
         self._stopper.watcher.call_at(end, lambda: self.end("it takes too long"))
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if not self._stopper.salvage.is_coming_out:
+        if not self._stopper.is_coming_out:
             raise self._stopper.exit()

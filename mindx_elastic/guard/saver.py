@@ -27,13 +27,12 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
-from mindx_elastic.guard.held_boundary import DeviceWentOnError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.together import Together, cover_path
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
-from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
+from mindx_elastic.persist.catalog import CatalogEntry, read_entries
 from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.disk_choice import LEAST_BYTES, MOST_RANK, DiskChooser
 from mindx_elastic.persist.first_save import FirstSave
@@ -46,13 +45,17 @@ from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 
-__all__ = ["Saver"]
+__all__ = ["DeviceWentOnError", "Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
 _MOMENT_S = 0.5  # of the training's time, for neighbours' small states in a periodic save
 _BESIDE_S = 2.0  # the same of a save beside the training
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
+
+
+class DeviceWentOnError(OSError):
+    """The device was slow, not stuck: what was read of an older boundary is worth nothing, and a newer one is there."""
 
 
 class Saver:
@@ -367,16 +370,6 @@ class Saver:
             return self._report(error, info, remedy="the training has ended well; older checkpoints are untouched")
         logger.info("step %d, the end of the training, saved in %s", info.step, result.path)
         return True
-
-    def older_finals(self, policy: ExitPolicy) -> list[Path]:
-        """Final files of this run and rank that are of an earlier step than the newest save."""
-        step = -1 if self.newest is None else self.newest[0]
-        folder = self.folder(policy.directory)
-        owners = self.trust.of(folder)
-        entries = (read_entry(path, owners=owners) for path in sorted(folder.glob("*_final*.safetensors")))
-        infos = [(entry.path, entry.info) for entry in entries if entry is not None and entry.info is not None]
-        own = (self.events.run_id, self.ranks.rank, "final")
-        return [path for path, info in infos if (info.run_id, info.rank, info.kind) == own and info.step < step]
 
     def delete(self, path: Path) -> None:
         """Remove an old checkpoint of this run, here and where it was copied to. A failure is a warning."""

@@ -1,7 +1,7 @@
 """The save of a stop: what the thread that has the claim (see `stop_state`) writes of the last boundary.
 
 Three threads may have the claim: the training thread at the agreed boundary or behind an exception (`stopper`), the
-watcher in a salvage (`salvage`), the last resort (`last_resort`). Each of them holds the boundary (`StopSave.hold`) and
+watcher in a salvage, the last resort (`last_resort`). Each of them holds the boundary (`StopSave.hold`) and
 writes it (`StopSave.write`), which settles the stop.
 """
 
@@ -15,17 +15,17 @@ from pathlib import Path
 
 from mindx_elastic.alarm.alarm import REFUSAL, Alarm
 from mindx_elastic.alarm.deadline import reserve_s
-from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
-from mindx_elastic.guard.held_boundary import DeviceWentOnError, choose_held_boundary
 from mindx_elastic.guard.policy import ExitPolicy, keep_consistent, policies_for
-from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.saver import DeviceWentOnError, Saver
 from mindx_elastic.guard.stop_state import StopPhase, StopState
 from mindx_elastic.persist.writer import SaveResult
 
-__all__ = ["GATE_S", "StopSave"]
+__all__ = ["GATE_S", "StopSave", "choose_held_boundary"]
 
 GATE_S = 0.05
 """For the update gate where nothing should be in progress."""
@@ -168,8 +168,9 @@ class StopSave:
                 if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
                     raise
                 end, agreed = time.monotonic() + _DEVICE_S, False
-                waits = partial(_is_before, end)
-                if problem := choose_held_boundary(self._saver.collector, None, self._update_gate, waits):
+                if problem := choose_held_boundary(
+                    self._saver.collector, None, self._update_gate, partial(_is_before, end)
+                ):
                     raise UnsupportedStateError("the state", problem) from error
         raise AssertionError("the last try has returned or raised")
 
@@ -188,6 +189,43 @@ class StopSave:
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
         self._events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
         self._state.move(StopPhase.FAILED)
+
+
+def choose_held_boundary(
+    collector: Collector, problem: str | None, gate: UpdateGate, waits: Callable[[], bool]
+) -> str | None:
+    """Before a save that a death may have brought: let the newest boundary count that the devices hold.
+
+    The caller holds `gate`, which says `problem` (None: none). Waits for the devices for as long as ``waits()``.
+    Returns why there is no such boundary; None: there is.
+    """
+    devices = collector.devices
+    newest = devices.newest
+    is_clean = gate.state is GateState.CLEAN
+    if newest is None or (problem is not None and (is_clean or not devices.keeps_older)):
+        return problem
+    try:
+        found = devices.newest_held(waits, has_updated=not is_clean)
+    except RuntimeError as error:  # every later call of CUDA fails, too
+        return f"the device has failed ({str(error).partition(chr(10))[0]})"
+    if found is None and not devices.keeps_older:
+        return problem  # the save waits for the device
+    if found is None or (found is not newest and gate.unguarded):  # an update by hand has no mark
+        return problem or f"the device has not come to the end of step {newest.step}, and holds no older boundary"
+    if found is not newest or not is_clean or devices.has_gone_back:
+        try:
+            collector.go_back(found)
+        except UnsupportedStateError as error:
+            return str(error)
+        if found is newest and is_clean:
+            devices.hold(None)  # after an older one had counted: the device has come, and the gate keeps it here
+    if found is not newest:
+        logger.warning(
+            "the device has not come to the end of step %d, where the program is; it still holds step %d, which counts",
+            newest.step,
+            found.step,
+        )
+    return None
 
 
 def _is_before(end: float) -> bool:

@@ -5,9 +5,10 @@ stop, agrees with them on one step and opens the gate up to it (`Stopper.stop`).
 claims the save, writes (`stop_save`), and raises `GracefulExit` (`Stopper.at_limit`).
 
 The other ways. Where the training thread cannot reach a boundary (the deadline is near, a rank has died, no step could
-be agreed on), the watcher saves the last boundary beside it, and ends the process if need be (`salvage`). After an
-exception the training thread salvages itself. A claim whose owner has not begun to write when time runs out goes to the
-last resort (`last_resort`); the owner finds that it has lost it and writes nothing.
+be agreed on), the watcher saves the last boundary beside it (`Stopper.salvage`), and ends the process where the
+training thread does not come out then. Where that has left its loop (an exception, a recovery in place that has come to
+nothing), it salvages itself. A claim whose owner has not begun to write when time runs out goes to the last resort
+(`last_resort`); the owner finds that it has lost it and writes nothing.
 """
 
 from __future__ import annotations
@@ -22,27 +23,32 @@ from typing import NoReturn
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
-from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision
+from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, Offer
 from mindx_elastic.alarm.alarm import REFUSAL, Alarm, Alarms, signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.leaving import Leaving, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, policies_for
 from mindx_elastic.guard.process_end import LogRelay, end_process, shorten_interpreter_exit
-from mindx_elastic.guard.salvage import LAST_MOMENT_S, Salvage
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_save import GATE_S, StopSave
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
-__all__ = ["Stopper"]
+__all__ = ["LAST_MOMENT_S", "Stopper"]
 
+LAST_MOMENT_S = 0.3
+"""How long before the deadline a settled process ends, whatever its training thread does."""
+_PATIENCE_S = 3.0  # a salvaged rank's training thread may come out by itself for so long
+_CONNECTED_S = 0.3  # what ranks take for that in a recovery in place, if all of them are there
+_RECHECK_S = 1.0
 _DYING_S = 0.25
 _NOTHING = "nothing is saved"
 _AFTER_DEATH_S = 2.0  # a rank that has saved and left needs no help, one that waits for a dead rank does
@@ -88,24 +94,16 @@ class Stopper:
             is_agreed=self._is_agreed,
             has_death=lambda: any(map(self._died, peers_gone())),
         )
-        self.salvage = Salvage(
-            self.state,
-            self.save,
-            step_gate=step_gate,
-            update_gate=update_gate,
-            exchange=exchange,
-            watcher=watcher,
-            saver=saver,
-            settings=settings,
-            relay=relay,
-            member=member,
-        )
         self.pauses = Pauses(
             step_gate, exchange.pauses, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause
         )
         self._page, self._member = page, member
         self._arm_last_resort, self._relay = arm_last_resort, relay
         self._stop_decision: Decision | None = None
+        self._held_decision: Decision | None = None
+        """Of the second round, over held boundaries; None: there was none."""
+        self.is_coming_out = False
+        """The training thread is leaving the guard after a graceful stop, perhaps exporting the network on its way."""
         self._ran_on_from: int | None = None
         """The agreed step, where it is inside an accumulation window and this rank has gone on to its end."""
         self._dead = -1  # the rank that a recovery in place is for
@@ -134,7 +132,7 @@ class Stopper:
     @property
     def is_leaving(self) -> bool:
         """Whether the training thread is on its way out of the guard."""
-        return self._failing or self.salvage.is_coming_out
+        return self._failing or self.is_coming_out
 
     @property
     def _wants_out(self) -> bool:
@@ -144,27 +142,29 @@ class Stopper:
     @property
     def time_left_s(self) -> float:
         """Until the process must be gone; 0 without an alarm."""
-        return 0.0 if self.alarm is None else self.alarm.deadline.remaining_s()
+        alarm = self.state.alarm
+        return 0.0 if alarm is None else alarm.deadline.remaining_s()
 
     @property
     def agreed_step(self) -> int | None:
         """The step that all ranks have agreed to save; None: none, or a rank is gone."""
-        decision = self.salvage.decision or self._stop_decision
+        decision = self._held_decision or self._stop_decision
         return None if decision is None else decision.step
 
     def _is_agreed(self, step: int) -> bool:
         # From an agreed step inside an accumulation window all run on to its end, and compare before they act.
-        return self.agreed_step is not None and self.agreed_step in (step, self._ran_on_from)
+        agreed = self.agreed_step
+        return agreed is not None and agreed in (step, self._ran_on_from)
 
     # --- an alarm is heard (watcher thread) ---------------------------------------------------------------------------
 
     def hear_signal(self, signum: int) -> None:
         """Watcher thread."""
-        if self.phase is StopPhase.TRAINING:
+        if self.state.phase is StopPhase.TRAINING:
             self.stop(self.alarms.of_signal(signum))
             return
         name = signal_name(signum)
-        logger.warning("%s again; the stop is under way (%s)", name, self.phase.name.lower())
+        logger.warning("%s again; the stop is under way (%s)", name, self.state.phase.name.lower())
         self.end_play(f"{name} again")
         self.events.emit("alarm", step=self.step_gate.step, reason=name, outcome="already stopping")
 
@@ -199,7 +199,7 @@ class Stopper:
         elif self.phase is StopPhase.STOPPING and self.alarm is not None:
             # It may have saved at the agreed step and left, and this rank gets there by itself; or it never will.
             alarm = self.alarm
-            self.watcher.call_at(time.monotonic() + _AFTER_DEATH_S, lambda: self.salvage.save(alarm))
+            self.watcher.call_at(time.monotonic() + _AFTER_DEATH_S, lambda: self.salvage(alarm))
 
     def stop(self, alarm: Alarm) -> None:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
@@ -214,24 +214,28 @@ class Stopper:
         if alarm.kind == "peer":
             self.exchange.abandon(alarm.reason)
         if cannot_go_on:
-            self.salvage.save(alarm)
+            self.salvage(alarm)
             return
-        self.watcher.call_at(alarm.deadline.at - LAST_MOMENT_S, lambda: self.salvage.end_at_deadline(alarm))
-        self.watcher.call_at(alarm.deadline.salvage_at(self.save.reserve_s(alarm)), lambda: self.salvage.save(alarm))
+        self.watcher.call_at(alarm.deadline.at - LAST_MOMENT_S, lambda: self._end_at_deadline(alarm))
+        self.watcher.call_at(alarm.deadline.salvage_at(self.save.reserve_s(alarm)), lambda: self.salvage(alarm))
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
-        decision = self._stop_decision = self.exchange.decide("stop", offer, bound)
-        self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
+        decision = self._stop_decision = self._agree("stop", offer, bound)
         if decision == FINISHED:  # the alarm came after the end of the training, on every rank
             self.dismiss()
         elif decision.step is None:
             logger.warning("no common stop step: %s; saving the last boundary here", decision.reason)
             self.step_gate.open_until(0)
-            self.salvage.save(alarm)
+            self.salvage(alarm)
         else:
             self.step_gate.open_until(decision.step)
             is_here = decision.step <= min(self.step_gate.step, self.saver.collector.position.step)
             if is_here and self.step_gate.is_between:  # an evaluation may take long
-                self.salvage.save(alarm)  # elsewhere the training thread has just arrived, and saves it itself
+                self.salvage(alarm)  # elsewhere the training thread has just arrived, and saves it itself
+
+    def _agree(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        decision = self.exchange.decide(name, offer, timeout_s)
+        self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
+        return decision
 
     def _accept(self, alarm: Alarm) -> bool:
         if not self.state.accept(alarm):
@@ -269,9 +273,9 @@ class Stopper:
         `is_cut`: the step has ended with a boundary; False inside an accumulation window. `is_between`: between two
         steps, where the program can wait whatever it has done to the weights.
         """
-        if self.alarm is None and not self._wants_out and not ((is_cut or is_between) and self.pauses.wait()):
+        if self.state.alarm is None and not self._wants_out and not ((is_cut or is_between) and self.pauses.wait()):
             return  # a pause: over, or inside an accumulation window, where the next boundary asks again
-        alarm = self.alarm
+        alarm = self.state.alarm
         if alarm is None and self._wants_out:
             self.saver.collector.before_keeping()
             raise LeavesToRejoin
@@ -296,7 +300,7 @@ class Stopper:
             self.exchange.request(dead.to_request())
         assert self.alarm is not None
         # It has left the loop: no boundary is to come that the watcher could wait for.
-        self.salvage.save(self.alarm, can_wait=False)
+        self.salvage(self.alarm, can_wait=False)
         self._wait_until_settled()
 
     def _wait_until_settled(self) -> None:
@@ -315,7 +319,7 @@ class Stopper:
                 self._log_alarm(alarm, orderly=isinstance(error, SystemExit))
                 self.exchange.request(alarm.to_request())
         assert self.alarm is not None
-        self.salvage.save(self.alarm, can_wait=False)
+        self.salvage(self.alarm, can_wait=False)
 
     def peers_gone_soon(self, error: BaseException) -> Sequence[int]:
         """Training thread: the ranks that are gone. A dying process closes its connections a moment before it is gone,
@@ -381,30 +385,32 @@ class Stopper:
 
     def exit(self) -> GracefulExit:
         """Training thread: the exception to raise once the phase is settled."""
-        assert self.alarm is not None
-        if self.alarm.kind == "peer" and not self.salvage.is_coming_out:
+        alarm = self.state.alarm
+        assert alarm is not None
+        if alarm.kind == "peer" and not self.is_coming_out:
             # The other ranks wait for this process before they start.
             atexit.register(shorten_interpreter_exit)
-        self.salvage.is_coming_out = True
-        self.salvage.note_leaving(self.alarm)
+        self.is_coming_out = True
+        self._note_leaving(alarm)
         self.announce_exit()
-        return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.save.step, path=self.save.path)
+        return GracefulExit(alarm.exit_code, reason=alarm.reason, step=self.save.step, path=self.save.path)
 
     def announce_exit(self) -> None:
         """What the agent is to take for the exit code from now on, whatever ends the process."""
-        assert self.alarm is not None
-        self._page.set(exit_code=self.alarm.exit_code)
+        assert self.state.alarm is not None
+        self._page.set(exit_code=self.state.alarm.exit_code)
 
     def after_save(self) -> None:
         """Training thread, on its way out, once: what policies want done when the state is durable. Failures are
         warnings."""
-        if self.alarm is None or self.phase is not StopPhase.SAVED or self._is_done_after_save:
+        alarm = self.state.alarm
+        if alarm is None or self.state.phase is not StopPhase.SAVED or self._is_done_after_save:
             return
         self._is_done_after_save = True
-        for policy in policies_for(self.save.policies, self.alarm):
+        for policy in policies_for(self.save.policies, alarm):
             if policy.after_save is not None:
                 try:
-                    policy.after_save(self.alarm.deadline.at)
+                    policy.after_save(alarm.deadline.at)
                 except Exception as error:
                     logger.warning("after the checkpoint: %s: %s", type(error).__name__, error)
 
@@ -419,6 +425,103 @@ class Stopper:
             self.exchange.announce("salvage", CANNOT if problem else self.saver.collector.position.step)
             self.save.write(alarm, problem)
         self.state.wait_while(StopPhase.SAVING)  # for the last resort, where it has taken the claim
+
+    # --- beside a training thread that does not come -----------------------------------------------------------------
+
+    def salvage(self, alarm: Alarm, *, can_wait: bool = True) -> None:
+        """Save the last boundary beside the training thread (watcher thread), or at the failing end of its block
+        (training thread).
+
+        `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.
+        """
+        if self.state.finished:
+            return
+        while not self.state.claim():
+            if can_wait or self.state.wait_while(StopPhase.SAVING) in SETTLED:
+                return
+        try:
+            self._salvage_claimed(alarm, can_wait=can_wait)
+        except BaseException:
+            # An error of ours: the other thread must not wait for ever. (Without one the claim may be its own by now.)
+            if self.state.is_mine:
+                self.state.move(StopPhase.FAILED)
+            raise
+
+    def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
+        self.exchange.announce("stop", CANNOT)  # ends the first round for ranks that still wait in it
+        if alarm.kind == REFUSAL or self.saver.is_refused:  # nothing is written, and no rank waits for this one
+            self.exchange.announce("salvage", CANNOT)
+            self.save.write(alarm, None)
+        elif not self._save_held(alarm, can_wait=can_wait):
+            return
+        if can_wait:
+            self._be_patient(alarm)
+        else:
+            self.state.wait_while(StopPhase.SAVING)
+
+    def _save_held(self, alarm: Alarm, *, can_wait: bool) -> bool:
+        """Save the boundary that the ranks agree to hold. False: the claim was given up, the training thread runs to a
+        later one."""
+        devices, left = self.saver.collector.devices, alarm.deadline.remaining_s()
+        # A failed step never ends: its update is torn for good, and waiting for it would only cost time. Nor may one
+        # whose device waits for a dead rank.
+        ends = can_wait and not (alarm.kind == "peer" and devices.keeps_older)
+        with self.save.hold(alarm, max(GATE_S, left / 4) if ends else GATE_S) as problem:
+            offer: int | str = CANNOT if problem else self.saver.collector.position.step
+            if problem and can_wait and self.update_gate.state is not GateState.CLEAN:
+                offer = self.step_gate.step + 1  # an update is in progress: this rank will be there in a moment
+            if alarm.kind == "peer":
+                self._held_decision = Decision(None, alarm.reason)  # a dead rank agrees to nothing
+            elif self._held_decision is None:
+                self._held_decision = self._agree("salvage", offer, min(self.settings.agreement_s, max(0.1, left / 4)))
+            agreed = self._held_decision.step
+            behind = agreed is not None and isinstance(offer, int) and agreed > offer
+            behind = behind and not devices.has_gone_back  # that rank does not come further
+            if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * LAST_MOMENT_S:
+                # Let the training thread run to its boundary, where it saves; look again shortly before the end.
+                if self.state.move(StopPhase.STOPPING):
+                    self.step_gate.open_until(agreed or 0)
+                    self.watcher.call_at(alarm.deadline.at - 2 * LAST_MOMENT_S, lambda: self.salvage(alarm))
+                return False
+            self.save.write(alarm, problem)
+        return True
+
+    def _end_at_deadline(self, alarm: Alarm) -> None:
+        """Watcher thread, shortly before the deadline."""
+        if self.state.is_settled:
+            self.leave_behind(alarm)
+        elif self.state.phase is StopPhase.SAVING:
+            # A process that is a second late does less harm than a file that is cut off.
+            self.watcher.call_at(time.monotonic() + _RECHECK_S, lambda: self._end_at_deadline(alarm))
+
+    def _be_patient(self, alarm: Alarm) -> None:
+        """After a salvage: the training thread may come out by itself."""
+        self.step_gate.open_until(0)
+        now, latest = time.monotonic(), alarm.deadline.at - LAST_MOMENT_S
+        self.watcher.call_at(min(now + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
+        if self._wants_out:
+            self.watcher.call_at(
+                min(now + _CONNECTED_S, latest), lambda: self._lose_patience(alarm, if_connecting=True)
+            )
+
+    def _lose_patience(self, alarm: Alarm, *, if_connecting: bool = False) -> None:
+        """Watcher thread. `if_connecting`: to ranks of a recovery that do not come any more, only then."""
+        is_connecting = self._member is not None and self._member.is_connecting
+        if not self.is_coming_out and (is_connecting or not if_connecting):
+            self.leave_behind(alarm)
+
+    def leave_behind(self, alarm: Alarm, why: str = "the training thread does not come back") -> None:
+        """Watcher, or the last resort where the watcher hangs: end the process without the training thread."""
+        if self.state.finished:
+            return
+        logger.warning("%s; leaving with exit code %d", why, alarm.exit_code)
+        self.events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))
+        self._note_leaving(alarm)
+        end_process(alarm.exit_code, self._relay)
+
+    def _note_leaving(self, alarm: Alarm) -> None:
+        """Any thread that ends the process, or leaves the guard: what for, for those who ask later."""
+        note_leaving(Leaving(alarm.kind, alarm.exit_code, alarm.reason, alarm.origin == self.ranks.rank))
 
     # --- the last resort (its thread) ---------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ def test_the_end_is_kept_and_the_same_command_has_nothing_left_to_train(tmp_path
     assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"], "it is not written twice"
 
 
-def test_more_epochs_go_on_exactly_and_leave_one_final_file(tmp_path: Path) -> None:
+def test_more_epochs_go_on_exactly_and_leave_a_second_final_file(tmp_path: Path) -> None:
     def step_per_epoch(job: Job, epoch: int) -> None:
         job.scheduler.step()
         torch.rand(1)
@@ -82,7 +82,7 @@ def test_more_epochs_go_on_exactly_and_leave_one_final_file(tmp_path: Path) -> N
     longer = Job(tmp_path / "a", seed=99)
     assert_same(longer.run(4, between=step_per_epoch), expected)
     assert longer.steps == list(range(LAST + 1, LAST + STEPS_PER_EPOCH + 1))
-    assert names(tmp_path / "a") == [f"job-4_{STEPS_PER_EPOCH}_final.safetensors"]
+    assert names(tmp_path / "a") == [f"job-{epoch}_{STEPS_PER_EPOCH}_final.safetensors" for epoch in (3, 4)]
 
 
 def test_another_runs_final_file_is_left_alone(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     stopper = SimpleNamespace(
         alarm=alarm,
         after_save=lambda: saved.append("callbacks"),
-        salvage=SimpleNamespace(leave_behind=leave_behind),
+        leave_behind=leave_behind,
         exit=lambda: GracefulExit(75, reason="rank 1 is gone", step=3, path=None),
     )
     listeners = SimpleNamespace(handlers=SimpleNamespace(linger=lambda at: None))

@@ -14,9 +14,9 @@ from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.errors import SaveError
-from mindx_elastic.guard.held_boundary import DeviceWentOnError, choose_held_boundary
 from mindx_elastic.guard.policy import ExitPolicy
-from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.saver import DeviceWentOnError, Saver
+from mindx_elastic.guard.stop_save import choose_held_boundary
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.capture.test_device_progress import Job
 

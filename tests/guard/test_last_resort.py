@@ -73,7 +73,7 @@ def test_it_saves_what_a_stuck_watcher_does_not(stuck: Parts, monkeypatch: pytes
         stuck.stopper.dismiss()  # the process would be gone
         ended.set()
 
-    monkeypatch.setattr("mindx_elastic.guard.salvage.end_process", end)
+    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", end)
     alarm = alarm_in(stuck, 0.0)
     assert ended.wait(60)
     assert (stuck.stopper.phase, stuck.files()) == (StopPhase.SAVED, [5])

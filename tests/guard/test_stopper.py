@@ -16,8 +16,8 @@ from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
-from mindx_elastic.guard.salvage import LAST_MOMENT_S
 from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stopper import LAST_MOMENT_S
 from tests.guard.stopper_parts import Parts
 from tests.harness import events, wait_until
 
@@ -277,7 +277,7 @@ def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
 def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes with which the process would have been ended."""
     codes: list[int] = []
-    monkeypatch.setattr("mindx_elastic.guard.salvage.end_process", lambda code, relay: codes.append(code))
+    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", lambda code, relay: codes.append(code))
     return codes
 
 

@@ -146,7 +146,7 @@ def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Ref
 @pytest.mark.drill
 @pytest.mark.timeout(900)  # four jobs
 def test_more_epochs_after_the_end(tmp_path: Path, reference: Reference) -> None:
-    """The same command, then a longer one: exact, and one final file a rank."""
+    """The same command, then a longer one: exact, and each end has its final file."""
     run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
     again = run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
     assert not again.seen() and len(again.hashes()) == 2, again.report()
@@ -154,7 +154,8 @@ def test_more_epochs_after_the_end(tmp_path: Path, reference: Reference) -> None
     assert longer.hashes() == reference(2).hashes(), longer.report()
     assert sorted(longer.seen()) == [3]
     finals = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*_final.safetensors"))
-    assert [str(path) for path in finals] == [f"rank_{rank}/loop-3_9_final.safetensors" for rank in (0, 1)]
+    wanted = [f"rank_{rank}/loop-{epoch}_9_final.safetensors" for rank in (0, 1) for epoch in (2, 3)]
+    assert [str(path) for path in finals] == wanted
 
 
 @pytest.mark.drill
