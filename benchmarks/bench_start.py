@@ -16,7 +16,8 @@ on all ranks are one object here, so their text is made once and not once a rank
 - `lost`: as `replicated`, and every eighth rank's file is gone: another rank's stands in.
 
 Bytes are those of keys and values, through the store in both directions. The older way, in which every rank read what
-every rank said, is not run: it is the same code no longer. Its figures at 4 and 8 ranks are in benchmarks/results/history.md.
+every rank said, is not run: it is the same code no longer. Its figures at 4 and 8 ranks are in
+benchmarks/results/history.md.
 """
 
 from __future__ import annotations
