@@ -36,7 +36,11 @@ def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
         with suppress(Exception):  # of a library's list or table
             length, is_table = len(values), _is_of_pandas(values)
             rows = values.iloc if is_table else values
-            items = _words_of([_parts(rows[number], is_of_table=is_table) for number in _numbers(length)])
+            several = [rows[number] for number in _numbers(length)]
+            if type(values) is torch.Tensor or issubclass(type(values), np.ndarray):
+                items = _words_of([None if word is None else [word] for word in _words(several)])
+            else:
+                items = _words_of([_parts(each, is_of_table=is_table) for each in several])
             if items and len(found) < _MOST_LISTS:
                 found[path] = {"length": length, "items": items}
     return found
@@ -101,22 +105,29 @@ def _parts(item: Any, *, is_of_table: bool) -> list[str] | None:
     if type(item) is dict:
         item = list(item.values())
     several = item if type(item) in (list, tuple) else list(item) if is_of_table and _is_of_pandas(item) else [item]
-    return [word for each in several[:_MOST_PARTS] if (word := _word(each)) is not None] or None
+    return [word for word in _words(several[:_MOST_PARTS]) if word is not None] or None
 
 
-def _word(value: Any) -> str | None:
-    kind = type(value)
-    if kind in (str, np.str_) or issubclass(kind, PurePath):
-        return str(value).partition("?")[0]  # a signature of a URL
-    if kind in (type(None), bool, int, float) or issubclass(kind, np.generic):
-        return str(value)
-    if kind is torch.Tensor:
-        value = value.detach().flatten()[:_MOST_VALUES].cpu().clone()  # numpy fixes the size of what it looks at
-        value = value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 else value.numpy()
-    if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
-        return None
-    row = np.ascontiguousarray(value.flat[:_MOST_VALUES])
-    return str(row[0]) if row.size == 1 else f"values {xxhash.xxh3_64_hexdigest(row.tobytes())[:8]}"
+def _words(values: Sequence[Any]) -> list[str | None]:
+    """One for each, in one call: there are many."""
+    found: list[str | None] = []
+    for each in values:
+        value, kind = each, type(each)
+        if kind in (str, np.str_) or issubclass(kind, PurePath):
+            found.append(str(value).partition("?")[0])  # a signature of a URL
+            continue
+        if kind in (type(None), bool, int, float) or issubclass(kind, np.generic):
+            found.append(str(value))
+            continue
+        if kind is torch.Tensor:
+            value = value.detach().flatten()[:_MOST_VALUES].cpu().clone()  # numpy fixes the size of what it looks at
+            value = value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 else value.numpy()
+        if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
+            found.append(None)
+            continue
+        row = np.ascontiguousarray(value.flat[:_MOST_VALUES])
+        found.append(str(row[0]) if row.size == 1 else f"values {xxhash.xxh3_64_hexdigest(row.tobytes())[:8]}")
+    return found
 
 
 def _words_of(items: Sequence[list[str] | None]) -> list[str]:

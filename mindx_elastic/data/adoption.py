@@ -74,10 +74,6 @@ class Adoption:
         object.__setattr__(self.loader, "__class__", self._kind)
         self.resumable.shutdown()
 
-    def is_native(self, state: Any) -> bool:
-        """Whether a loader with a state of its own (torchdata's) wrote `state`, before it was adopted."""
-        return is_torchdata(self._kind) and "kind" not in state
-
     def take_over(self) -> None:
         """What the program has set on its loader and on its samplers acts from the next iteration on."""
         if isinstance(self.resumable, ResumableLoader):

@@ -67,8 +67,6 @@ class Track:
         """Called when they have it, and what was used of the epoch is skipped."""
         self.at_next_batch: Callable[[], None] | None = None
         """Called once, when the training thread has got another batch of this iteration. It may raise."""
-        self.at_every_batch: Callable[[], None] | None = None
-        """Called in the training thread whenever it has got a batch."""
         self.at_exhaustion: Callable[[], None] | None = None
         """Called when the training thread has asked for a batch in vain, and has got none since the last boundary."""
         self.other_thread: str | None = None
@@ -168,8 +166,6 @@ class Track:
         if self.at_next_batch is not None and threading.get_ident() == self._thread:
             look, self.at_next_batch = self.at_next_batch, None
             look()
-        if self.at_every_batch is not None and threading.get_ident() == self._thread:
-            self.at_every_batch()
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted

@@ -504,7 +504,6 @@ class Guard(LayeredGuard):
         if self._listeners.handlers.postponed and self._cut:
             self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):
-            self._copy_new_settings()
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
         if not tail.is_pending:
             self._save_if_due()
@@ -537,12 +536,7 @@ class Guard(LayeredGuard):
     def _save_if_due(self) -> None:
         for policy in self._periodic:
             if self._cut and policy.due(self._loops.position):
-                self._copy_new_settings()
                 self.save_periodic(policy)
-
-    def _copy_new_settings(self) -> None:
-        if self._cut and self._loaders.find_settings():  # set in this very step, and not looked for at its boundary
-            self._boundaries.copy(self._loops.position)
 
     # --- between two steps ---
 

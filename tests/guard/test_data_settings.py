@@ -251,58 +251,9 @@ def from_an_epoch_on(data: Any, loader: Any, epoch: int, where: str, step: int) 
         data.transform = data.strong if epoch >= 2 else data.weak
 
 
-def exchanging(directory: Path, name: str, stop: int) -> None:
-    torch.manual_seed(0)
-    data = Pictures()
-    loader = DataLoader(data, 4, shuffle=True)
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=directory)
-    with guard:
-        for epoch in guard.epochs(EPOCHS):
-            if name == "transform" and epoch == 2:
-                data.transform = Strong()
-            if name == "mixer" and epoch == 2:
-                data.mixer = Strong()
-            for x in loader:
-                optimizer.zero_grad()
-                net(x).square().mean().backward()
-                optimizer.step()
-                if guard.step + 1 == stop:
-                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
-                guard.step_end()
-
-
-@pytest.mark.parametrize(("name", "there"), [("transform", "Weak of dataset.weak"), ("mixer", "a plain value")])
-def test_an_exchange_in_one_epoch_is_told(
-    name: str, there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(GracefulExit):
-        exchanging(tmp_path, name, 13)
-    caplog.clear()
-    exchanging(tmp_path, name, 0)
-    (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
-    assert f"dataset.{name} ({there}, was Strong(p=0.5))" in told and "`if epoch >= 10:`" in told
-
-
 def test_an_exchange_that_each_epoch_makes_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop_and_resume(from_an_epoch_on, tmp_path, 13)
     assert "exchanged" not in caplog.text and "another" not in caplog.text
-
-
-def of_one_class(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head" and epoch == 2:
-        data.others = [Strong(0.6)]
-
-
-def test_an_exchange_for_one_of_the_same_class_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its values are not put into the first one, which the program may go back to."""
-    with pytest.raises(GracefulExit):
-        run(of_one_class, tmp_path, stop=13)
-    caplog.clear()
-    run(of_one_class, tmp_path)
-    (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
-    assert "dataset.others ([Strong of dataset.strong], was [Strong(p=0.6)])" in told
 
 
 def swapped(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
@@ -335,7 +286,6 @@ def settings_of(data: Any) -> DataSettings:
 
 
 def at_boundary(settings: DataSettings) -> Any:
-    settings.boundaries_left = -1
     return settings.state()
 
 
@@ -422,7 +372,7 @@ def test_what_is_no_longer_there_is_told() -> None:
 
 
 def test_a_damaged_state_is_left_alone() -> None:
-    states: list[Any] = [3, [], {"now": 3}, {"now": {"dataset": 3}}, {"kinds": {"dataset": {"transform": "Strong"}}}]
+    states: list[Any] = [3, [], {"now": 3}, {"now": {"dataset": 3}}]
     states += [{"now": {"dataset": {"level": torch.zeros(1)}}}, {"now": {3: {"level": 1}, "dataset": {4: 1}}}]
     for state in states:
         settings_of(Pictures()).load(state, 1)

@@ -178,21 +178,3 @@ def with_replacement(loader: Any, epoch: int, batch: int) -> None:
 def test_an_order_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="make the loader with that sampler before the guard"):
         run(adopted, with_replacement, tmp_path)
-
-
-def other_indices(loader: Any, epoch: int, batch: int) -> None:
-    if epoch == 2 and not batch:
-        loader.sampler.indices = loader.sampler.indices[::-1]
-        loader.collate_fn = collate
-
-
-def collate(samples: list[Any]) -> Any:
-    return (torch.stack([x for (x,) in samples]) * 2,)
-
-
-def test_objects_that_are_exchanged_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stopped(replayed, other_indices, tmp_path, 27)
-    caplog.clear()
-    run(replayed, other_indices, tmp_path)
-    (told,) = (line for line in caplog.messages if "the resumed epoch has another" in line)
-    assert "loader.collate_fn (default_collate" in told and "was collate, line" in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from mindx_elastic import data as mx_data
 from mindx_elastic.data import from_loader
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError, UsageError
 from mindx_elastic.guard.loops import followed_loader
-from tests.guard.loader_loops import BATCHES, EPOCHS, FORMS, Pictures, Run, run_loop
+from tests.guard.loader_loops import BATCHES, EPOCHS, Pictures, Run, run_loop
 from tests.guarded import no_traces, plain_environment, stop_and_wait
 
 
@@ -221,16 +220,6 @@ def test_what_may_differ_is_one_warning(form: Callable[[Run, Any], None], words:
     assert sum(words in note for note in run.guard._unmanaged.notes) == 1, run.guard._unmanaged.notes
 
 
-def test_unseeded_samples_that_are_fetched_ahead(tmp_path: Path) -> None:
-    def make() -> Any:
-        return mx_data.ResumableLoader(Pictures(), 2, shuffle=True, per_sample_seed=False)
-
-    run, _ = run_loop(FORMS["nano"], tmp_path / "ahead", make=make)
-    assert sum("per_sample_seed=False" in note for note in run.guard._unmanaged.notes) == 1
-    run, _ = run_loop(plain, tmp_path / "plain", make=make)
-    assert silent(run)
-
-
 def noisy(batch: Any) -> Any:
     return batch[0] + 0.1 * torch.randn(4), batch[1]
 
@@ -334,14 +323,6 @@ def a_loop_that_draws(run: Run, loader: Any) -> None:
         preloader = Preloader(loader, lambda batch: batch)
         while (batch := preloader.next()) is not None:
             run.train(noisy(batch))
-
-
-@pytest.mark.parametrize("form", [a_generator_that_draws, a_function_that_draws])
-def test_draws_for_batches_that_are_fetched_ahead(form: Callable[[Run, Any], None], tmp_path: Path) -> None:
-    run, _ = run_loop(form, tmp_path)
-    (note,) = run.guard._unmanaged.notes
-    assert "random numbers (torch) are drawn for a batch of loader between the loader and the loop" in note
-    assert sys.gettrace() is None
 
 
 def test_draws_in_the_step_of_a_batch_that_was_fetched_ahead(tmp_path: Path) -> None:

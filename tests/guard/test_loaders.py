@@ -15,9 +15,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from mindx_elastic import Guard
-from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.errors import GracefulExit, MismatchError, UsageError
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.unmanaged import Unmanaged
 from tests.guard.loader_loops import (
     BATCHES,
     FORMS,
@@ -222,19 +221,13 @@ def test_a_loader_with_torchdatas_protocol(workers: int, tmp_path: Path) -> None
     check("nano", tmp_path, [2, BATCHES], make=make)
 
 
-def test_a_position_that_torchdata_wrote_is_gone_on_from() -> None:
-    loader = _Stateful(Pictures(), batch_size=2)
-    loaders = Loaders(loader, None)
+def test_a_position_that_torchdata_wrote_is_refused() -> None:
+    """Version 0.1 kept such a loader's own state, which does not say what a loop fetches ahead."""
+    loaders = Loaders(_Stateful(Pictures(), batch_size=2), None)
     with ExitStack() as stack:
         loaders.begin(stack)
-        loaders.argument.load_state_dict({"_num_yielded": 3})
-        unmanaged = Unmanaged("error")
-        loaders.enter(stack, unmanaged, 1.0)
-        assert loader.loaded == {"_num_yielded": 3}
-        assert type(loader) is _Stateful
-        assert "torchdata" in unmanaged.notes[0]
-        assert loaders.argument.state_dict() == {"_num_yielded": 0}
-        assert loaders.at_boundary(None)
+        with pytest.raises(MismatchError, match="written by another kind of loader"):
+            loaders.argument.load_state_dict({"_num_yielded": 3})
 
 
 class _Stream(IterableDataset[Any]):

@@ -149,7 +149,18 @@ LOOPS: Sequence[Loop] = (
     Loop("nanogpt_function_loader", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("ahead_in_epoch", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("ahead_across_epochs", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("ahead_prefetcher", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop(
+        "ahead_prefetcher",
+        EXACT,
+        [
+            Cut("loader=loader, ", Refused("steps use batches of a ")),
+            Cut(
+                "            self.batch = next(self.batches)\n",
+                Told("began with another torch stream"),
+                new="            x, y = next(self.batches)\n            self.batch = x + torch.randn_like(x), y\n",
+            ),
+        ],
+    ),
     Loop("ahead_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("ahead_thread", Refused("are fetched in another thread")),
     Loop(
@@ -261,6 +272,7 @@ LOOPS: Sequence[Loop] = (
     Loop("two_phases_one_loader", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("curriculum", Refused("steps use batches of a ")),
     Loop("curriculum_data_set", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop("exchanged_transform", Told("the batch of step 8 is another one")),
     Loop("active_learning", EXACT, [Cut("loader=loader,\n    ", Refused("steps use batches of a "))]),
     Loop("curriculum_longer", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,8 +21,7 @@ from mindx_elastic.data.position import SETTINGS, check_unchanged, num_batches
 from mindx_elastic.data.replay import parts_with_epoch
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Track
-from mindx_elastic.guard.loops.ahead_draws import AheadDraws
-from mindx_elastic.guard.loops.data_settings import DataSettings, parts_of
+from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.loops.first_use import FirstUse
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -98,16 +96,9 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
-        self.native: Any = None if adoption is None else adoption.loader
-        self.is_native = self.is_resumed = False
-        """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
-        self.draws_ahead = False
-        """It is found just now that batches ahead of their step draw from the streams that the training draws from."""
+        self.is_resumed = False
         self._iteration, self._num_batches = 0, 0
         self._first_use: FirstUse | None = None
-        self._ahead_draws: AheadDraws | None = None
-        self.drawn_ahead: tuple[list[str], str] | None = None
-        """See `AheadDraws.found`; to be told."""
         self._told_doubt = False
         self.settings: DataSettings | None = None
         """What the program sets on its data set, from the first entry on."""
@@ -122,21 +113,14 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
-        if self.is_native:
-            return self.native.state_dict()  # type: ignore[no-any-return]
         ahead = self.look_ahead.ahead
         state = self._position_of_used() if ahead and not self._is_over else self.loader.state_dict()
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
         if self._is_over:
             state[_OVER] = True
-        settings = self.settings
-        if settings is not None:
-            settings.boundaries_left -= 1
-            if settings.is_used or settings.boundaries_left < 0:  # no call at each boundary
-                own = settings.state()
-                if own is not None:
-                    state[SETTINGS] = own
+        if self.settings is not None and (own := self.settings.state()) is not None:
+            state[SETTINGS] = own
         return state
 
     def _position_of_used(self) -> dict[str, Any]:
@@ -152,21 +136,12 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         at, *later = track.marks_from(used)
         return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
 
-    def settings_other_than(self, state: Mapping[str, Any]) -> list[str]:
-        """What the program has set on the data set since `state`."""
-        return [] if self.settings is None else self.settings.other_than(state.get(SETTINGS))
-
     @property
     def beginning(self) -> object:
         return self.engine.cursor.start
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.adoption is not None:
-            if self.adoption.is_native(state):
-                self.is_native, self.gives_copies = True, False
-                self.adoption.end()
-                self.native.load_state_dict(state)
-                return
             self.adoption.take_seed(state)
         if self.settings is not None:
             self.settings.load(state.get(SETTINGS), state.get("epoch"))
@@ -184,16 +159,15 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
     @property
     def _inner(self) -> Any:
         """The program's own loader."""
-        given = self.loader if self.native is None else self.native
+        given = self.loader if self.adoption is None else self.adoption.loader
         return given.loader if isinstance(given, ReplayLoader) else given
 
     def parts(self) -> list[Any]:
         """The data set and what hangs on it."""
-        return [] if self.settings is None else self.settings.owners
+        return [] if self.settings is None else list(self.settings.parts.values())
 
     def listing(self) -> Listing:
-        inner = self._inner
-        return listing_of(asked(inner, "dataset"), parts_of(inner))
+        return {} if self.settings is None else listing_of(asked(self._inner, "dataset"), self.settings.parts)
 
     def begin(self) -> None:
         self.look_ahead, self.is_resumed = LookAhead(), False
@@ -293,11 +267,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             logger.info(
                 "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
             )
-            self.draws_ahead = _draws_from_the_running_streams(self.loader)
-            self._ahead_draws = draws = AheadDraws()
-            track.at_every_batch = lambda: draws.at_batch(sys._getframe(1), track.iterations)
-        if self._ahead_draws is not None and not self._ahead_draws.at_boundary(sys._getframe(1), track.iterations):
-            self.drawn_ahead, self._ahead_draws, track.at_every_batch = self._ahead_draws.found, None, None
         return True
 
     def has_begun(self) -> bool:
@@ -360,21 +329,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
                     "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) "
                     "does; where a batch is left out, call guard.step_end() before `continue`",
                 )
-        if self.draws_ahead:
-            self.draws_ahead = False
-            unmanaged.risk(
-                f"{self.name} has per_sample_seed=False, and the loop fetches ahead: what its data set draws is from "
-                "the training's random streams, before the boundary; a resumed run draws it anew",
-                "Leave per_sample_seed=True, or fetch each batch in its own step",
-            )
-        if self.drawn_ahead is not None:
-            (streams, place), self.drawn_ahead = self.drawn_ahead, None
-            unmanaged.risk(
-                f"the loop fetches ahead, and random numbers ({', '.join(streams)}) are drawn for a batch of "
-                f"{self.name} between the loader and the loop, in {place}: they are from the training's streams, from "
-                "before the boundary, and a resumed run draws anew for the batches that it gets again",
-                "Draw them where the data set makes a sample, or in the step that uses the batch",
-            )
         if track.left_early:
             track.left_early = False
             unmanaged.risk(
@@ -395,11 +349,3 @@ def as_of_another_rank(state: Any) -> Any:
     if not isinstance(state, Mapping) or not isinstance(state.get(SETTINGS), Mapping):
         return state
     return {**state, SETTINGS: {**state[SETTINGS], "num_ranks": 0}}
-
-
-def _draws_from_the_running_streams(loader: Any) -> bool:
-    """Whether its data set draws in this process, and is not seeded for it."""
-    if isinstance(loader, ResumableLoader):
-        return not loader.per_sample_seed and loader.num_workers == 0
-    skipper = loader._skipper if isinstance(loader, ReplayLoader) else None
-    return skipper is not None and not skipper.seeded and loader.num_workers == 0

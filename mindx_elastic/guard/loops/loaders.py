@@ -126,13 +126,6 @@ class Loaders:
         self._has_fetched = self._told_idle = self._has_ended = False
         self._idle_after_end = 0
         self._steps_after_end: dict[str, int] = {}
-        for followed in [f for f in self._followed if f.is_native]:
-            self._followed.remove(followed)
-            unmanaged.risk(
-                f"{followed.name} goes on from a position that torchdata has written, so it is not known which "
-                "batches a loop fetches ahead, and with workers augmentation differs",
-                "A run that is begun anew keeps them",
-            )
         modules = [target for target in targets if isinstance(target, nn.Module)]
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
@@ -181,11 +174,6 @@ class Loaders:
         if followed is None or (track := followed.track) is None or not followed.engine.cursor.live:
             return None
         return None if followed.look_ahead.ahead else (track.handed, track.iterations)
-
-    def find_settings(self) -> bool:
-        """Look for what the program has set on their data sets. Returns whether there is something new."""
-        found = [each.settings.look() for each in self._followed if each.settings is not None]
-        return any(found)
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
@@ -357,8 +345,7 @@ class Loaders:
             if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
             has_seen = track.left_early or track.peeked or track.other_thread is not None
-            has_drawn = followed.draws_ahead or followed.drawn_ahead is not None
-            if has_seen or has_drawn or look_ahead.is_doubtful:
+            if has_seen or look_ahead.is_doubtful:
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
         if fetched:

@@ -61,10 +61,8 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
                 certain.append(name)
         elif not isinstance(component, PlainComponent):
             continue
-        elif isinstance(component.target, FollowedLoader):
-            others += [f"{name}.{place}" for place in component.target.settings_other_than(component.seen)]
-        elif component.is_heavy:
-            continue  # not copied at the boundary
+        elif component.is_heavy or isinstance(component.target, FollowedLoader):
+            continue  # not copied at the boundary, or asked for its batch just now
         elif not equal_trees(component.look(), component.seen):
             is_known = component.is_stream or type(component.target).__module__.partition(".")[0] == "torch"
             (certain if is_known else others).append(name)
