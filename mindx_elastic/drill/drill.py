@@ -392,7 +392,7 @@ class _Driller(Baseline):
                 rank=found.rank,
                 step=found.step,
             )
-        explained = explain(self.reference, found, self.moves)
+        explained = explain(self.reference, found)
         lines = chain.runs[-1].last_lines
         return replace(result, outcome="differs", explained=explained, rank=found.rank, step=found.step, lines=lines)
 

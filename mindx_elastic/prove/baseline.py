@@ -14,7 +14,6 @@ from mindx_elastic.prove.causes import Explained, explain_chance
 from mindx_elastic.prove.compare import Difference, Lost, Reference, compare_life, lost_variables, split_kinds
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
-from mindx_elastic.prove.streams import numbers_between
 
 __all__ = [
     "EXIT_CODES",
@@ -31,7 +30,7 @@ __all__ = [
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
 """By `Verdict.outcome` of the whole proof."""
-_ORDER = ("position", "entry", "begin", "fetch", "batch", "forward", "boundary", "exit")
+_ORDER = ("position", "entry", "batch", "forward", "boundary", "exit")
 _TOO_MANY = 8
 Show = Callable[[int, int, str], None]
 """Runs made, runs planned, what the present one is."""
@@ -116,7 +115,6 @@ class Baseline:
         self.runs, self.proof = runs, Proof()
         self._steps, self._show = steps, show
         self._done, self._planned = 0, planned
-        self._moves_cache: dict[tuple[str, str, str], int | None] = {}
 
     def run(self, chain: Chain, what: str, **control: object) -> Outcome:
         self._show(self._done, self._planned, what)
@@ -242,13 +240,6 @@ class Baseline:
         found = (lost for life in lives for lost in lost_variables(self.reference, life))
         return list({lost.name: lost for lost in found}.values())
 
-    def moves(self, stream: str, before: str, after: str) -> int | None:
-        key = stream, before, after
-        if key not in self._moves_cache:
-            one, other = self.runs.stream(stream, before), self.runs.stream(stream, after)
-            self._moves_cache[key] = None if one is None or other is None else numbers_between(stream, one, other)
-        return self._moves_cache[key]
-
 
 def _earliest(reference: Reference, lives: Iterable[Life]) -> Difference | None:
     """Of all ranks the earliest; within a step what causes the others."""
@@ -271,7 +262,7 @@ def _unseeded(first: Sequence[Life], again: Sequence[Life]) -> frozenset[str]:
     for one in first:
         for other in again:
             if (one.rank, one.series) == (other.rank, other.series) and one.steps and other.steps:
-                pair = [step.begin or step.forward or step.streams for step in (one.steps[0], other.steps[0])]
+                pair = [step.forward or step.streams for step in (one.steps[0], other.steps[0])]
                 found |= {name for name in pair[0] if pair[1].get(name, pair[0][name]) != pair[0][name]}
     return frozenset(found)
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.compare import Difference, Lost, Part, Reference
-from mindx_elastic.prove.records import MOST_FORWARDS, Step
+from mindx_elastic.prove.records import MOST_FORWARDS
 
-__all__ = ["NOT_GOT_BACK", "Explained", "Moves", "explain", "explain_chance", "in_words"]
+__all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
 
-Moves = Callable[[str, str, str], "int | None"]
-"""Name of a stream and the digests of two of its states -> numbers drawn between; None: the one does not lead to the
-other."""
 NOT_GOT_BACK = "if what comes later reads them, keep them: Guard(stateful={...}), or compute them from guard.step"
 """What to write where steps are equal and variables are not."""
 _Words = tuple[str, str, str]
@@ -51,17 +48,16 @@ class Explained:
 
 def in_words(lost: Sequence[Lost], most: int = _VARIABLES) -> str:
     """Variables with both values, where these are no digests."""
-    told = [f"{each.name}{_values(each)}" for each in lost[:most]]
-    return ", ".join([*told, *[f"{len(lost) - most} more"] * (len(lost) > most)])
+    return listed([*map(str, lost)], most)
 
 
-def explain(reference: Reference, difference: Difference, moves: Moves) -> Explained:
+def explain(reference: Reference, difference: Difference) -> Explained:
     """What is different in a stopped run that is not as the reference, and why."""
-    found = _Explainer(reference, difference, moves)
+    found = _Explainer(reference, difference)
     part = difference.parts[0]
     batch = next((each for each in difference.parts if each.kind == "batch"), None)
     if part.kind == "stream" and batch is not None and (known := found.known_batch(batch)) is not None:
-        what, cause, remedy = known  # says more than the numbers that an iterator has drawn on its way there
+        what, cause, remedy = known  # says more than what an iterator has drawn on its way there
     else:
         what, cause, remedy = found.describe(part)
     return Explained(what=what, cause=cause, remedy=remedy, variables=in_words(difference.lost))
@@ -82,7 +78,7 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: Iterable[
     if by_hash:
         cause = "Python's hashes differ from process to process, and something goes through a set of texts"
         return Explained(what=what, cause=cause, remedy="Sort it (sorted(names)), or set PYTHONHASHSEED=0 for the job")
-    if part.where in ("entry", "begin", "batch", "fetch") or part.kind == "stream":
+    if part.where in ("entry", "batch") or part.kind == "stream":
         cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
         drawn = [_SEEDS[name] for name in unseeded if name in _SEEDS]
         seeds = ", ".join(drawn or ["torch.manual_seed(0)", "numpy.random.default_rng(0)"])
@@ -97,9 +93,9 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: Iterable[
 class _Explainer:
     """Each method returns what differs, the usual cause, and what to write."""
 
-    def __init__(self, reference: Reference, difference: Difference, moves: Moves) -> None:
+    def __init__(self, reference: Reference, difference: Difference) -> None:
         self.steps = reference.by_rank.get(difference.rank, {})
-        self.step, self.one, self.other, self._moves = difference.step, difference.one, difference.other, moves
+        self.step, self.one, self.other = difference.step, difference.one, difference.other
         self.before = None if self.one is None else self.steps.get((self.one.series, self.one.number - 1))
         """The step before, in the reference."""
         self._first_of_epoch = 1 if self.one is None else self.step - self.one.step_in_epoch + 1
@@ -128,55 +124,19 @@ class _Explainer:
         if part.where == "boundary":
             what = f"step {step} ended with another {name} stream, and had begun with the same one"
             return what, "the step draws depending on something that is not kept", _KEEP
-        ours, theirs = self._moved(name, part.first), self._moved(name, part.second)
-        early = self._moved_before(name)
-        if early and part.where != "begin" and ours is not None and theirs in (ours - early, ours):
-            ours, theirs = early, 0
-        elif part.where != "begin" and not early:
-            return self._stream_of_fetch(name, part.where, ours, theirs)
-        elif part.where == "begin" and ours == 0:
-            ours = early
         what = f"step {step} began with another {name} stream"
-        point = "the batch" if self.one is not None and self.one.batches else "the first forward"
-        if ours and theirs == 0:
-            what += f": something drew {_counted(ours, 'number')} between the boundary of {step - 1} and {point}"
-            cause = (
-                "code after step_end(), or at the head of the loop, draws, and the resumed run did not pass it again"
-            )
+        since = f"between the boundary of {step - 1} and the first forward"
+        at_boundary = None if self.before is None else self.before.streams.get(name)
+        if part.second == at_boundary:
+            cause = "code after step_end(), or at the head of the loop, draws; the resumed run did not pass it again"
             remedy = "Draw before step_end(), or put an evaluation or logging into `with guard.outside_step():`"
-            return what, cause, remedy
-        if theirs and ours is not None:
-            drawn = _counted(ours, "number") if ours else "none"
-            what += f": the resumed run drew {_counted(theirs, 'number')} up to {point}, the uninterrupted one {drawn}"
+            return f"{what}: something drew from it {since}", cause, remedy
+        if part.first == at_boundary:
             cause = "code that runs once at the start draws within the guard: a warm-up, a loader that is not named"
+            what += f": the resumed run drew from it {since}, and the uninterrupted one did not"
             return what, cause, "Name the loader; move other code before `with guard:`"
-        return what, "a seed is set again after the guard was entered", _SEED
-
-    def _stream_of_fetch(self, name: str, where: str, ours: int | None, theirs: int | None) -> _Words:
-        place = "while the batch was fetched" if where == "fetch" else "between the batch and the first forward"
-        what = f"step {self.step}: the {name} stream moved otherwise {place}"
-        if theirs is None:
-            return what, "a seed is set there", _SEED
-        if ours is not None and ours != theirs:
-            what += f": by {_counted(ours, 'number')}, and by {theirs} in the resumed run"
-        if where == "fetch":
-            cause = "the loader or its data set draws from the global stream, at other moments after a resume"
-            return what, cause, "Name the loader: loader=..., or give the data set a seed for each sample"
-        return what, "the code in front of the model draws depending on something that is not kept", _KEEP
-
-    def _moved(self, name: str, digest: str) -> int | None:
-        """Numbers drawn since the boundary before."""
-        base = None if self.before is None else self.before.streams.get(name)
-        return None if base is None else self._moves(name, base, digest)
-
-    def _moved_before(self, name: str) -> int:
-        """How far the stream moved in the reference between the boundary and the step's begin. A normal deviate that
-        was made together with the one before takes no new number, and counts as one."""
-        begin = (self.one.begin if self.one is not None else None) or {}
-        if self.before is None or name not in begin or begin[name] == self.before.streams.get(name):
-            return 0
-        moved = self._moved(name, begin[name])
-        return 0 if moved is None else max(1, moved)
+        cause = f"something draws {since} that is not kept (code after step_end(), a data set), or a seed is set there"
+        return what, cause, f"Draw before step_end(), and give the data set a seed for each sample. {_SEED}"
 
     # --- the place ---
 
@@ -210,7 +170,7 @@ class _Explainer:
         return what, cause, f"{_ENUMERATE}, compute it from guard.step, or name the counter in stateful="
 
     def batch(self, part: Part) -> _Words:
-        return self.known_batch(part) or self._unknown_batch()
+        return self.known_batch(part) or self._unknown_batch(part)
 
     def known_batch(self, part: Part) -> _Words | None:
         """Where the batch is that of another step."""
@@ -231,54 +191,29 @@ class _Explainer:
                 return what, cause, "Name the loader that the loop goes through, and call step_end() once a batch"
         return None
 
-    def _unknown_batch(self) -> _Words:
-        what, one, other = f"the batch of step {self.step} is another one", self.one, self.other
-        if one is None or other is None:
-            return what, "", ""
-        same = set(one.batches) & set(other.batches)
-        given = next((name for name in one.inputs if one.inputs[name] != other.inputs.get(name)), "")
-        pairs = one.inputs.get(given, ()), other.inputs.get(given, ())
-        if (same or not (one.batches or other.batches)) and self._num_other(*pairs, lambda s: s.inputs.get(given, ())):
+    def _unknown_batch(self, part: Part) -> _Words:
+        what, name = f"the batch of step {self.step} is another one", part.names[0]
+        pairs = zip(part.first.split(" "), part.second.split(" "), strict=False)
+        if any(one != other and self._telling(one, other, name) for one, other in pairs):
             what = f"step {self.step}: a part of what the model was given is equal, and another part is not"
             cause = "the model is given something besides the batch (a hidden state, noise, a table) that is not kept"
             return what, cause, "Name it in stateful=, make it a buffer of the model, or compute it within the step"
-        if same:
-            what += ": the loader handed out the same, and the model was given something else"
-            cause = "code between loader and model (augmentation, a curriculum) has a generator or counter of its own"
-            return what, cause, _KEEP
-        num_other = self._num_other(one.batches, other.batches, lambda step: step.batches)
-        if num_other == 1:
-            what += ": a part of it is equal, so the samples are the same and their content differs"
-            cause = "the data set has a generator or a counter of its own, which no checkpoint has"
-            return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
-        if num_other:
-            what += f": {num_other} parts of it differ, and the rest is equal"
-        if one.batches or other.batches:
-            cause = "its order or content comes from a generator, a set or a counter that no checkpoint has"
-            return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"
-        cause = "it comes from no loader that the guard knows, and its order, generator or counter is not kept"
+        cause = "its order or content depends on a generator, a counter or a loader that no checkpoint has"
         remedy = (
             "Name the loader: loader=...; for a function that draws, iterate loader = "
             "mindx_elastic.data.from_function(get_batch); or name what decides the batch: stateful={'generator': g}"
         )
         return what, cause, remedy
 
-    def _num_other(self, ours: Sequence[str], theirs: Sequence[str], of_step: Callable[[Step], Sequence[str]]) -> int:
-        """How many parts differ of the first batch that does, where one that tells this step from others is equal; 0:
-        there is none. (Labels, masks and the like are equal by chance in batches of other samples, too.)"""
-        for first, second in zip(ours, theirs, strict=False):
-            if first != second and self._telling(first, second, of_step):
-                return sum(a != b for a, b in zip(first.split(","), second.split(","), strict=False))
-        return 0
-
-    def _telling(self, first: str, second: str, of_step: Callable[[Step], Sequence[str]]) -> bool:
-        """Whether two batches have an equal tensor at one place that no step of the reference at another place in its
-        epoch has there. (Without a shuffle each epoch has the same batches.)"""
+    def _telling(self, first: str, second: str, name: str) -> bool:
+        """Whether two inputs of the module `name` have an equal tensor at one place that no step of the reference at
+        another place in its epoch has there. (Without a shuffle each epoch has the same batches. Labels, masks and the
+        like are equal by chance in batches of other samples, too.)"""
         pairs = enumerate(zip(first.split(","), second.split(","), strict=False))
         equal = {index: part for index, (part, theirs) in pairs if part == theirs and _HASHED.fullmatch(part)}
         for step in self.steps.values():
             if self.one is not None and step.step_in_epoch != self.one.step_in_epoch:
-                for batch in of_step(step):
+                for batch in step.inputs.get(name, ()):
                     parts = batch.split(",")
                     equal = {k: part for k, part in equal.items() if k >= len(parts) or parts[k] != part}
         return bool(equal)
@@ -291,7 +226,7 @@ class _Explainer:
             return
         found = []
         for step in self.steps.values():
-            known = step.inputs.get(part.names[0], ()) if part.names else step.batches
+            known = step.inputs.get(part.names[0], ())
             if step.series == self.one.series and step.number != self.step and digests & set(known):
                 found.append(step.number)
         firsts = 1, self._first_of_epoch
@@ -382,11 +317,6 @@ class _Explainer:
 
     def _both(self, part: Part, more: str) -> str:
         return f"{part.names[0]}{more} differs at step {self.step}: {part.first}, and {part.second} in the resumed run"
-
-
-def _values(lost: Lost) -> str:
-    hashed = _HASHED.fullmatch(lost.first) or _HASHED.fullmatch(lost.second)
-    return "" if hashed else f": {lost.first}, now {lost.second}"
 
 
 def _more(part: Part) -> str:

@@ -8,12 +8,26 @@ it comes before the weights, because it may be their cause.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mindx_elastic.core.printable import printable
 from mindx_elastic.prove.records import Life, Sample, Step, Streams
 
-__all__ = ["Difference", "Lost", "Part", "Reference", "compare_life", "compare_steps", "lost_variables", "split_kinds"]
+__all__ = [
+    "Difference",
+    "Lost",
+    "Part",
+    "Reference",
+    "compare_life",
+    "compare_steps",
+    "compare_variables",
+    "lost_variables",
+    "split_kinds",
+]
+
+_HASHED = re.compile(r"[0-9a-f]{16}")
 
 _AT_ENTRY = ("weights", "option", "optimizer")
 _AT_FORWARD = ("flag", "option", "weights")
@@ -25,7 +39,7 @@ class Part:
     """One kind of thing that differs at one place of a step."""
 
     where: str
-    """``position``, ``entry``, ``begin``, ``fetch``, ``batch``, ``forward``, ``boundary`` or ``exit``."""
+    """``position``, ``entry``, ``batch``, ``forward``, ``boundary`` or ``exit``."""
     kind: str
     """``position``, ``stream``, ``batch``, ``calls``, or a kind of `records.Sample`."""
     names: tuple[str, ...] = ()
@@ -36,7 +50,7 @@ class Part:
     """The value in the other run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lost:
     """A variable of the program that the resumed run did not get back."""
 
@@ -46,6 +60,26 @@ class Lost:
     """Its value in the reference, or the digest of that."""
     second: str
     """In the resumed run."""
+
+    def __str__(self) -> str:
+        """``passed (5, now 0)``, ``rows (length 2, now 0)``; of a value that is a digest the name alone."""
+        is_hashed = _HASHED.fullmatch(self.first) or _HASHED.fullmatch(self.second)
+        length = "length " * self.is_length
+        return printable(self.short + ("" if is_hashed else f" ({length}{self.first}, now {self.second})"), 120)
+
+    @property
+    def is_length(self) -> bool:
+        return self.name.startswith("the length of ")
+
+    @property
+    def short(self) -> str:
+        """The name alone."""
+        return self.name.partition('"')[2].rpartition('" (')[0] or self.name
+
+    @property
+    def root(self) -> str:
+        """``self`` of ``self.meter.n``."""
+        return re.split(r"[.\[]", self.short)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +186,20 @@ def _lost(reference: Reference, life: Life, one: Step, other: Step) -> tuple[Los
     ours, theirs = ((step.given or step.end) for step in (one if other.given else replace(one, given=None), other))
     first = reference.by_rank[life.rank].get((life.series, 1))
     begun = {} if first is None or first.number == one.number else first.given or first.end
-    found = []
-    for key, value in ours.items():
-        kind, name = split_kinds(key)
-        is_compared = kind == "variable" and key not in reference.varying and begun.get(key) != value
-        if is_compared and theirs.get(key, value) != value:
-            found.append(Lost(name=name, first=value, second=theirs[key]))
-    return tuple(found)
+    found, _ = compare_variables(ours, theirs)
+    keys = (f"variable|{each.name}" for each in found)
+    return tuple(
+        each
+        for each, key in zip(found, keys, strict=True)
+        if key not in reference.varying and begun.get(key) != ours[key]
+    )
+
+
+def compare_variables(one: Sample, other: Sample) -> tuple[list[Lost], int]:
+    """Variables of the program that both processes have and that differ, and how many are equal."""
+    pairs = {key.partition("|")[2]: key for key in one if key.startswith("variable|") and key in other}
+    found = [Lost(name, one[key], other[key]) for name, key in pairs.items() if one[key] != other[key]]
+    return found, len(pairs) - len(found)
 
 
 def _at_exit(reference: Reference, life: Life) -> Iterator[Part]:
@@ -189,19 +230,9 @@ def compare_steps(
     if one.epoch != other.epoch or one.step_in_epoch != other.step_in_epoch:
         places = [f"step {s.step_in_epoch} of epoch {s.epoch}" for s in (one, other)]
         yield Part(where="position", kind="position", first=places[0], second=places[1])
-    streams = [part for part in _early_streams(one, other, unseeded) if part is not None]
-    batch = list(_batch(one, other))
-    if (
-        not batch
-        and one.forward
-        and other.forward
-        and _streams("forward", one.forward, other.forward, unseeded) is None
-    ):
-        # A batch that was fetched ahead is handed out again, so the streams moved at another moment.
-        streams = [part for part in streams if part.where != "fetch"]
-    yield from (part for part in streams if part.where != "forward")
-    yield from batch
-    yield from (part for part in streams if part.where == "forward")
+    if one.forward and other.forward and (early := _streams("forward", one.forward, other.forward, unseeded)):
+        yield early
+    yield from _batch(one, other)
     if one.given is not None and other.given is not None:
         yield from _unequal("forward", _AT_FORWARD, one.given, other.given, varying)
     ends = [{**step.end, **step.scalars} for step in (one, other)]
@@ -217,16 +248,6 @@ def split_kinds(key: str) -> tuple[str, str]:
     return kind, name
 
 
-def _early_streams(one: Step, other: Step, unseeded: Collection[str]) -> Iterator[Part | None]:
-    """Only the first place at which they differ: later ones follow from it."""
-    for where in ("begin", "fetch", "forward"):
-        name = "fetched" if where == "fetch" else where
-        pair: tuple[Streams | None, Streams | None] = (getattr(one, name), getattr(other, name))
-        if pair[0] and pair[1] and (part := _streams(where, pair[0], pair[1], unseeded)) is not None:
-            yield part
-            return
-
-
 def _streams(where: str, one: Streams, other: Streams, unseeded: Collection[str]) -> Part | None:
     names = [name for name in one if name in other and name not in unseeded and one[name] != other[name]]
     if not names:
@@ -236,27 +257,17 @@ def _streams(where: str, one: Streams, other: Streams, unseeded: Collection[str]
 
 
 def _batch(one: Step, other: Step) -> Iterator[Part]:
-    """What the modules were given says it. Only where none is known, what the loader has handed out: a loop that
-    fetches ahead gets other batches within a step, and the resumed one gets those once more that it had."""
-    if one.inputs or other.inputs:
-        for name in sorted({*one.inputs, *other.inputs}):
-            calls = len(one.inputs.get(name, ())), len(other.inputs.get(name, ()))
-            if calls[0] != calls[1]:
-                yield Part(where="batch", kind="calls", names=(name,), first=str(calls[0]), second=str(calls[1]))
-                return
-        for name in sorted({*one.inputs, *other.inputs}):
-            first, second = one.inputs.get(name, ()), other.inputs.get(name, ())
-            if first != second:
-                yield Part(where="batch", kind="batch", names=(name,), first=_shown(first), second=_shown(second))
-                return
-        return
-    first, second = one.batches, other.batches
-    if first != second and not (first and second[-len(first) :] == first):
-        yield Part(where="batch", kind="batch", names=(), first=_shown(first), second=_shown(second))
-
-
-def _shown(digests: Sequence[str]) -> str:
-    return " ".join(digests)
+    """What the modules were given says it."""
+    names = sorted({*one.inputs, *other.inputs})
+    given = [(name, one.inputs.get(name, ()), other.inputs.get(name, ())) for name in names]
+    for name, first, second in given:
+        if len(first) != len(second):
+            yield Part(where="batch", kind="calls", names=(name,), first=str(len(first)), second=str(len(second)))
+            return
+    for name, first, second in given:
+        if first != second:
+            yield Part(where="batch", kind="batch", names=(name,), first=" ".join(first), second=" ".join(second))
+            return
 
 
 def _unequal(where: str, kinds: Sequence[str], one: Sample, other: Sample, varying: Collection[str]) -> Iterator[Part]:

@@ -46,8 +46,6 @@ class Control:
     """For the witnesses of this run."""
     directories: Path
     """Holds the checkpoint directories in place of the user's own; the same for a stopped run and the resumed one."""
-    streams: Path
-    """Holds the random streams' states, each under its digest; the same for all runs."""
     steps: int = 0
     """Leave after so many boundaries of the process, in all its guards; 0: after `last`. -1: after a number that suits
     the script."""
@@ -77,7 +75,7 @@ class Control:
 
     def write(self, path: Path) -> Path:
         """Write it to `path`; returns that."""
-        content = asdict(self) | {name: str(getattr(self, name)) for name in ("folder", "directories", "streams")}
+        content = asdict(self) | {name: str(getattr(self, name)) for name in ("folder", "directories")}
         path.write_text(json.dumps(content), encoding="utf-8")
         return path
 
@@ -87,12 +85,11 @@ def read_control(path: Path) -> Control:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         alarm, last = content.pop("alarm"), content.pop("last")
-        paths = {name: Path(content.pop(name)) for name in ("folder", "directories", "streams")}
+        paths = {name: Path(content.pop(name)) for name in ("folder", "directories")}
         return Control(
             steps=int(content["steps"]),
             folder=paths["folder"],
             directories=paths["directories"],
-            streams=paths["streams"],
             last=None if last is None else (int(last[0]), int(last[1])),
             alarm=None if alarm is None else Alarm(**alarm),
             fault=content.get("fault"),

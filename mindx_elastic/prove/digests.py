@@ -14,9 +14,10 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.core.looks import attributes_of, items_of
+from mindx_elastic.core.mersenne import NumpyState, PythonState
 from mindx_elastic.core.tensor_memory import memory_of
 
-__all__ = ["digest", "leaves", "outline", "shape_of", "stream_bytes"]
+__all__ = ["digest", "leaves", "outline", "shape_of", "stream_digest"]
 
 _MOST_TEXT = 80
 _PLAIN: tuple[Any, ...] = (type(None), bool, int, float, complex, str)
@@ -86,18 +87,16 @@ def shape_of(value: Any) -> str:
     return f"{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
 
 
-def stream_bytes(state: Any) -> bytes:
-    """The bytes of one captured random stream (`capture.rng.pack_rng`), in a form that `streams` can read."""
-    if isinstance(state, torch.Tensor):
-        return state.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    if isinstance(state, Mapping) and "words" in state:  # Python's
-        words, gauss = [int(word) for word in state["words"]], state["gauss"]
-        return json.dumps({"words": words[:-1], "at": words[-1], "kept": repr(gauss)}).encode()
-    if isinstance(state, Mapping) and isinstance(inner := state.get("state"), Mapping) and "key" in inner:  # numpy's
-        kept = repr(state.get("gauss")) if state.get("has_gauss") else "None"
-        words = [int(word) for word in inner["key"]]
-        return json.dumps({"words": words, "at": int(inner["pos"]), "kept": kept}).encode()
-    return json.dumps(list(leaves(state))).encode()
+def stream_digest(state: Any) -> int:
+    """Of one random stream as `capture_rng` gives it; never 0."""
+    kind = type(state)
+    if kind is torch.Tensor:
+        content: Any = memory_of(state.cpu())
+    elif kind is PythonState or kind is NumpyState:
+        content = state.to_bytes()
+    else:
+        content = digest(state).encode()
+    return xxhash.xxh3_64_intdigest(content) or 1
 
 
 def _children(value: Any) -> dict[str, Any] | None:

@@ -23,12 +23,10 @@ import torch
 import xxhash
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.mersenne import NumpyState, PythonState
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.memory.arena import ArenaFile
-from mindx_elastic.prove.digests import digest
+from mindx_elastic.prove.digests import stream_digest
 from mindx_elastic.prove.overlap import note_comparison
 
 __all__ = ["KeptSteps", "open_kept_steps"]
@@ -91,7 +89,7 @@ class KeptSteps:
             self._rng = self._collector.rng
             for name, state in self._rng.items():
                 if name in _STREAMS and (name not in self._parts or self._parts[name][0] is not state):
-                    self._parts[name] = state, _digest_of(state)
+                    self._parts[name] = state, stream_digest(state)
         rates = [_number(group.get("lr")) for each in self._optimizers for group in each.param_groups]
         if rates != self._rates:
             self._rates, self._rates_digest = rates, xxhash.xxh3_64_intdigest(array("d", rates))
@@ -170,18 +168,6 @@ def _differences(before: _Entry, now: _Entry) -> Iterator[str]:
 
 def _differ(one: float, other: float) -> bool:
     return one != other and not math.isnan(one) and not math.isnan(other)
-
-
-def _digest_of(state: Any) -> int:
-    """Of one stream as `capture_rng` gives it; never 0."""
-    kind = type(state)
-    if kind is torch.Tensor:
-        content: Any = memory_of(state)
-    elif kind is PythonState or kind is NumpyState:
-        content = state.to_bytes()
-    else:
-        content = digest(state).encode()
-    return xxhash.xxh3_64_intdigest(content) or 1
 
 
 def _number(value: object) -> float:

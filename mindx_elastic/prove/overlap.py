@@ -8,20 +8,17 @@ notes the same, and says whether both are equal. The file, one JSON object a lin
 2. the lines of `records`: ``enter`` with the state at k, the steps;
 3. ``names``: of variables that each turn of the loop binds before it reads them (``rebound``), and of variables and
    attributes that go on from step to step (``carried``);
-4. ``streams``: states of the random streams by name and digest, deflated, in base64;
-5. ``end``: xxh3-64 of all that comes before it.
+4. ``end``: xxh3-64 of all that comes before it.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import platform
 import re
 import sys
-import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,30 +39,25 @@ from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.carried import carried, rebound_in
 from mindx_elastic.prove.causes import Explained, explain
-from mindx_elastic.prove.compare import Reference, compare_life, split_kinds
-from mindx_elastic.prove.records import Life, Step, parse_life
-from mindx_elastic.prove.streams import numbers_between
+from mindx_elastic.prove.compare import Lost, Reference, compare_life, compare_variables
+from mindx_elastic.prove.records import Life, parse_life
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
 
 __all__ = [
     "Comparison",
     "Played",
-    "Variables",
-    "compare_variables",
     "note_comparison",
     "open_comparison",
     "open_played",
 ]
 
 _T = TypeVar("_T")
-_VERSION = 1
+_VERSION = 2
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
 _KEEP = 'Keep it in a dict that is named (Guard(stateful={"own": own})), or compute it from guard.step'
-_HASHED = re.compile(r"[0-9a-f]{16}")
-_NAMED = re.compile(r'(?P<length>the length of )?"(?P<name>.*)" \((?P<place>.*)\)', re.DOTALL)
 
 
 class _Notes(Witness):
@@ -74,8 +66,6 @@ class _Notes(Witness):
     def __init__(self, stack: ExitStack, seen: Observed) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.states: dict[str, bytes] = {}
-        """Of random streams, by name and digest."""
         self.rebound: set[str] = set()
         """Variables that each turn of the innermost loop binds before it reads them: a batch, a loss."""
         self.carried: set[str] = set()
@@ -100,17 +90,6 @@ class _Notes(Witness):
     def write(self, event: str, **content: Any) -> None:
         self.lines.append(json.dumps({"event": event, "series": 0, **content}) + "\n")
 
-    def keep_stream(self, name: str, digest: str, content: bytes) -> None:
-        self.states[f"{name}-{digest}"] = content
-
-    def before_fetch(self) -> bool:
-        return bool(self._harmless(super().before_fetch))
-
-    def after_fetch(self, loader: int, batch: Any) -> None:
-        """The iterator of the stopped process is older than its notes: what the modules were given is compared."""
-        self._harmless(super().after_fetch, loader, batch)
-        self._fetched, self._begin = [], None
-
     def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
         self._harmless(super()._note_forward, name, args, kwargs)
 
@@ -131,7 +110,8 @@ class _Notes(Witness):
             self.rebound |= rebound_in(frame)
 
     def behind_tail(self) -> None:
-        """Nothing: the step was noted before."""
+        """The step was noted before."""
+        self._begin_step()
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
         """Nothing: a step that did not come to its end is no step."""
@@ -167,8 +147,6 @@ class Played(_Notes):
     def _keep(self) -> None:
         """Write the file. A failure costs nothing but the comparison."""
         self.write("names", rebound=sorted(self.rebound), carried=sorted(self.carried))
-        states = {key: base64.b64encode(zlib.compress(value, 1)).decode() for key, value in self.states.items()}
-        self.write("streams", states=states)
         text = json.dumps(self._head) + "\n" + "".join(self.lines)
         text += json.dumps({"event": "end", "digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
         temp = self._path.with_name(self._path.name + ".tmp")
@@ -217,27 +195,40 @@ class Comparison(_Notes):
         difference = compare_life(reference, life)
         explained = None
         if difference is not None:
-            explained = explain(reference, difference, self._moves)
+            explained = explain(reference, difference)
             if difference.is_fact:
                 logger.info("step %d: %s. If only a clock is behind it, nothing is lost", step, explained.what)
                 explained = None
-        variables = compare_variables(
-            self._left.life.steps[1],  # the first one is the boundary of the stop
-            life.steps[0],
-            rebound=self.rebound | self._left.rebound,
-            handed_on=self.carried | self._left.carried,
-        )
-        lost = "variables differ" if variables.lost else "verified"
-        self.outcome = outcome = "differs" if explained is not None else lost
-        self._tell(step, explained, variables)
-        reason = explained.what if explained is not None else ", ".join([*variables.lost, *variables.others])
-        why = reason if explained is not None else ", ".join(variables.lost)
+        lost, others, num_equal = self._not_got_back(life)
+        self.outcome = outcome = "differs" if explained is not None else "variables differ" if lost else "verified"
+        self._tell(step, explained, lost, others, num_equal)
+        reason = explained.what if explained is not None else ", ".join([*lost, *others])
+        why = reason if explained is not None else ", ".join(lost)
         note_comparison(self._seen, step, outcome, reason=reason, why=why, **self._digests)
         return explained
 
-    def _tell(self, step: int, explained: Explained | None, variables: Variables) -> None:
-        lost, others = (listed(each, _MOST_TOLD) for each in (variables.lost, variables.others))
-        also = f"; not as they were{' either' * bool(lost)}: {others}" if others else ""
+    def _not_got_back(self, life: Life) -> tuple[list[str], list[str], int]:
+        """As the step began: those that were not got back and that later steps read as far as one can see (names that
+        the running loops hand on from step to step, containers, attributes of kept objects), others, and how many are
+        equal."""
+        first = self._left.life.steps[1]  # the one before is the stop's boundary
+        before, now = first.given or {}, life.steps[0].given or {}
+        rebound, handed_on = self.rebound | self._left.rebound, self.carried | self._left.carried
+        before = {key: each for key, each in before.items() if Lost(key, "", "").root not in rebound}
+        found, num_equal = compare_variables(before, now)
+        lost: list[str] = []
+        others: list[str] = []
+        for each in found:
+            goes_on = not handed_on.isdisjoint((each.root, each.short, f"{each.short.rpartition('.')[0]}.*"))
+            is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
+            (lost if is_read else others).append(str(each))
+        return lost, others, num_equal
+
+    def _tell(
+        self, step: int, explained: Explained | None, lost_ones: Sequence[str], others: Sequence[str], num_equal: int
+    ) -> None:
+        lost = listed(lost_ones, _MOST_TOLD)
+        also = f"; not as they were{' either' * bool(lost)}: {listed(others, _MOST_TOLD)}" if others else ""
         if explained is not None:
             cause = f"usual cause: {explained.cause}. {explained.remedy}"
             if lost:
@@ -257,7 +248,7 @@ class Comparison(_Notes):
             logger.warning(told, step, lost, _KEEP[0].lower() + _KEEP[1:], also)
         elif self._seen.ranks.rank == 0 or others:
             told = "verified: step %d is the one of the stopped process, and so are %d variables%s"
-            logger.info(told, step, variables.num_equal, also)
+            logger.info(told, step, num_equal, also)
 
     def _other_software(self) -> str:
         """What may explain other bits."""
@@ -275,49 +266,6 @@ class Comparison(_Notes):
                 f'step {step} is not the one of the stopped process, and on_difference="stop" ends the job: {what}. '
                 f'{self._seen.resumed_path} stays; mend the cause and start again, or give on_difference="warn"'
             )
-
-    def _moves(self, name: str, before: str, after: str) -> int | None:
-        known = {**self._left.states, **self.states}
-        pair = known.get(f"{name}-{before}"), known.get(f"{name}-{after}")
-        return None if pair[0] is None or pair[1] is None else numbers_between(name, pair[0], pair[1])
-
-
-# --- the program's variables ---
-
-
-@dataclass(frozen=True)
-class Variables:
-    """What both processes had as the step began, in words such as ``n (13, now 0)``."""
-
-    num_equal: int
-    lost: Sequence[str]
-    """Not got back, and read by later steps as far as one can see: names that the running loops hand on from step to
-    step, containers, attributes of kept objects."""
-    others: Sequence[str]
-
-
-def compare_variables(one: Step, other: Step, *, rebound: Collection[str], handed_on: Collection[str]) -> Variables:
-    """As the step began: `one` in the stopped process, `other` in the resumed one. `rebound`: names that are left out.
-    `handed_on`: names that count as read, ``self.meter.*`` for all attributes of an object."""
-    theirs, ours = one.given or {}, other.given or {}
-    lost: list[str] = []
-    others: list[str] = []
-    num_equal = 0
-    for key, before in theirs.items():
-        kind, label = split_kinds(key)
-        found = _NAMED.fullmatch(label) if kind == "variable" and key in ours else None
-        if found is None or (root := re.split(r"[.\[]", found["name"])[0]) in rebound:
-            continue
-        now, name, is_length = ours[key], found["name"], found["length"] is not None
-        if before == now:
-            num_equal += 1
-            continue
-        is_plain = not _HASHED.fullmatch(before) and not _HASHED.fullmatch(now)
-        values = f" ({'length ' * is_length}{before}, now {now})" if is_plain else ""
-        goes_on = any(each in handed_on for each in (root, name, f"{name.rpartition('.')[0]}.*"))
-        is_read = is_length or goes_on or found["place"] == KEPT
-        (lost if is_read else others).append(printable(name + values, 120))
-    return Variables(num_equal, lost, others)
 
 
 def _names_that_go_on(path: Path) -> set[str]:
@@ -339,7 +287,6 @@ class _Left:
     life: Life
     last: int
     """The last step in it."""
-    states: Mapping[str, bytes]
     rebound: set[str]
     carried: set[str]
     software: Mapping[str, str]
@@ -427,7 +374,7 @@ def _read(path: Path, seen: Observed) -> str:
 
 
 def _parse(text: str, head: Mapping[str, Any]) -> _Left:
-    """Raises ValueError, KeyError, TypeError, AttributeError, zlib.error for anything but a whole file."""
+    """Raises ValueError, KeyError, TypeError, AttributeError for anything but a whole file."""
     lines = text.splitlines(keepends=True)
     end = json.loads(lines[-1])
     if end.get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
@@ -439,7 +386,6 @@ def _parse(text: str, head: Mapping[str, Any]) -> _Left:
     return _Left(
         life=life,
         last=max(step.number for step in life.steps),
-        states={key: zlib.decompress(base64.b64decode(value)) for key, value in events["streams"]["states"].items()},
         rebound=set(map(str, events["names"]["rebound"])),
         carried=set(map(str, events["names"]["carried"])),
         software={str(key): str(value) for key, value in head["software"].items()},

@@ -125,7 +125,7 @@ class _Prover(Baseline):
         if verdict is None and resumed.refusal:
             verdict = resumed_failure(resumed)
         if verdict is None and (found := self.earliest(resumed.lives)) is not None:
-            explained = explain(self.reference, found, self.moves)
+            explained = explain(self.reference, found)
             verdict = Verdict(outcome="differs", explained=explained, rank=found.rank, step=found.step)
         if verdict is None:
             verdict = resumed_failure(resumed, stopped=is_stopped)

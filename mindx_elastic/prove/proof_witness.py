@@ -104,7 +104,6 @@ class ProofWitness(Witness):
         self._stopper = seen.stopper
         signals = [number for policy in seen.policies for number in policy.signals]
         self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
-        self._may_be_restored = seen.resumed is not None
         self._open_file()
         stack.callback(self._close)
         if not _entered:
@@ -159,13 +158,6 @@ class ProofWitness(Witness):
     def write(self, event: str, **content: Any) -> None:
         line = {"event": event, "series": self._series, "clock": time.monotonic(), **content}
         os.write(self._file, json.dumps(line).encode() + b"\n")
-
-    def keep_stream(self, name: str, digest: str, content: bytes) -> None:
-        with suppress(FileExistsError):
-            path = self._control.streams / f"{name}-{digest}"
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.write(fd, content)
-            os.close(fd)
 
     def at_forward(self) -> None:
         if self._injector is not None:

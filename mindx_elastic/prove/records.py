@@ -31,12 +31,6 @@ class Step:
     num_batches: int = 0
     cut: bool = True
     """A checkpoint can be taken at its boundary."""
-    begin: Streams | None = None
-    """Before the first batch or forward. Empty: not known, because the iterator might still have changed them."""
-    batches: tuple[str, ...] = ()
-    """What the loaders handed out since the boundary before."""
-    fetched: Streams | None = None
-    """After the first batch."""
     forward: Streams | None = None
     """At the first forward in training mode."""
     given: Sample | None = None
@@ -147,7 +141,6 @@ def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
         given = {k: v for k, v in known.items() if k.partition("|")[0] in ("weights", "option", "flag", "variable")}
         forward = event["forward"]["streams"]
     _apply(known, event["end"])
-    fetched = event["fetched"]
     return Step(
         series=event["series"],
         number=event["step"],
@@ -155,9 +148,6 @@ def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
         step_in_epoch=event["step_in_epoch"],
         num_batches=event["num_batches"],
         cut=event["cut"],
-        begin=event["begin"],
-        batches=tuple(each["batch"] for each in fetched),
-        fetched=fetched[0]["streams"] if fetched else None,
         forward=forward,
         given=given,
         inputs={name: tuple(each) for name, each in event["inputs"].items()},

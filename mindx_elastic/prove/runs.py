@@ -126,8 +126,6 @@ class Runs:
         with ExitStack() as stack:
             self.folder = self._make_folder(stack)
             self.memory = _make_memory(stack)
-            self._streams = self.folder / "streams"
-            self._streams.mkdir()
             if not self.is_fresh:
                 self._open_zygotes(stack)
             self._stack = stack.pop_all()
@@ -155,13 +153,6 @@ class Runs:
         if self._keep is None:
             shutil.rmtree(chain.directories, ignore_errors=True)
 
-    def stream(self, name: str, digest: str) -> bytes | None:
-        """The bytes of a random stream's state."""
-        try:
-            return (self._streams / f"{name}-{digest}").read_bytes()
-        except OSError:
-            return None
-
     def run(
         self,
         chain: Chain,
@@ -183,7 +174,6 @@ class Runs:
         control = Control(
             folder=folder,
             directories=chain.directories,
-            streams=self._streams,
             steps=steps,
             last=last,
             alarm=alarm,

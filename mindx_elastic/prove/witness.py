@@ -1,8 +1,7 @@
 """What one training step has seen and made, noted as lines of JSON: `Witness` looks, its subclasses keep the lines.
 
-It looks in up to four places:
+It looks in up to three places:
 
-* the first batch that the loader hands out, and the streams after it;
 * the first forward of a named module in training mode: streams, weights, options of the optimizers, flags, and the
   program's own variables, which are not compared, but explain a difference;
 * what the modules are given: the tensors of the first forwards;
@@ -16,30 +15,28 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
-from mindx_elastic.capture.rng import capture_rng, pack_rng
+from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.observer import Observed
-from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
+from mindx_elastic.prove.digests import digest, leaves, outline, stream_digest
 from mindx_elastic.prove.records import MOST_FORWARDS
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
 __all__ = ["Witness", "held_by", "is_loader"]
 
-_MOST_BATCHES = 8  # a step
 _MOST_PARTS = 16  # of a batch
 _LOADER = re.compile(r"loader(_\d+)?")
 
@@ -60,10 +57,6 @@ class Witness:
         self._kept: set[int] = set()
         self._modules: dict[str, nn.Module] = {}
         self._outside: Callable[[], bool] = lambda: False
-        self._may_be_restored = False  # the first batch's iterator may still put the streams back
-        self._is_fetching = False
-        self._at_head = True
-        """No batch of an epoch has come yet, since its begin or the end of the one before."""
         self._begin_step()
 
     def watch(self, stack: ExitStack, seen: Observed) -> None:
@@ -77,14 +70,9 @@ class Witness:
             if not isinstance(module, torch.jit.ScriptModule):
                 handle = module.register_forward_pre_hook(self._forward_hook(name), prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
-        _watch_iterations(stack, seen.loaders, self)
 
     def write(self, event: str, **content: Any) -> None:
         """Keep one line."""
-        raise NotImplementedError
-
-    def keep_stream(self, name: str, digest: str, content: bytes) -> None:
-        """Keep the state of a random stream: how many numbers lie between two of them explains a difference."""
         raise NotImplementedError
 
     def at_forward(self) -> None:
@@ -93,47 +81,20 @@ class Witness:
     # --- one step ---
 
     def _begin_step(self) -> None:
-        self._begin: dict[str, str] | None = None
-        self._fetched: list[dict[str, Any]] = []
         self._forward: dict[str, Any] | None = None
         self._inputs: dict[str, list[str]] = {}
         self.scalars = {}
-
-    def before_fetch(self) -> bool:
-        """A named loader is asked for a batch. Returns whether to call `after_fetch` with it."""
-        if self._is_fetching or self._outside():
-            return False
-        self._is_fetching = True
-        if self._at_head and not self._fetched:  # what an epoch's head has done is part of no step
-            self._begin, self._forward, self._inputs = None, None, {}
-        if self._begin is None and not self._may_be_restored:
-            self._begin = self._streams()
-        return True
-
-    def after_fetch(self, loader: int, batch: Any) -> None:
-        """`batch`: what the loader has handed out, or None."""
-        self._is_fetching = False
-        if batch is None:  # the end of an epoch: what runs before the next one's first batch is no fault of the resume
-            self._at_head = True
-            if not self._fetched and self._forward is None:
-                self._begin = None
-            return
-        self._may_be_restored = self._at_head = False
-        if len(self._fetched) < _MOST_BATCHES:
-            self._fetched.append({"loader": loader, "batch": _parts(batch), "streams": self._streams()})
 
     def _forward_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
                 return
-            if not (self._is_fetching or self._outside()):
+            if not self._outside():
                 self._note_forward(name, args, kwargs)
 
         return hook
 
     def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
-        if self._begin is None:
-            self._begin = {} if self._fetched else self._streams()
         if self._forward is None:
             self._forward = {
                 "streams": self._streams(),
@@ -146,7 +107,6 @@ class Witness:
 
     def note_step(self, position: Position, *, is_cut: bool) -> None:
         """The step is over."""
-        self._may_be_restored = False
         if self._forward is not None:
             self._forward["sample"] = self._changes(self._forward["sample"], partly=True)
         self.write(
@@ -156,8 +116,6 @@ class Witness:
             step_in_epoch=position.step_in_epoch,
             num_batches=position.batch_num,
             cut=is_cut,
-            begin=self._begin,
-            fetched=self._fetched,
             forward=self._forward,
             inputs=self._inputs,
             scalars={name: digest(value) for name, value in self.scalars.items()},
@@ -167,6 +125,7 @@ class Witness:
         self._begin_step()
 
     def behind_tail(self) -> None:
+        self._begin_step()  # what that code has called is part of no step
         self.write("tail", end=self._everything())
 
     def _everything(self) -> dict[str, Any]:
@@ -190,11 +149,9 @@ class Witness:
 
     def _streams(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for name, state in pack_rng(capture_rng()).items():
+        for name, state in capture_rng().items():
             for each, part in _devices(name, state):
-                content = stream_bytes(part)
-                found[each] = xxhash.xxh3_64_hexdigest(content)
-                self.keep_stream(each, found[each], content)
+                found[each] = f"{stream_digest(part):016x}"
         return found
 
     def _weights(self) -> dict[str, str]:
@@ -293,54 +250,3 @@ def _devices(name: str, state: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}:{index}", each
     else:
         yield name, state
-
-
-# --- what the loaders hand out ---
-
-
-def _watch_iterations(stack: ExitStack, loaders: Sequence[Any], witness: Witness) -> None:
-    """Let the iterators of `loaders` tell the witness of each batch.
-
-    The class that has ``__iter__`` gets another one, because ``for`` looks there; other objects of it are left alone.
-    """
-    watched = {id(loader): index for index, loader in enumerate(loaders)}
-    for loader in loaders:
-        owner = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), None)
-        if owner is None or getattr(vars(owner)["__iter__"], "_of_witness", False):
-            continue
-        original = vars(owner)["__iter__"]
-
-        def iterate(self: Any, original: Any = original) -> Any:
-            iterator = original(self)
-            index = watched.get(id(self))
-            return iterator if index is None or iterator is self else _WatchedIterator(iterator, index, witness)
-
-        iterate._of_witness = True  # type: ignore[attr-defined]
-        with suppress(TypeError):  # a list of batches, a class in C: its batches are seen at the forward only
-            owner.__iter__ = iterate  # type: ignore[attr-defined]
-            stack.callback(setattr, owner, "__iter__", original)
-
-
-class _WatchedIterator(Iterator[Any]):
-    """Hands on what `iterator` gives. Whatever else it is asked for, the iterator answers."""
-
-    def __init__(self, iterator: Iterator[Any], loader: int, witness: Witness) -> None:
-        self._iterator, self._loader, self._witness = iterator, loader, witness
-
-    def __next__(self) -> Any:
-        if not self._witness.before_fetch():
-            return next(self._iterator)
-        batch = None
-        try:
-            batch = next(self._iterator)
-            return batch
-        finally:
-            self._witness.after_fetch(self._loader, batch)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_iterator", "_loader", "_witness"):
-            raise AttributeError(name)
-        return getattr(self._iterator, name)
-
-    def __len__(self) -> int:
-        return len(self._iterator)  # type: ignore[arg-type]

@@ -84,9 +84,9 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     document = json.loads(result.stdout)
     assert (document["outcome"], document["steps"], document["exit_code"]) == ("differs", 4, 1)
     found = document["runs"][-1]["first_difference"]
-    assert "the loader handed out the same, and the model was given something else" in found["what"]
+    assert "the batch of step " in found["what"] and "is another one" in found["what"]
     assert found["rank"] == 0 and "counter" in found["cause"]
-    assert '"own_steps" (main() in proved.py)' in found["variables"]
+    assert "own_steps (" in found["variables"]
     suite = ElementTree.fromstring((tmp_path / "prove.xml").read_text())
     assert (suite.attrib["tests"], suite.attrib["failures"]) == ("3", "1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "prove.xml"]
@@ -112,7 +112,7 @@ def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     words = ["--stops", 1, "--steps", 4, "--nproc-per-node", 2]
     result = run(*words, "--", JOBS / "proved.py", "scaled_on_1", tmp_path / "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "the model was given something else (rank 1)" in result.stdout
+    assert "is another one; not got back: own_steps" in result.stdout and "(rank 1)" in result.stdout
     assert "note: the ranks were stopped, and none was killed: --kill does that, too" in result.stdout
 
 

@@ -414,7 +414,7 @@ LOOPS: Sequence[Loop] = (
     ),
     Loop(
         "calls_of_the_data_set",
-        Told("calls", Found("the samples are the same and their content differs", "loader.dataset.calls")),
+        Told("calls", Found("is another one", "loader.dataset.calls")),
     ),
     Loop("not_deterministic", Found("the script itself is not deterministic")),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),

@@ -9,7 +9,7 @@ from mindx_elastic.prove.causes import explain
 from mindx_elastic.prove.compare import Difference, Reference, compare_life
 from mindx_elastic.prove.records import Life, Step
 
-__all__ = ["PER_EPOCH", "REFERENCE", "difference", "end", "life", "moves", "step", "weights", "words"]
+__all__ = ["PER_EPOCH", "REFERENCE", "difference", "end", "life", "step", "weights", "words"]
 
 PER_EPOCH = 10
 
@@ -24,16 +24,12 @@ def weights(number: int) -> dict[str, str]:
 
 def step(number: int, **changes: object) -> Step:
     """Step `number` of an exact run: a stream's digest is the count of its numbers, 4 a step."""
-    begin = {"torch": str(4 * (number - 1))}
     made = Step(
         series=0,
         number=number,
         epoch=1 + (number - 1) // PER_EPOCH,
         step_in_epoch=1 + (number - 1) % PER_EPOCH,
-        begin=begin,
-        batches=(f"{'b' * 14}{number:02},label",),
-        fetched=begin,
-        forward=begin,
+        forward={"torch": str(4 * (number - 1))},
         given={"weights|model.w": f"w{number - 1}", "option|optimizer lr": "0.1", "flag|model.training": "True"},
         inputs={"model": (f"x{number}",)},
         scalars={"scalar|loss": f"l{number}"},
@@ -51,13 +47,6 @@ def life(steps: Sequence[Step], *, resumed: int | None = None, outcome: str = "f
 REFERENCE = Reference(lives=[life([step(n) for n in range(1, 21)])])
 
 
-def moves(stream: str, before: str, after: str) -> int | None:
-    """Digests are counts; others lead nowhere."""
-    if not (before.isdecimal() and after.isdecimal()) or int(after) < int(before):
-        return None
-    return int(after) - int(before)
-
-
 def difference(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> Difference:
     known = {each.number: each for each in changed}
     steps = [known.pop(n, step(n)) for n in range(resumed + 1, 21)]
@@ -67,7 +56,7 @@ def difference(*changed: Step, resumed: int = 14, reference: Reference = REFEREN
 
 
 def words(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> str:
-    return explain(reference, difference(*changed, resumed=resumed, reference=reference), moves).what
+    return explain(reference, difference(*changed, resumed=resumed, reference=reference)).what
 
 
 def end(number: int, **changes: str) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from functools import partial
 from mindx_elastic.prove.causes import explain, explain_chance
 from mindx_elastic.prove.compare import Reference, compare_life, lost_variables
 from mindx_elastic.prove.records import Life, Step
-from tests.prove.made import PER_EPOCH, REFERENCE, difference, end, life, moves, step, weights, words
+from tests.prove.made import REFERENCE, difference, end, life, step, weights, words
 
 
 def part(letter: str, number: int = 0) -> str:
@@ -17,46 +17,27 @@ def part(letter: str, number: int = 0) -> str:
     return f"{letter * 14}{number:02}"
 
 
-def handed_out(*parts: Callable[[int], str]) -> Reference:
-    """The reference with batches of these parts, by the step's number."""
-    steps = [step(n, batches=(",".join(each(n) for each in parts),)) for n in range(1, 21)]
+def drawn() -> Reference:
+    """Steps in which something has drawn before the forward."""
+    steps = [step(n, forward={"torch": str(4 * (n - 1) + 2)}) for n in range(1, 21)]
     return Reference(lives=[life(steps)])
 
 
-def test_a_draw_after_the_boundary_is_counted() -> None:
-    moved = Reference(lives=[life([step(n, begin={"torch": str(4 * (n - 1) + 2)}) for n in range(1, 21)])])
-    assert words(step(15), resumed=14, reference=moved) == (
-        "step 15 began with another torch stream: something drew 2 numbers between the boundary of 14 and the batch"
+def test_a_draw_after_the_boundary() -> None:
+    assert words(step(15), reference=drawn()) == (
+        "step 15 began with another torch stream: "
+        "something drew from it between the boundary of 14 and the first forward"
     )
-
-
-def test_a_draw_is_counted_where_the_streams_are_known_after_the_fetch_only() -> None:
-    def late(number: int) -> Step:
-        there = {"torch": str(4 * (number - 1) + 2)}
-        return step(number, begin=there, fetched=there, forward=there)
-
-    moved = Reference(lives=[life([late(n) for n in range(1, 21)])])
-    resumed = step(15, begin={})
-    assert "something drew 2 numbers between the boundary of 14 and the batch" in words(resumed, reference=moved)
 
 
 def test_a_draw_of_the_resumed_run() -> None:
-    other = {"torch": str(4 * 14 + 3)}
-    text = words(step(15, begin=other, fetched=other, forward=other))
-    assert text.endswith("the resumed run drew 3 numbers up to the batch, the uninterrupted one none")
+    text = words(step(15, forward={"torch": "other"}))
+    assert "the resumed run drew from it between the boundary of 14 and the first forward" in text
 
 
 def test_a_seed_set_again() -> None:
-    found = difference(step(15, begin={"torch": "seeded"}))
-    assert "a seed is set again" in explain(REFERENCE, found, moves).cause
-
-
-def test_a_draw_in_the_data_set() -> None:
-    other = {"torch": str(4 * 14 + 1)}
-    text = words(step(15, fetched=other, forward=other))
-    assert text.startswith(
-        "step 15: the torch stream moved otherwise while the batch was fetched: by 0 numbers, and by 1"
-    )
+    found = difference(step(15, forward={"torch": "seeded"}), reference=drawn())
+    assert "a seed is set there" in explain(drawn(), found).cause
 
 
 def test_a_batch_that_was_fetched_ahead() -> None:
@@ -76,35 +57,14 @@ def test_a_data_order_that_began_anew() -> None:
 
 def test_a_known_batch_says_more_than_what_its_iterator_drew() -> None:
     other = {"torch": str(4 * 14 + 2)}
-    began_anew = step(15, begin=other, inputs={"model": ("x1",)})
-    found = explain(REFERENCE, difference(began_anew), moves)
+    began_anew = step(15, forward=other, inputs={"model": ("x1",)})
+    found = explain(REFERENCE, difference(began_anew))
     assert "the data order began anew" in found.what and "random streams" not in found.what
 
 
-def test_batches_of_other_content() -> None:
-    batches = (f"{'c' * 16},label",)
-    assert words(step(15, inputs={"model": ("new",)}, batches=batches)) == "the batch of step 15 is another one"
-    same = step(15, inputs={"model": ("new",)})
-    assert "the loader handed out the same, and the model was given something else" in words(same)
-
-
-def test_samples_are_the_same_where_what_tells_them_apart_is_equal() -> None:
-    def found(reference: Reference, batch: str) -> str:
-        return words(step(15, inputs={"model": ("new",)}, batches=(batch,)), reference=reference)
-
-    def targets(n: int) -> str:
-        return part("e", n)
-
-    noisy = handed_out(partial(part, "d"), targets)
-    assert "the samples are the same and their content differs" in found(noisy, f"{part('c')},{part('e', 15)}")
-    assert found(noisy, f"{part('c')},{part('f')}") == "the batch of step 15 is another one"
-    few_classes = handed_out(partial(part, "d"), lambda n: part("e", n % 3))
-    assert found(few_classes, f"{part('c')},{part('e', 0)}") == "the batch of step 15 is another one"
-    with_index = handed_out(partial(part, "d"), targets, partial(part, "a"))
-    by_chance = found(with_index, f"{part('c')},{part('e', 15)},{part('b')}")
-    assert by_chance == "the batch of step 15 is another one: 2 parts of it differ, and the rest is equal"
-    same_order = handed_out(partial(part, "d"), lambda n: part("e", (n - 1) % PER_EPOCH))
-    assert "the samples are the same" in found(same_order, f"{part('c')},{part('e', 4)}"), "no shuffle: 5, and 15"
+def test_a_batch_of_no_other_step() -> None:
+    found = explain(REFERENCE, difference(step(15, inputs={"model": ("new",)})))
+    assert found.what == "the batch of step 15 is another one" and "from_function(get_batch)" in found.remedy
 
 
 def test_a_hidden_state_is_told_from_a_mask_of_ones() -> None:
@@ -120,37 +80,16 @@ def test_a_hidden_state_is_told_from_a_mask_of_ones() -> None:
     assert in_part not in words(other, reference=masked)
 
 
-def test_streams_that_moved_at_another_moment_count_only_where_the_forward_differs() -> None:
-    moved = {"torch": str(4 * 14 + 1)}
-    assert compare_life(REFERENCE, life([step(15, fetched=moved)], resumed=14)) is None
-    assert "while the batch was fetched" in words(step(15, fetched=moved, inputs={"model": ("new",)}))
-    assert "while the batch was fetched" in words(step(15, fetched=moved, forward=None))
-
-
-def test_half_of_a_pair_counts_as_one_number() -> None:
-    def drawn(number: int) -> Step:
-        there = {"torch": f"{4 * (number - 1)}k"}
-        return step(number, begin=there, fetched=there, forward=there)
-
-    def count(stream: str, before: str, after: str) -> int | None:
-        return moves(stream, before.removesuffix("k"), after.removesuffix("k"))
-
-    reference = Reference(lives=[life([drawn(n) for n in range(1, 21)])])
-    for begin in ({}, step(15).begin):
-        found = explain(reference, difference(step(15, begin=begin), reference=reference), count)
-        assert "something drew 1 number between the boundary of 14 and the batch" in found.what, found.what
-
-
 def test_another_number_of_forwards_is_counted() -> None:
     more = step(15, inputs={"model": ("x15", "x16")})
     assert words(more) == "model was called 1 time in step 15, and 2 times in the resumed run"
-    gone = explain(REFERENCE, difference(step(15, inputs={"other": ("x15",)})), moves)
+    gone = explain(REFERENCE, difference(step(15, inputs={"other": ("x15",)})))
     assert gone.what == "model was called 1 time in step 15, and 0 times in the resumed run"
     assert "guard.enumerate(loader)" in gone.remedy
 
 
 def test_an_epoch_that_goes_on() -> None:
-    found = explain(REFERENCE, difference(step(11, epoch=1, step_in_epoch=11), resumed=10), moves)
+    found = explain(REFERENCE, difference(step(11, epoch=1, step_in_epoch=11), resumed=10))
     assert found.what.endswith("it is step 11 of epoch 1: it went on in an epoch that had ended")
     assert "islice" in found.cause and "guard.enumerate(loader)" in found.remedy
 
@@ -159,7 +98,7 @@ def test_a_rate_that_is_set_before_the_update_comes_before_the_weights() -> None
     rate = {**end(15, weights="other", optimizer="other"), "option|optimizer lr": "0.05"}
     found = difference(step(15, end=rate))
     assert [part.kind for part in found.parts] == ["option", "weights", "optimizer"]
-    assert explain(REFERENCE, found, moves).what.startswith("optimizer lr differs at step 15: 0.1, and 0.05")
+    assert explain(REFERENCE, found).what.startswith("optimizer lr differs at step 15: 0.1, and 0.05")
 
 
 def test_weights_with_which_the_script_ends() -> None:
@@ -173,7 +112,7 @@ def test_weights_with_which_the_script_ends() -> None:
     assert compare_life(one, ended("best")) is None
     found = compare_life(one, ended("last"))
     assert found is not None and found.step == 20
-    explained = explain(one, found, moves)
+    explained = explain(one, found)
     assert explained.what == "every step is equal, and the weights differ with which the script ends: model.w"
     assert 'Guard(stateful={"best": best})' in explained.remedy
     assert compare_life(replace(one, varying=frozenset({"exit|model.w"})), ended("last")) is None
@@ -183,7 +122,7 @@ def test_weights_with_which_the_script_ends() -> None:
 def test_causes_come_before_effects() -> None:
     worst = step(
         15,
-        begin={"torch": "seeded"},
+        forward={"torch": "seeded"},
         inputs={"model": ("new",)},
         given={"weights|model.w": "w14", "option|optimizer lr": "0.2", "flag|model.training": "False"},
         end=end(15, weights="other", optimizer="other"),
@@ -207,14 +146,14 @@ def test_weights_at_entry_at_the_forward_and_after() -> None:
     assert found is not None
     assert (
         "weights differ at the very first resumed step (15), before any batch: model.w"
-        in explain(REFERENCE, found, moves).what
+        in explain(REFERENCE, found).what
     )
     clipped = Reference(
         lives=[life([step(n, given={**(step(n).given or {}), "weights|model.w": f"c{n}"}) for n in range(1, 21)])]
     )
-    text = explain(clipped, difference(step(15), reference=clipped), moves)
+    text = explain(clipped, difference(step(15), reference=clipped))
     assert "at the first forward of step 15" in text.what and "after the boundary of 14" in text.cause
-    changed = explain(REFERENCE, difference(step(15, given={**(step(15).given or {}), "weights|model.w": "x"})), moves)
+    changed = explain(REFERENCE, difference(step(15, given={**(step(15).given or {}), "weights|model.w": "x"})))
     assert "the resumed run changed them" in changed.cause
     assert words(step(17, end=end(17, weights="other"))) == "weights differ after step 17: model.w"
     assert words(step(17, end=end(17, optimizer="other"))).startswith(
@@ -231,7 +170,7 @@ def test_the_place_and_the_length() -> None:
     )
     cut = life([step(n) for n in range(15, 30)], resumed=14, outcome="ended")
     found = compare_life(REFERENCE, cut)
-    assert found is not None and "9 steps or more too many" in explain(REFERENCE, found, moves).what
+    assert found is not None and "9 steps or more too many" in explain(REFERENCE, found).what
 
 
 def test_stateful_objects_and_scalars_have_words() -> None:
@@ -278,8 +217,8 @@ def short_life(*steps: Step) -> Life:
 def test_a_variable_that_was_not_got_back_is_named_with_both_values() -> None:
     found = compare_life(SHORT, short_life(short_step(3, 0, **{"weights|w": "x"})))
     assert found is not None
-    lines = explain(SHORT, found, lambda stream, before, after: None).lines
-    assert len(lines) == 2 and lines[0] == "weights differ after step 3: w; not got back: passed: 2, now 0"
+    lines = explain(SHORT, found).lines
+    assert len(lines) == 2 and lines[0] == "weights differ after step 3: w; not got back: passed (2, now 0)"
     assert lines[1].startswith("usual cause: ")
     right = compare_life(SHORT, short_life(short_step(3, 2, **{"weights|w": "x"})))
     assert right is not None and not right.lost
@@ -306,6 +245,6 @@ def test_a_variable_is_named_where_the_resumed_run_goes_on_behind_the_end() -> N
 def test_an_update_that_only_one_run_has_made() -> None:
     found = compare_life(SHORT, short_life(short_step(3, 2, **{"weights|w": "2"})))
     assert found is not None
-    told = explain(SHORT, found, lambda stream, before, after: None)
+    told = explain(SHORT, found)
     assert "the uninterrupted run has updated them in this step, and the other one has not" in told.what
     assert not found.is_fact and "optimizer.step()" in told.cause and "guard.enumerate(loader)" in told.remedy

@@ -12,14 +12,14 @@ from mindx_elastic.prove.control import Alarm, Control, read_control
 
 def test_the_control_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     alarm = Alarm(series=1, step=3, rank=1, kill=True)
-    one = Control(folder=tmp_path, directories=tmp_path, streams=tmp_path, steps=-1, last=(0, 4), alarm=alarm)
+    one = Control(folder=tmp_path, directories=tmp_path, steps=-1, last=(0, 4), alarm=alarm)
     assert read_control(one.write(tmp_path / "control.json")) == one
     assert str(alarm) == "killed after step 3"
 
 
 def test_the_length_of_a_run(tmp_path: Path) -> None:
     def last(num_batches: int, took_s: float | None = None, *, before: int = 0, **more: object) -> int:
-        control = Control(folder=tmp_path, directories=tmp_path, streams=tmp_path, **more)  # type: ignore[arg-type]
+        control = Control(folder=tmp_path, directories=tmp_path, **more)  # type: ignore[arg-type]
         return next(
             n
             for n in range(1, 1000)
@@ -47,7 +47,7 @@ def test_a_control_file_that_is_not_one(tmp_path: Path) -> None:
 
 
 def test_where_the_last_boundary_is_counts_the_guards_of_the_program(tmp_path: Path) -> None:
-    control = Control(folder=tmp_path, directories=tmp_path, streams=tmp_path, last=(1, 4))
+    control = Control(folder=tmp_path, directories=tmp_path, last=(1, 4))
     assert not control.is_last(0, 9, 9, 0, None, in_all=9)
     assert not control.is_last(1, 3, 3, 0, None, in_all=9)
     assert control.is_last(1, 4, 4, 0, None, in_all=9) and control.is_last(2, 1, 1, 0, None, in_all=9)

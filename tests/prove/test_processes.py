@@ -42,7 +42,7 @@ def test_a_line_is_seen_at_once(tmp_path: Path, zygote: Zygote, how: str) -> Non
     )
     request = Request(command=[str(script)], env=environment(), log=tmp_path / "log", notes=None)
     if how == "fresh":
-        control = Control(folder=tmp_path, directories=tmp_path, streams=tmp_path).write(tmp_path / "control.json")
+        control = Control(folder=tmp_path, directories=tmp_path).write(tmp_path / "control.json")
         notes, env = tmp_path / "notes", environment(MINDX_PROVE=str(control))
         request = replace(request, notes=notes, env=env)
     process = zygote.start(request) if how == "forked" else FreshProcess(request)

@@ -139,17 +139,17 @@ def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(
     found = {row.verdict.step: row.verdict.explained for row in proof.rows if row.verdict.explained is not None}
     assert {3, 5} <= set(found), "at every second step"
     for step, explained in found.items():
-        began = f"step {step} began with another torch stream: something drew "
+        began = f"step {step} began with another torch stream: something drew from it "
         assert explained.what.startswith(began), explained.what
 
 
 FAULTS = [
     (
-        *("draw", "began with another torch stream: something drew 2 numbers between the boundary of "),
+        *("draw", "began with another torch stream: something drew from it between the boundary of "),
         *("code after step_end()", "guard.outside_step()"),
     ),
     ("scheduler", "optimizer lr differs at step 3: 0.009", "a scheduler is not named", "Guard(lr_scheduler=...)"),
-    ("content", "a part of it is equal, so the samples are the same", "of its own", "seed by the index"),
+    ("content", "is another one", "its order or content depends on a generator, a counter", "what decides the batch"),
     ("order", "the data order began anew", "no loader is named", "Guard(loader=...)"),
     ("never", "the run never resumed: it was stopped after step 1", 'resume="never"', 'resume="auto"'),
     (
@@ -162,7 +162,7 @@ FAULTS = [
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
     ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
     ("enumerates", "model was called 2 times in step", "enumerate(loader)", "guard.enumerate(loader)"),
-    ("seeded", "between the batch and the first forward", "a seed is set there", "at the head of each epoch or step"),
+    ("seeded", "began with another torch stream", "a seed is set there", "at the head of each epoch or step"),
 ]
 
 

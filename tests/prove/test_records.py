@@ -27,8 +27,6 @@ EVENTS: list[dict[str, Any]] = [
         "step_in_epoch": 1,
         "num_batches": 5,
         "cut": False,
-        "begin": {"torch": "a"},
-        "fetched": [{"loader": 0, "batch": "b", "streams": {"torch": "a"}}],
         "forward": {"streams": {"torch": "a"}, "sample": {"changed": {"option|lr": "0.1"}, "gone": []}},
         "inputs": {"model": ["x"]},
         "scalars": {"loss": "1.0"},
@@ -48,7 +46,7 @@ def test_witnesses_are_put_together_from_what_has_changed() -> None:
     assert step.given == {"weights|w": "0", "flag|t": "True", "option|lr": "0.1"}
     assert step.end == {"weights|w": "1", "option|lr": "0.1"}
     assert step.place == (0, 1) and not step.cut
-    assert (step.batches, step.inputs, step.scalars) == (("b",), {"model": ("x",)}, {"scalar|loss": "1.0"})
+    assert (step.inputs, step.scalars) == ({"model": ("x",)}, {"scalar|loss": "1.0"})
     assert (life.outcome, life.notes) == ("finished", ("a note",))
 
 

@@ -60,7 +60,7 @@ def test_it_is_as_under_the_interpreter(
     monkeypatch.chdir(program)
     folder = tmp_path / "run"
     folder.mkdir()
-    control = Control(folder=folder, directories=tmp_path, streams=tmp_path).write(tmp_path / "control.json")
+    control = Control(folder=folder, directories=tmp_path).write(tmp_path / "control.json")
     env = environment(MINDX_PROVE=str(control))
     words = [*command, "7", "--flag", "--", "x"]
     plain = subprocess.run(
@@ -89,7 +89,7 @@ def test_what_it_does_is_noted(tmp_path: Path, zygote: Zygote, monkeypatch: pyte
         "os.environ['OMP_NUM_THREADS'] = '3'; os.environ['OTHER'] = '1'\n"
         "raise ValueError('no')\n"
     )
-    control = Control(folder=folder, directories=tmp_path, streams=tmp_path).write(tmp_path / "control.json")
+    control = Control(folder=folder, directories=tmp_path).write(tmp_path / "control.json")
     env = environment(TMPDIR=str(home / "temporary"), OMP_NUM_THREADS="1", MINDX_PROVE=str(control))
     request = Request(command=["writes.py"], env=env, log=tmp_path / "log", notes=folder / NOTES_FILE)
     monkeypatch.chdir(home)

@@ -38,11 +38,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
             monkeypatch.setattr(proof_witness, name, value)
         folder = tmp_path / "proof" / f"run_{next(numbers)}"
         folder.mkdir(parents=True)
-        for name in ("directories", "streams"):
-            (tmp_path / "proof" / name).mkdir(exist_ok=True)
-        told = Control(
-            folder=folder, directories=tmp_path / "proof/directories", streams=tmp_path / "proof/streams", **control
-        )
+        (tmp_path / "proof/directories").mkdir(exist_ok=True)
+        told = Control(folder=folder, directories=tmp_path / "proof/directories", **control)
         monkeypatch.setenv("MINDX_PROVE", str(told.write(folder / "control.json")))
         return folder
 
@@ -82,10 +79,8 @@ def test_each_place_of_a_step_is_noted(tmp_path: Path, begin: Begin) -> None:
     assert not (tmp_path / "ckpt").exists(), "the directory is another one"
     assert [(step.epoch, step.step_in_epoch) for step in life.steps[4:6]] == [(1, 5), (2, 1)]
     one, two = life.steps[:2]
-    assert {"torch", "python", "numpy"} <= set(one.begin or {})
-    assert one.begin == one.fetched == one.forward, "the loader's samples have streams of their own"
-    assert one.begin is not None and one.streams["torch"] != one.begin["torch"], "dropout"
-    assert len(one.batches) == 1 and one.batches[0].count(",") == 1, "inputs and labels"
+    assert {"torch", "python", "numpy"} <= set(one.forward or {})
+    assert one.forward is not None and one.streams["torch"] != one.forward["torch"], "dropout"
     assert list(one.inputs) == ["model"] and one.inputs != two.inputs
     assert one.given is not None and one.given["weights|model.0.weight"] == life.entered["weights|model.0.weight"]
     assert one.end["weights|model.0.weight"] != one.given["weights|model.0.weight"]
@@ -171,14 +166,6 @@ def test_an_alarm_fires_once_in_a_run(tmp_path: Path, begin: Begin) -> None:
     (folder / "fired").touch()
     Job(tmp_path / "ckpt").run(1)
     assert life_of(folder).outcome == "finished"
-
-
-def test_streams_can_be_read_by_their_digest(tmp_path: Path, begin: Begin) -> None:
-    folder = begin(steps=2)
-    run_to_the_end_of_the_proof(Job(tmp_path / "ckpt"))
-    known = {path.name for path in (tmp_path / "proof" / "streams").iterdir()}
-    for step in life_of(folder).steps:
-        assert {f"{name}-{digest}" for name, digest in step.streams.items()} <= known
 
 
 def test_the_weights_at_the_exit_are_those_of_the_script_s_end(tmp_path: Path, begin: Begin) -> None:
