@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: help venv wheel demo test lint types pytest fast drill trainers packages format proto bench docs clean
+.PHONY: help venv wheel demo test lint types pytest fast drill mutants trainers packages format proto bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
+	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist plan' for some rooms"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 90 packages of others into .venv-packages and prints docs/packages.md's table"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
@@ -131,6 +132,9 @@ drill: $(DONE)/dev
 	part $(BIN)/python -m tests.drill_kills $(DRILL_ARGS); \
 	if (( $${#failed[@]} )); then printf 'drill: FAILED: %s\n' "$${failed[@]}" >&2; exit 1; fi; \
 	echo "drill: all three parts passed"
+
+mutants: $(DONE)/dev
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 # Not in [dev]: decision 40. Once they are there, `make test` and `make drill` run their shares of these tests, too.
 $(DONE)/trainers: pyproject.toml $(DONE)/dev

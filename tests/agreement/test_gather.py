@@ -13,7 +13,6 @@ from mindx_elastic.agreement import gather as module
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.gather import Merged, _error_of, all_or_none
 from mindx_elastic.errors import (
-    CheckpointError,
     MismatchError,
     PeerStartError,
     UnsafeDirectoryError,
@@ -62,49 +61,6 @@ def test_an_answer_has_a_part_for_each_rank_and_parts_to_ask_for() -> None:
 
     found = on_all_ranks(3, work)
     assert list(found) == [(6, own, [{"a": None}, [1, 2]]) for own in (10, 20, 30)]
-
-
-def test_only_rank_0_merges_and_its_error_is_raised_on_all() -> None:
-    merging: list[int] = []
-
-    def work(rank: int, exchange: BoardExchange) -> None:
-        def merge(said: list[Any]) -> Merged:
-            merging.append(rank)
-            raise MismatchError("they do not fit")
-
-        exchange.gather("plan", rank, merge)
-
-    found = on_all_ranks(3, work)
-    assert merging == [0]
-    assert [(type(each), str(each)) for each in found] == [
-        (MismatchError, "they do not fit"),
-        (MismatchError, "rank 0: they do not fit"),
-        (MismatchError, "rank 0: they do not fit"),
-    ]
-
-
-def test_those_who_wait_already_hear_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 fails while the others wait for rank 3, which never comes."""
-    monkeypatch.setattr(module, "_HEARD_S", 0.05)
-    board = Board(4)
-    errors_heard: dict[int, BaseException] = {}
-
-    def wait(rank: int) -> None:
-        try:
-            BoardExchange(board, rank).gather("a", "", lambda said: Merged(None))
-        except Exception as error:
-            errors_heard[rank] = error
-
-    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    with board.changed:
-        assert board.changed.wait_for(lambda: board.counts.get("round0/count") == 2, 60)
-    with pytest.raises(UsageError), all_or_none(BoardExchange(board, 2)):
-        raise UsageError("no directory")
-    for thread in threads:
-        thread.join(60)
-    assert {rank: str(error) for rank, error in errors_heard.items()} == dict.fromkeys((0, 1), "rank 2: no directory")
 
 
 def test_a_false_bell_does_not_end_the_wait() -> None:
@@ -157,18 +113,6 @@ def test_an_error_of_one_rank_is_everybodys(error: BaseException, kind: type[Exc
         assert type(each) is kind and str(each) == text
 
 
-def test_two_that_fail_at_once_keep_their_own_errors() -> None:
-    def work(rank: int, exchange: BoardExchange) -> None:
-        meetings("a")(rank, exchange)
-        if rank < 2:
-            raise ValueError(f"of {rank}")
-        meetings("b")(rank, exchange)
-
-    found = on_all_ranks(3, work)
-    assert [str(each) for each in found[:2]] == ["of 0", "of 1"]
-    assert isinstance(found[2], PeerStartError) and found[2].rank in (0, 1)
-
-
 def test_ranks_at_different_points_are_told_apart() -> None:
     def work(rank: int, exchange: BoardExchange) -> None:
         meetings("mirror" if rank else "layout")(rank, exchange)
@@ -176,14 +120,6 @@ def test_ranks_at_different_points_are_told_apart() -> None:
     found = on_all_ranks(2, work)
     assert all("rank 1 is at 'mirror' of its start and rank 0 at 'layout'" in str(each) for each in found)
     assert all(isinstance(each, UsageError) for each in found)
-
-
-def test_a_failed_rank_does_not_wait_long_for_those_who_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HEARD_S", 0.05)
-    exchange = BoardExchange(Board(2), 0)
-    with pytest.raises(ValueError, match="nobody"), all_or_none(exchange):
-        raise ValueError("nobody else is here yet")
-    assert exchange.board.values["round0/answer"].startswith("!")
 
 
 def test_rank_0_stays_until_all_have_read_what_its_merge_failed_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,18 +163,6 @@ def leave_in_the_wait(exchange: Any, name: str) -> None:
         patch.setattr(exchange, "_wait", interrupted)
         with pytest.raises(KeyboardInterrupt), all_or_none(exchange):
             exchange.hear(name)
-
-
-def test_a_rank_that_leaves_in_its_wait_takes_the_answer_of_that_meeting() -> None:
-    board = Board(3)
-    ranks = [BoardExchange(board, rank) for rank in range(3)]
-    for exchange in ranks:
-        exchange.say("a", exchange.rank)
-    leave_in_the_wait(ranks[1], "a")
-    ranks[0].preside("a", Merged)
-    for rank in (0, 2):
-        with pytest.raises(PeerStartError, match=r"^rank 1 could not start: KeyboardInterrupt$"):
-            ranks[rank].hear("a")
 
 
 def test_a_rank_that_leaves_in_its_wait_when_the_answer_is_there_takes_the_next_one() -> None:
@@ -297,14 +221,6 @@ def test_what_others_write_is_at_most_a_message(text: str) -> None:
     board.values["round0/answer"] = f"!{text}"
     with pytest.raises(PeerStartError, match="could not start"):
         meetings("a")(1, BoardExchange(board, 1))
-
-
-def test_control_characters_of_others_are_not_printed() -> None:
-    board = Board(2)
-    board.values["round0/answer"] = "!" + json.dumps([1, "CheckpointError", "\x1b[2Jgone" + "x" * 10_000])
-    with pytest.raises(CheckpointError) as caught:
-        meetings("a")(1, BoardExchange(board, 1))
-    assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 5000
 
 
 @pytest.mark.parametrize(("absent", "text"), [(2, "rank 2 did not come to 'listing'"), (0, "for rank 0 at 'listing'")])

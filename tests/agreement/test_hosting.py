@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import pytest
 from torch.distributed import TCPStore
 
-from mindx_elastic.agreement.hosting import ask_again_soon, host_store
+from mindx_elastic.agreement.hosting import host_store
 
 
 def takes(family: socket.AddressFamily, address: str, port: int) -> bool:
@@ -51,12 +50,3 @@ def test_a_machine_with_another_address_is_reached_by_both(known: list[str], mon
     store = host_store("localhost")
     assert takes(socket.AF_INET, "127.0.0.1", store.port)
     assert takes(socket.AF_INET6, "::1", store.port)
-
-
-def test_what_the_user_says_of_the_resolver_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RES_OPTIONS", "ndots:2")
-    ask_again_soon()
-    assert os.environ["RES_OPTIONS"] == "ndots:2"
-    monkeypatch.delenv("RES_OPTIONS")
-    ask_again_soon()
-    assert os.environ["RES_OPTIONS"] == "timeout:1 attempts:5"

@@ -164,46 +164,6 @@ class Counted:
         return counted
 
 
-def test_a_signal_to_all_ranks_costs_each_a_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a launcher sends it: every rank asks for the stop."""
-    monkeypatch.setattr(store_exchange, "_ANSWER_S", 60.0)  # a slow machine is not what this is about
-    world, made = 8, list[Counted]()
-    with connections() as connect:
-
-        def counted() -> Any:
-            made.append(Counted(connect()))
-            return made[-1]
-
-        ranks = [StoreExchange(counted, rank=rank, world_size=world) for rank in range(world)]
-        heard = [threading.Event() for _ in ranks]
-        for rank, exchange in enumerate(ranks):
-            exchange.listen(lambda content, rank=rank: heard[rank].set())  # type: ignore[misc]
-        won: dict[int, Any] = {}
-        decisions: dict[int, Decision] = {}
-
-        def stop(rank: int) -> None:
-            won[rank] = ranks[rank].request(request("SIGTERM", rank))
-            decisions[rank] = ranks[rank].decide("stop", rank % 5, 60)
-
-        threads = [threading.Thread(target=stop, args=(rank,)) for rank in range(world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert all(event.wait(30) for event in heard)
-        # A rank that has asked itself hears nothing new from its bell; its listener may still have looked.
-        listened = [made[3 * rank + 1].messages for rank in range(world)]
-        sent = [made[3 * rank].messages + made[3 * rank + 2].messages for rank in range(world)]
-        for exchange in ranks:
-            exchange.close()
-    assert {decision.step for decision in decisions.values()} == {4}
-    assert len({answer["origin"] for answer in won.values()}) == 1
-    assert max(map(len, sent)) <= 8, "one that rings and concludes sends two more than the others"
-    assert sum(map(len, sent)) <= 6 * world + 4
-    assert max(map(len, listened)) <= 2, listened
-    assert sum(connection.num_bells for connection in made) <= 2 * world
-
-
 def test_one_alarm_costs_each_rank_six_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank asks; the listeners of the others wake up, and their watchers make their offers."""
     monkeypatch.setattr(store_exchange, "_ANSWER_S", 60.0)
@@ -352,30 +312,10 @@ def test_who_has_left(ranks: list[StoreExchange]) -> None:
     assert [ranks[0].has_left(rank) for rank in range(3)] == [False, True, True]
 
 
-def test_a_dead_rank_is_not_waited_for(ranks: list[StoreExchange]) -> None:
-    """Whoever sees the death decides for all, also for those that wait already and those that come later."""
-    decisions: list[Decision] = []
-    thread = threading.Thread(target=lambda: decisions.append(ranks[0].decide("stop", 5, 600)))
-    thread.start()
-    ranks[2].abandon("rank 1 is gone")
-    thread.join(30)
-    assert decisions == [Decision(None, "rank 1 is gone")]
-    assert ranks[0].decide("salvage", 5, 600) == ranks[2].decide("stop", 6, 600) == decisions[0]
-
-
 def test_a_decision_that_was_made_is_not_abandoned(ranks: list[StoreExchange]) -> None:
     made = decide(ranks, {0: 5, 1: 6, 2: 5}, 30)
     ranks[0].abandon("rank 1 is gone")
     assert ranks[0].decide("stop", 5, 30) == made[0] == Decision(6)
-
-
-def test_values_are_collected_once_all_are_there(ranks: list[StoreExchange]) -> None:
-    for rank in (2, 0):
-        ranks[rank].publish("every", str(rank))
-        assert ranks[0].try_collect("every") is None
-    ranks[1].publish("every", "1")
-    ranks[0].collect("every", 30)  # a store acknowledges no value: another connection may ask before it is there
-    assert [exchange.try_collect("every") for exchange in ranks] == [["0", "1", "2"]] * 3
 
 
 def test_nobody_ends_before_all_know_that_all_have_finished(ranks: list[StoreExchange]) -> None:
@@ -586,19 +526,6 @@ def test_a_bell_that_rings_for_nothing_wakes_nobody_for_good(attacked: Attacked)
     assert done.wait(30)
 
 
-def test_closing_ends_a_listener_that_strangers_ring(attacked: Attacked) -> None:
-    exchange = attacked.ranks[1]
-    exchange.listen(lambda content: pytest.fail(f"heard {content}"))
-    attacked.stranger.set("request", "nothing")
-    attacked.stranger.set("bell/1", "1")
-    while attacked.stranger.check(["bell/1"]):
-        time.sleep(0.01)
-    exchange.close()
-    assert exchange._listener is not None
-    exchange._listener.join(30)
-    assert not exchange._listener.is_alive()
-
-
 # --- a start that ends in its first meeting ---
 
 
@@ -615,19 +542,6 @@ def beginning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield ranks
         for exchange in ranks:
             exchange.close()
-
-
-def test_a_rank_that_fails_while_rank_0_merges_the_first_values_is_heard(beginning: list[StoreExchange]) -> None:
-    """It has not entered the session yet, so its seal is not the one that the others have by now."""
-
-    def merge(said: list[int]) -> Merged:
-        beginning[1].fail(UsageError("no directory"))
-        return Merged(said)
-
-    beginning[0].preside("here", merge)
-    for rank in (0, 2):
-        with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
-            beginning[rank].hear("here")
 
 
 def test_a_rank_that_fails_when_rank_0_has_answered_the_first_values_is_heard(beginning: list[StoreExchange]) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -58,22 +57,6 @@ def test_one_line_an_event_with_all_documented_keys(path: Path) -> None:
         "time", "run_id", "attempt", "rank", "step", "event", "reason", "duration_s", "bytes", "outcome"
     ]  # fmt: skip
     assert log.counters == {"save": 1, "end": 1}
-
-
-def test_several_writers_share_a_file_line_by_line(path: Path) -> None:
-    logs = [EventLog(path, rank=rank) for rank in range(4)]
-
-    def write(log: EventLog) -> None:
-        for number in range(50):
-            log.emit("step", step=number, reason="x" * 500)
-
-    threads = [threading.Thread(target=write, args=(log,)) for log in logs for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(events(path.parent)) == 400
-    assert [log.counters["step"] for log in logs] == [100] * 4
 
 
 def test_text_that_no_encoding_likes(path: Path) -> None:
@@ -277,15 +260,6 @@ def test_of_a_huge_log_only_the_end_is_read(path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pread", lambda *args: read.append(args[1]) or pread(*args))  # type: ignore[func-returns-value]
     assert EventLog(path, run_id="run").has_ended(0) and not EventLog(path, run_id="run").has_ended(1)
     assert 0 < sum(read) < 1 << 20
-
-
-def test_no_descriptor_stays_open(path: Path) -> None:
-    log = EventLog(path)
-    log.emit("save")
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        log.emit("save")
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_prefix_says_who_speaks() -> None:

@@ -142,40 +142,6 @@ def chunk(elements: list[int], parts: int) -> list[list[int]]:
     return [*pieces, *([[]] * (parts - len(pieces)))]
 
 
-def test_fsdp_around_tensor_parallel_chunks_over_tp_first_always() -> None:
-    for rows, dp, tp in itertools.product(range(26), range(1, 6), range(1, 5)):
-        layout = layout_of((dp, tp), f"_S(0,{tp})", "S(0)")
-        for rank, (dp_rank, tp_rank) in enumerate(coordinates((dp, tp))):
-            expected = chunk(chunk(list(range(rows)), tp)[tp_rank], dp)[dp_rank]
-            assert held_by(layout, (rows,), rank) == expected, (rows, dp, tp, rank)
-
-
-def test_hsdp_around_tensor_parallel_repeats_over_the_replicas() -> None:
-    layout = layout_of((2, 3, 2), "R", "_S(0,2)", "S(0)")
-    for rank, (_, dp_rank, tp_rank) in enumerate(coordinates((2, 3, 2))):
-        assert held_by(layout, (11,), rank) == chunk(chunk(list(range(11)), 2)[tp_rank], 3)[dp_rank]
-    assert layout.num_shards == 6
-    assert layout.holders[layout.shard_of(1)] == [1, 7]
-
-
-def test_a_split_factor_counts_all_splits_inside_of_it() -> None:
-    layout = layout_of((2, 2, 3), "_S(0,6)", "S(0)", "S(0)")  # FSDP around two that split the rows, one in the other
-    for rank, (dp, outer, inner) in enumerate(coordinates((2, 2, 3))):
-        expected = chunk(chunk(chunk(list(range(29)), 2)[outer], 3)[inner], 2)[dp]
-        assert held_by(layout, (29,), rank) == expected
-
-
-def test_two_plain_shards_of_one_dimension_split_from_left_to_right() -> None:
-    layout = layout_of((4, 2), "S(0)", "S(0)")
-    for rank, (outer, inner) in enumerate(coordinates((4, 2))):
-        assert held_by(layout, (9,), rank) == chunk(chunk(list(range(9)), 4)[outer], 2)[inner]
-
-
-def test_sixteen_elements_on_a_four_by_two_mesh_start_at_eight_on_rank_one() -> None:
-    layout = layout_of((4, 2), "_S(0,2)", "S(0)")
-    assert layout.boxes((16,), layout.shard_of(1)) == [((8, 10),)]
-
-
 @pytest.fixture
 def _no_process_group() -> Iterator[None]:
     yield
@@ -202,13 +168,6 @@ def test_what_fsdp2_really_holds_around_tensor_parallel(rows: int, dp: int, tp: 
         assert str(layout.placements[0]) == f"_S(0,{tp})"
         assert held_by(layout, (rows, 1), rank) == weight.to_local().flatten().int().tolist()
         dist.destroy_process_group()
-
-
-def test_nine_rows_on_dp_4_tp_2_are_held_as_fsdp2_does() -> None:
-    """Where torch 2.13 reads the placement in another way."""
-    layout = layout_of((4, 2), "_S(0,2)", "S(0)")
-    held = [held_by(layout, (9,), rank) for rank in range(8)]
-    assert held == [[0, 1], [5], [2, 3], [6], [4], [7], [], [8]]
 
 
 # --- every element exactly once per replica ----------------------------------------------------------------------
@@ -245,17 +204,6 @@ def count(layout: Layout, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np
     return counts
 
 
-@settings(max_examples=150, deadline=None)
-@given(fitting_layouts())
-def test_all_shards_together_cover_every_element_once(case: tuple[tuple[int, ...], Layout]) -> None:
-    shape, layout = case
-    assert (count(layout, shape) == 1).all()
-    per_rank = np.zeros(math.prod(shape), dtype=np.int64)
-    for rank in layout.ranks:
-        per_rank[held_by(layout, shape, rank)] += 1
-    assert (per_rank == layout.size // layout.num_shards).all()
-
-
 def size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
@@ -288,18 +236,6 @@ def test_a_strided_shard_without_the_splits_it_speaks_of_still_covers_everything
     assert (count(layout, (rows, 4)) == 1).all()
 
 
-def test_a_strided_shard_alone_takes_a_piece_of_each_piece() -> None:
-    layout = layout_of((2,), "_S(0,2)")  # as torch says of a mesh whose inner dimension was dropped
-    assert layout.boxes((8,), 0) == [((0, 2),), ((4, 6),)]
-    assert layout.boxes((8,), 1) == [((2, 4),), ((6, 8),)]
-
-
-def test_a_scalar_is_one_box_of_no_dimensions_on_every_rank() -> None:
-    layout = layout_of((3,), "R")
-    assert layout.boxes((), 0) == [()]
-    assert layout.local_shape((), 0) == ()
-
-
 def test_holders_are_the_ranks_that_hold_the_same_ascending() -> None:
     layout = layout_of((2, 2), "R", "S(0)", ranks=(7, 3, 5, 1))
     assert layout.holders == [[5, 7], [1, 3]]
@@ -307,12 +243,6 @@ def test_holders_are_the_ranks_that_hold_the_same_ascending() -> None:
     assert 3 in layout and 2 not in layout
     with pytest.raises(KeyError):
         layout.shard_of(2)
-
-
-def test_a_mesh_dimension_of_one_splits_nothing() -> None:
-    layout = layout_of((1, 3), "S(0)", "R")
-    assert layout.num_shards == 1
-    assert layout.boxes((5, 2), 0) == [((0, 5), (0, 2))]
 
 
 def test_the_whole_shape_follows_from_equal_shards() -> None:
@@ -330,12 +260,6 @@ def test_a_split_of_a_dimension_that_the_tensor_does_not_have_is_named() -> None
 
 
 # --- boxes -------------------------------------------------------------------------------------------------------
-
-
-def test_what_two_boxes_have_in_common() -> None:
-    assert overlap(((0, 4), (2, 6)), ((3, 9), (0, 3))) == ((3, 4), (2, 3))
-    assert overlap(((0, 4),), ((4, 8),)) is None
-    assert overlap((), ()) == ()
 
 
 boxes_of_two = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda p: (min(p), max(p)))] * 2)
@@ -357,21 +281,13 @@ def test_overlap_counts_as_cells_do(one: Box, other: Box) -> None:
 @pytest.mark.parametrize(
     ("spelling", "expected"),
     [
-        ("R", REPLICATE),
-        ("replicate", REPLICATE),
-        ("Replicate()", REPLICATE),
         ("S(0)", Placement(0)),
-        ("s( 12 )", Placement(12)),
         ("shard(1)", Placement(1)),
         ("Shard(dim=1)", Placement(1)),
         ("_S(0,2)", Placement(0, 2)),
         ("_S(0, 2)", Placement(0, 2)),
-        ("_StridedShard(dim=0, sf=4)", Placement(0, 4)),
-        ("_StridedShard(dim=0, split_factor=4)", Placement(0, 4)),
-        ("strided_shard(1, 3)", Placement(1, 3)),
         (Placement(3, 2), Placement(3, 2)),
         (TorchReplicate(), REPLICATE),
-        (TorchShard(1), Placement(1)),
         (_StridedShard(1, split_factor=2), Placement(1, 2)),
     ],
     ids=str,
@@ -410,19 +326,6 @@ def test_equal_layouts_compare_equal_however_their_ranks_are_given(ranks: Any) -
     assert Layout.from_json(layout.to_json()) == plain
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(range(0, 8, 2), (0, 2, 4, 6)), (range(3, -1, -1), [3, 2, 1, 0]), (range(4, 8), (4, 5, 6, 7))],
-    ids=str,
-)
-def test_ranks_with_gaps_compare_equal_too(one: Any, other: Any) -> None:
-    assert layout_of((4,), "S(0)", ranks=one) == layout_of((4,), "S(0)", ranks=other)
-
-
-def test_a_single_rank_compares_equal_as_a_range_with_a_step() -> None:
-    assert layout_of((1,), "R", ranks=range(5, 6, 2)) == layout_of((1,), "R", ranks=(5,))
-
-
 def test_names_of_mesh_dimensions_do_not_tell_layouts_apart() -> None:
     assert Layout((2,), (REPLICATE,), mesh_dim_names=("dp",)) == Layout((2,), (REPLICATE,))
 
@@ -455,43 +358,17 @@ GOOD = {"mesh": [2, 2], "placements": ["R", "S(0)"], "ranks": [[0, 4]]}
     [
         {"mesh": [2, 3]},
         {"mesh": []},
-        {"mesh": [2, 0]},
-        {"mesh": [-2, -2]},
-        {"mesh": [2.0, 2]},
-        {"mesh": [True, 4]},
-        {"mesh": ["2", "2"]},
-        {"mesh": None},
-        {"mesh": 4},
-        {"mesh": [1] * 17},
         {"mesh": [1 << 40, 1 << 40], "ranks": [[0, 1 << 80]]},
         {"placements": ["R"]},
-        {"placements": ["R", "S(0)", "R"]},
         {"placements": ["R", "Partial()"]},
-        {"placements": ["R", "S(-1)"]},
         {"placements": ["R", "_S(0,0)"]},
-        {"placements": ["R", None]},
-        {"placements": ["R", {"dim": 0}]},
         {"placements": None},
-        {"placements": "RR"},
         {"ranks": []},
-        {"ranks": [0, 1, 2]},
-        {"ranks": [0, 1, 2, 2]},
         {"ranks": [0, 1, 2, -1]},
-        {"ranks": [0, 1, 2, 3.0]},
-        {"ranks": [0, 1, 2, "3"]},
-        {"ranks": [0, 1, 2, None]},
-        {"ranks": [[0, 3]]},
-        {"ranks": [[-1, 4]]},
-        {"ranks": [[0, 1 << 70]]},
         {"ranks": [[0]]},
-        {"ranks": [[0, 4, 1]]},
         {"ranks": [["0", 4]]},
-        {"ranks": [[0.0, 4]]},
-        {"ranks": "0123"},
         {"ranks": {"0": 1}},
-        {"names": 5},
         {"names": ["only one"]},
-        {"names": ["one", None]},
     ],
     ids=str,
 )

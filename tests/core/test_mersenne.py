@@ -111,25 +111,6 @@ def test_numpy_after_any_mixture(before: list[str], after: list[str]) -> None:
     assert numpy_state() != state
 
 
-def test_a_kept_deviate_that_is_used_is_seen() -> None:
-    random.gauss(0, 1)
-    np.random.randn()
-    python, numpy = python_state(), numpy_state()
-    random.gauss(0, 1)  # neither draws
-    np.random.randn()
-    assert python_state() != python
-    assert numpy_state() != numpy
-
-
-def test_a_state_is_not_shared_with_the_generators() -> None:
-    python, numpy = python_state(), numpy_state()
-    before = repr(python.as_tuple() if isinstance(python, PythonState) else python), repr(as_dict(numpy))
-    random.random()
-    np.random.rand()
-    as_dict(numpy)["state"]["key"][0] += 1  # what a caller does with its copy
-    assert (repr(python.as_tuple() if isinstance(python, PythonState) else python), repr(as_dict(numpy))) == before
-
-
 class Own(random.Random):
     """A generator of the program's with more state than the words."""
 
@@ -189,15 +170,6 @@ def test_another_bit_generator_of_numpy(make: Callable[[int], Any]) -> None:
     finally:
         np.random.set_bit_generator(original)  # type: ignore[attr-defined]
     assert np.array_equal(as_dict(numpy_state())["state"]["key"], as_dict(usual)["state"]["key"])
-
-
-def test_another_mersenne_twister_of_numpy() -> None:
-    original = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    try:
-        np.random.set_bit_generator(np.random.MT19937(11))  # type: ignore[attr-defined]
-        assert repr(as_dict(numpy_state())) == repr(numpy_says())
-    finally:
-        np.random.set_bit_generator(original)  # type: ignore[attr-defined]
 
 
 def test_where_the_memory_is_not_as_expected_the_libraries_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,20 +234,6 @@ def test_an_earlier_state_is_taken_over_only_where_it_is_equal(python_move: str,
     assert now.as_tuple() == random.getstate()
     assert (now is then) is (now.as_tuple() == then.as_tuple())
     assert repr(as_dict(numpy_state(numpy))) == repr(numpy_says())
-
-
-def test_every_word_counts() -> None:
-    version, words, _ = random.getstate()
-    inner = numpy_says()["state"]
-    key, index = inner["key"], inner["pos"]
-    for place in (0, 1, 311, 622, 623):
-        python, numpy = python_state(), numpy_state()
-        random.setstate((version, (*words[:place], words[place] ^ 1, *words[place + 1 :]), None))
-        changed = np.array(key)
-        changed[place] ^= 1
-        np.random.set_state(("MT19937", changed, index, 0, 0.0))
-        assert python_state(python) is not python
-        assert numpy_state(numpy) is not numpy
 
 
 # --- torch's ---

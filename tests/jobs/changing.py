@@ -7,7 +7,6 @@ to this process in the middle of that step. One rank, or several with DDP under 
 from __future__ import annotations
 
 import argparse
-import collections
 import hashlib
 import os
 import random
@@ -137,38 +136,6 @@ def wait_for_stop(guard: mx.Guard) -> None:
 # --- flags ---
 
 
-class FrozenNorm(Training):
-    """Batch norm stops learning in mid-epoch 2, and only there: no head of an epoch sets it."""
-
-    def head(self, epoch: int) -> None:
-        if epoch == 1:
-            self.model.train()
-
-    def before(self, step: int) -> None:
-        if step == BATCHES + 3:
-            self.network.backbone[1].eval()
-
-
-class FrozenNormInEpoch(Training):
-    """The head of each epoch calls train(); batch norm is frozen in the middle of each."""
-
-    def before(self, step: int) -> None:
-        if step % BATCHES == 3:
-            self.network.backbone[1].eval()
-
-
-class LeftInEval(Training):
-    """An evaluation after epoch 1 leaves evaluation mode behind: a mistake, and the program's own."""
-
-    def head(self, epoch: int) -> None:
-        if epoch == 1:
-            self.model.train()
-
-    def tail(self, epoch: int) -> None:
-        if epoch == 1:
-            self.model.eval()
-
-
 class Unfreezing(Training):
     """The backbone is trained from step 8 on."""
 
@@ -180,69 +147,6 @@ class Unfreezing(Training):
     def before(self, step: int) -> None:
         if step == BATCHES + 2:
             self.network.backbone.requires_grad_(True)
-
-
-class Freezing(Training):
-    """The backbone is frozen from step 8 on."""
-
-    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-
-    def before(self, step: int) -> None:
-        if step == BATCHES + 2:
-            self.network.backbone.requires_grad_(False)
-
-
-class FreezingZeros(Freezing):
-    """Its gradients stay zeros: weight decay and momentum go on."""
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
-
-class Generators(Training):
-    """Noise from generators of one's own, drawn by the loop; an evaluation draws from one as well."""
-
-    def build(self) -> None:
-        super().build()
-        self.torch_generator = torch.Generator().manual_seed(3)
-        self.numpy_generator = np.random.default_rng()
-        self.numpy_generator = np.random.default_rng(4)
-        self.old_generator = np.random.RandomState(5)
-        self.python_generator = random.Random(6)
-
-    def more(self) -> dict[str, Any]:
-        return {
-            "stateful": {
-                "torch_generator": self.torch_generator,
-                "numpy_generator": self.numpy_generator,
-                "old_generator": self.old_generator,
-                "python_generator": self.python_generator,
-            }
-        }
-
-    def head(self, epoch: int) -> None:
-        super().head(epoch)
-        if epoch == 1:
-            self.draw()
-
-    def draw(self) -> float:
-        numbers = [
-            torch.rand(1, generator=self.torch_generator).item(),
-            self.numpy_generator.normal(),
-            self.numpy_generator.spawn(1)[0].normal(),
-            self.old_generator.normal(),
-            self.python_generator.gauss(0, 1),
-        ]
-        return sum(numbers)
-
-    def before(self, step: int) -> None:
-        if step % 3 == 0:
-            with self.guard.outside_step():
-                self.model.eval()
-                self.draw()
-
-    def batch(self, x: torch.Tensor) -> Any:
-        return x + self.draw()
 
 
 class TrainedUnknown(Training):
@@ -332,35 +236,6 @@ class AddedGroup(Training):
         self.steps.step()
 
 
-class MovedGroup(Training):
-    """Two groups become one other; then a parameter moves."""
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        groups = [{"params": list(m.parameters())} for m in (self.network.backbone, self.network.head)]
-        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
-
-    def before(self, step: int) -> None:
-        groups = self.optimizer.param_groups
-        if step == BATCHES + 2:
-            del groups[1]
-        if step == BATCHES + 4:
-            moved = groups[0]["params"].pop()
-            self.optimizer.add_param_group({"params": [moved, self.network.head.bias], "lr": 0.1, "momentum": 0.5})
-
-
-class AddedLambda(AddedGroup):
-    def wrapped(self) -> None:
-        self.network.backbone.requires_grad_(False)
-        self.steps = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
-
-    def before(self, step: int) -> None:
-        super().before(step)
-        if step == BATCHES + 2:
-            self.optimizer.param_groups[1]["initial_lr"] = 1e-3
-            self.steps.base_lrs.append(1e-3)
-            self.steps.lr_lambdas.append(lambda step: 0.8**step)
-
-
 class ReplacedHead(Training):
     """Another head of the same shape, known to the optimizer."""
 
@@ -386,19 +261,6 @@ class WiderHead(Training):
         if step == BATCHES + 2:
             self.network.head = nn.Linear(16, 5)
             self.optimizer.param_groups[0]["params"][-2:] = list(self.network.head.parameters())
-
-
-class AnotherActivation(Training):
-    def before(self, step: int) -> None:
-        if step == BATCHES + 2:
-            self.network.backbone[2] = nn.GELU()
-
-
-class GrownNet(Training):
-    def before(self, step: int) -> None:
-        if step == BATCHES + 2:
-            self.network.backbone.append(nn.Linear(16, 16))
-            self.optimizer.add_param_group({"params": list(self.network.backbone[4].parameters())})
 
 
 class Shrunk(Training):
@@ -458,37 +320,6 @@ class HeadOfLoop(Training):
 
 
 # --- names ---
-
-
-class Parametrized(Training):
-    """Before the guard: both kinds of norms, a mask."""
-
-    def build(self) -> None:
-        super().build()
-        parametrizations.weight_norm(self.network.head)
-        parametrizations.spectral_norm(self.network.backbone[0])
-        self.network.extra = nn.utils.spectral_norm(nn.Linear(4, 4))
-        self.network.last = prune.l1_unstructured(nn.utils.weight_norm(nn.Linear(4, 4)), "bias", amount=2)
-
-    def batch(self, x: torch.Tensor) -> Any:
-        return x + self.network.last(self.network.extra(x[:, :4])).sum() * 0.1
-
-
-class Pruning(Training):
-    """Pruned in steps 5, 8 and at the heads of epochs 2 and 3, ranked by what the last forward has left; made permanent
-    in part in step 15."""
-
-    def head(self, epoch: int) -> None:
-        super().head(epoch)
-        if epoch > 1:
-            prune.l1_unstructured(self.network.head, "weight", amount=4)
-
-    def before(self, step: int) -> None:
-        if step in (5, BATCHES + 2):
-            prune.l1_unstructured(self.network.backbone[0], "weight", amount=0.2)
-            prune.random_unstructured(self.network.head, "weight", amount=3)
-        if step == 2 * BATCHES + 3:
-            prune.remove(self.network.backbone[0], "weight")
 
 
 # --- buffers ---
@@ -571,84 +402,24 @@ class UnnamedOwnHook(Training):
             self.model.register_comm_hook(OwnHookState(), hook)
 
 
-class Ema:
-    """Without state_dict, as in many recipes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.count = model, 0
-        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update(self) -> None:
-        self.count += 1
-        for name, p in self.model.named_parameters():
-            self.shadow[name].lerp_(p.detach(), 1 / (1 + self.count))
-
-
-class Objects(Training):
-    """A replay buffer, a history, a counter, an EMA, an average and a temperature of one's own steer the training."""
-
-    def wrapped(self) -> None:
-        self.replay: collections.deque[Any] = collections.deque(maxlen=5)
-        self.history: list[float] = []
-        self.counts: collections.Counter[int] = collections.Counter()
-        self.log_alpha = torch.zeros(1, requires_grad=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=0.1)
-        self.ema = Ema(self.network)
-        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
-
-    def more(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("replay", "history", "counts", "log_alpha", "ema", "average")}
-        return {"optimizer": [self.optimizer, self.alpha_optimizer], "stateful": kept, "scaler": self.scaler}
-
-    def batch(self, x: torch.Tensor) -> Any:
-        self.replay.append((x, len(self.history)))
-        old, number = self.replay[random.randrange(len(self.replay))]
-        return x + 0.1 * old + 0.01 * number + 0.01 * self.ema.shadow["head.bias"].sum()
-
-    def after(self, step: int) -> None:
-        self.history.append(self.network.head.bias.sum().item())
-        self.counts[step % 3] += 1
-        self.ema.update()
-        self.average.update_parameters(self.network)
-        self.alpha_optimizer.zero_grad()
-        (self.log_alpha * (self.history[-1] + self.counts[0])).sum().backward()
-        self.alpha_optimizer.step()
-        with torch.no_grad():
-            self.network.head.bias.add_(0.01 * self.log_alpha + 0.01 * self.average.module.head.bias)
-
-
 SCENARIOS: dict[str, type[Training]] = {
     "plain": Training,
-    "frozen_norm": FrozenNorm,
-    "frozen_norm_in_epoch": FrozenNormInEpoch,
-    "left_in_eval": LeftInEval,
     "unfreezing": Unfreezing,
-    "freezing": Freezing,
-    "freezing_zeros": FreezingZeros,
-    "generators": Generators,
     "trained_unknown": TrainedUnknown,
     "rewrapped": Rewrapped,
     "sharded": Sharded,
     "added_group": AddedGroup,
-    "moved_group": MovedGroup,
-    "added_lambda": AddedLambda,
     "head_of_loop": HeadOfLoop,
     "replaced_head": ReplacedHead,
     "forgotten_head": ForgottenHead,
     "wider_head": WiderHead,
-    "another_activation": AnotherActivation,
-    "grown_net": GrownNet,
     "shrunk": Shrunk,
     "late_parametrization": LateParametrization,
     "left_for_export": LeftForExport,
-    "parametrized": Parametrized,
-    "pruning": Pruning,
     "buffers": Buffers,
     "powersgd": PowerSgd,
     "unnamed_powersgd": UnnamedPowerSgd,
     "unnamed_own_hook": UnnamedOwnHook,
-    "objects": Objects,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -115,20 +114,10 @@ def test_steps_are_never_mixed_even_if_each_rank_has_some() -> None:
     assert isinstance(plan_resume([*files([0, 1], 10, FSDP), *files([2, 3], 11, FSDP)], World(4)), Refusal)
 
 
-def test_attempts_are_never_mixed_even_at_one_step() -> None:
-    facts = [*files([0, 1], 10, FSDP, attempt=0), *files([2, 3], 10, FSDP, attempt=1)]
-    assert len(refusal_of(facts).reasons) == 2
-
-
 def test_the_last_attempt_goes_before_a_higher_step_of_an_earlier_one() -> None:
     plan = plan_of([*files(range(4), 90, attempt=0), *files(range(4), 80, attempt=1)])
     assert plan.moment == (RUN, 1, 80)
     assert plan.steps_lost is None  # nobody saw a later step of this attempt
-
-
-def test_an_earlier_attempt_stands_in_when_the_last_one_left_nothing_whole() -> None:
-    plan = plan_of([*files(range(4), 70, FSDP, attempt=0), *files([0, 1, 2], 80, FSDP, attempt=1)])
-    assert plan.moment == (RUN, 0, 70)
 
 
 def test_the_run_that_wrote_last_is_meant_when_two_runs_share_a_folder() -> None:
@@ -178,18 +167,6 @@ def test_what_was_sorted_out_before_stays_on_record() -> None:
 # --- kinds of files ---
 
 
-def test_kinds_of_files_are_mixed_within_a_step() -> None:
-    facts = [
-        file(0, kind="breakpoint", strategy=FSDP),
-        file(1, kind="ttp", strategy=FSDP),
-        file(2, kind="snapshot", strategy=FSDP),
-        file(3, kind="periodic", strategy=FSDP),
-    ]
-    plan = plan_of(facts)
-    assert kinds(plan) == ["breakpoint", "ttp", "snapshot", "periodic"]
-    assert plan.exact
-
-
 def test_of_several_files_of_a_rank_the_first_is_read_and_the_others_stand_by() -> None:
     facts = [file(0, kind="ttp"), file(0, kind="periodic"), *files([1, 2, 3])]
     plan = plan_of(facts)
@@ -228,43 +205,6 @@ def test_several_needy_ranks_are_spread_over_the_donors() -> None:
     assert readers(plan) == [1, 1, 4, 6, 4, 1, 6, 4]
 
 
-def test_hsdp_takes_the_donor_with_the_same_shard() -> None:
-    plan = plan_of(files([1, 2], strategy=HSDP))
-    assert readers(plan) == [2, 1, 2, 1]
-    assert not any(each.assembled for each in plan.ranks)
-
-
-def test_a_whole_replica_group_gone_leaves_nothing() -> None:
-    refusal = refusal_of(files([0, 2], strategy=HSDP))
-    assert str(refusal) == (
-        "run run-a step 10 is not used: part 2 of 2 of w: no usable file of ranks 1, 3, which held it"
-    )
-
-
-def test_parts_of_one_rank_come_from_several_files_when_no_rank_holds_all_of_them() -> None:
-    crossed = Strategy(
-        4,
-        (
-            tensor("rows", (8, 4), layout_of((2, 2), "R", "S(0)")),
-            tensor("columns", (8, 4), layout_of((2, 2), "S(1)", "R")),
-        ),
-    )
-    plan = plan_of(files([1, 2, 3], strategy=crossed))
-    assert plan.ranks[0].assembled
-    rows, columns = crossed.tensors
-    assert [f.rank for f in plan.holders(rows.layout, rows.layout.shard_of(0), 0)] == [2]
-    assert [f.rank for f in plan.holders(columns.layout, columns.layout.shard_of(0), 0)] == [1]
-    assert not plan.resharded
-
-
-def test_a_tensor_of_one_rank_that_becomes_that_of_all_is_read_from_its_file_by_the_others() -> None:
-    """All files have one strategy: what is right for the rank that held it alone is not for the others."""
-    alone = Strategy(2, (tensor("w", (3,), layout_of((1,), "R", ranks=(0,))),))
-    shared = Strategy(2, (tensor("w", (3,), layout_of((2,), "R")),))
-    plan = plan_of(files(range(2), strategy=alone), World(2, shared))
-    assert [each.assembled for each in plan.ranks] == [True, True] and plan.resharded
-
-
 def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
     plan = plan_of(files(range(4)))
     layout = plan.source.tensors[0].layout
@@ -272,49 +212,6 @@ def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
     fewer = plan_of(files([1, 3]))
     assert [next(fewer.holders(layout, 0, reader)).rank for reader in range(4)] == [1, 1, 1, 3]
     assert [next(fewer.holders(layout, 0, reader)).rank for reader in (4, 5, 6, 7)] == [1, 3, 1, 3]
-
-
-def test_empty_shards_need_no_file() -> None:
-    strategy = Strategy(4, (tensor("w", (3, 4), layout_of((4,), "S(0)")),))
-    plan = plan_of(files([0, 1, 2], strategy=strategy))
-    assert plan.step == 10
-    assert plan.ranks[3].assembled
-    assert not plan.exact
-
-
-def test_fsdp_around_tensor_parallel_with_nine_rows_misses_no_file_of_its_empty_shard() -> None:
-    # tp takes 5 and 4 rows; dp over 4 then gives rank 6 none of the 5.
-    strategy = Strategy(8, (tensor("w", (9, 4), layout_of((4, 2), "_S(0,2)", "S(0)")),))
-    assert plan_of(files([r for r in range(8) if r != 6], strategy=strategy), 8).step == 10
-    assert "part 8 of 8" in str(refusal_of(files([r for r in range(8) if r != 7], strategy=strategy), 8))
-
-
-def test_zero_1_state_is_missed_when_the_one_rank_that_held_it_is_gone() -> None:
-    specs = [tensor("w", (8,), layout_of((4,), "R"))]
-    specs += [tensor(f"optimizer.{r}", (2,), layout_of((1,), "R", ranks=(r,)), "w") for r in range(4)]
-    strategy = Strategy(4, tuple(specs))
-    assert plan_of(files(range(4), strategy=strategy)).exact
-    assert "optimizer.2: no usable file of rank 2" in str(refusal_of(files([0, 1, 3], strategy=strategy)))
-
-
-def test_expert_parallel_ranks_stand_in_only_for_those_with_the_same_experts() -> None:
-    specs = [tensor("attention", (8,), layout_of((4,), "R"))]
-    specs += [tensor(f"expert.{e}", (8,), layout_of((2,), "R", ranks=(e, e + 2))) for e in range(2)]
-    strategy = Strategy(4, tuple(specs))
-    assert readers(plan_of(files([0, 1], strategy=strategy))) == [0, 1, 0, 1]
-    assert "expert.1: no usable file of ranks 1, 3" in str(refusal_of(files([0, 2], strategy=strategy)))
-
-
-def test_pipeline_stages_stand_in_only_for_themselves() -> None:
-    assert readers(plan_of(files([1, 2], strategy=STAGES))) == [1, 1, 2, 2]
-    assert "layers.1: no usable file of ranks 2, 3" in str(refusal_of(files([0, 1], strategy=STAGES)))
-
-
-def test_each_stage_may_describe_only_itself() -> None:
-    first, second = (Strategy(4, (spec,)) for spec in STAGES.tensors)
-    plan = plan_of([*files([0, 1], strategy=first), *files([2], strategy=second)])
-    assert readers(plan) == [0, 1, 2, 2]
-    assert "ranks 2, 3" in str(refusal_of(files([0, 1], strategy=first)))
 
 
 def test_an_idle_rank_needs_its_own_file_or_nothing_is_known_of_it() -> None:
@@ -397,39 +294,12 @@ def test_every_kind_of_dying_save_of_a_faulty_rank_is_left_out(kind: str) -> Non
     assert "rank 1" in str(refusal_of(files(range(4), 10, FSDP, kind=kind), faults=[1]))
 
 
-@pytest.mark.parametrize("kind", ["periodic", "manual"])
-def test_what_a_faulty_rank_wrote_while_it_was_well_is_used(kind: str) -> None:
-    assert plan_of(files(range(4), 10, FSDP, kind=kind), faults=[1]).exact
-
-
-def test_a_faulty_ranks_dying_save_of_an_earlier_attempt_is_believed() -> None:
-    earlier = files(range(4), 10, FSDP, attempt=0)
-    assert isinstance(plan_resume(earlier, World(4), faults=[1]), Refusal)
-    plan = plan_of([*earlier, file(0, 11, FSDP, attempt=1)], faults=[1])
-    assert plan.moment == (RUN, 0, 10)
-    assert readers(plan) == [0, 1, 2, 3]
-
-
-def test_a_replica_stands_in_for_a_faulty_rank_at_the_newest_step() -> None:
-    plan = plan_of(files(range(4)), faults=[3], own_states={(RUN, 0, 10): [3]})
-    assert readers(plan) == [0, 1, 2, 0]
-
-
-def test_a_faulty_ranks_periodic_file_of_the_same_step_is_used_in_place_of_its_dying_one() -> None:
-    facts = [*files([0, 1, 2], strategy=FSDP), file(3, strategy=FSDP), file(3, strategy=FSDP, kind="periodic")]
-    assert kinds(plan_of(facts, faults=[3])) == ["breakpoint"] * 3 + ["periodic"]
-
-
 def test_faults_that_name_everybody_leave_the_periodic_files() -> None:
     facts = [*files(range(4), 10), *files(range(4), 6, kind="periodic")]
     assert plan_of(facts, faults=range(4)).step == 6
     refusal = refusal_of(files(range(4), 10), faults=range(4))
     assert refusal.found_anything
     assert "ranks 0, 1, 2, 3, whose dying saves are not used" in str(refusal)
-
-
-def test_faults_of_ranks_that_never_were_change_nothing() -> None:
-    assert readers(plan_of(files(range(4)), faults=[17, 99])) == [0, 1, 2, 3]
 
 
 # --- exact before newest ---
@@ -575,47 +445,6 @@ def test_donors_are_sought_on_the_ranks_own_node() -> None:
     assert readers(plan_of(on_nodes(files([0, 3])))) == [0, 0, 3, 3]
 
 
-def test_a_file_on_another_nodes_disk_is_no_donor() -> None:
-    refusal = refusal_of(on_nodes(files([0, 1])))
-    assert "cannot see" in str(refusal) and "share" in str(refusal)
-
-
-def test_a_rank_that_was_moved_to_another_node_takes_a_replica_there() -> None:
-    moved = [file(0, visible_to=frozenset({1})), *files([1, 2, 3], visible_to=frozenset({0, 1, 2, 3}))]
-    assert readers(plan_of(moved)) == [1, 1, 2, 3]
-
-
-def test_on_node_local_disks_everybody_still_reads_its_own_file() -> None:
-    assert readers(plan_of(on_nodes(files(range(4), strategy=FSDP)))) == [0, 1, 2, 3]
-
-
-def test_parts_are_read_only_from_files_that_the_reader_sees() -> None:
-    plan = plan_of(on_nodes([*files(range(4)), *files(range(4), kind="periodic")]))
-    layout = plan.source.tensors[0].layout
-    for reader, node in ((0, {0, 1}), (1, {0, 1}), (2, {2, 3}), (3, {2, 3})):
-        found = list(plan.holders(layout, 0, reader))
-        assert {fact.rank for fact in found} == node and len(found) == 4
-        assert (found[0].rank, found[0].kind) == (reader, "breakpoint")
-
-
-def test_another_layout_needs_disks_that_are_seen() -> None:
-    target = World(4, Strategy(4, (tensor("w", (8, 4), layout_of((4,), "S(1)")),)))
-    assert "cannot see" in str(refusal_of(on_nodes(files(range(4), strategy=FSDP)), target))
-
-
-def test_only_the_parts_that_a_rank_needs_must_be_seen() -> None:
-    # Stages on nodes of their own; each stage is laid out anew from what is on its node.
-    old, new = (
-        Strategy(
-            4,
-            tuple(tensor(f"stage{s}", (8,), layout_of((2,), how, ranks=(2 * s, 2 * s + 1))) for s in range(2)),
-        )
-        for how in ("S(0)", "R")
-    )
-    plan = plan_of(on_nodes(files(range(4), strategy=old)), World(4, new))
-    assert all(each.assembled for each in plan.ranks)
-
-
 # --- another world ---
 
 
@@ -655,13 +484,6 @@ def test_a_mesh_is_scaled_by_the_names_of_its_dimensions() -> None:
         remesh(FSDP_TP, 8, {"tp": 8})
 
 
-def test_pipeline_stages_keep_their_number() -> None:
-    scaled = remesh(STAGES, 8)
-    assert [tuple(spec.layout.ranks) for spec in scaled.tensors] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    with pytest.raises(UsageError, match="must be given"):
-        remesh(STAGES, 3)
-
-
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])
 def test_zero_1_state_on_another_world_is_spread_anew(old: int, new: int) -> None:
     specs = [tensor("w", (8,), layout_of((old,), "R"))]
@@ -689,12 +511,6 @@ def test_a_layout_that_is_only_spelled_differently_is_as_before() -> None:
     assert plan.exact
 
 
-def test_a_world_may_grow_and_no_file_is_everybodys() -> None:
-    plan = plan_of(files(range(4)), 16)
-    counts = [readers(plan).count(rank) for rank in range(4)]
-    assert max(counts) - min(counts) <= 1
-
-
 def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -> None:
     strategy = Strategy(4, tuple(tensor("w", (8,), layout_of((1,), "R", ranks=(r,))) for r in range(4)))
     assert readers(plan_of(files(range(4), strategy=strategy))) == [0, 1, 2, 3]
@@ -711,13 +527,6 @@ def test_a_tensor_of_another_size_in_the_new_program_is_refused_and_named() -> N
 
 def test_a_strategy_for_another_number_of_ranks_is_refused() -> None:
     assert "for 2 ranks, the world has 4" in str(refusal_of(files(range(4)), World(4, replicated(2, {"w": (8, 4)}))))
-
-
-def test_state_of_an_optimizer_that_has_fewer_dimensions_than_its_parameter_is_no_obstacle() -> None:
-    rows = layout_of((2,), "S(0)")
-    source = Strategy(2, (tensor("w", (8, 4), rows), tensor("row_sums", (8,), rows, "w")))
-    target = Strategy(2, (tensor("w", (8, 4), layout_of((2,), "S(1)")),))
-    assert plan_of(files(range(2), strategy=source), World(2, target)).resharded
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "4", 10**12], ids=str)
@@ -753,30 +562,6 @@ def test_epoch_and_step_in_epoch_come_from_the_chosen_step() -> None:
     facts = [*files(range(4), 10, FSDP, epoch=2, step_in_epoch=3), *files([0], 11, FSDP, epoch=2, step_in_epoch=4)]
     plan = plan_of(facts)
     assert (plan.epoch, plan.step_in_epoch, plan.steps_lost) == (2, 3, 1)
-
-
-def test_the_order_of_the_files_changes_nothing() -> None:
-    first, second = (Strategy(4, (spec,)) for spec in STAGES.tensors)
-    facts = [
-        *files([0, 1], 10, first),
-        *files([2], 10, second),
-        *files([0, 1], 9, first, kind="periodic"),
-        *files([2, 3], 9, second, kind="periodic"),
-        *files([0, 1, 2, 3], 400, run="old", created=-5.0),
-        *files([3], 11, second, world_size=5),
-    ]
-    expected = plan_of(facts)
-    for seed in range(20):
-        shuffled = random.Random(seed).sample(facts, len(facts))
-        assert plan_of(shuffled) == expected
-        assert repr(plan_of(shuffled)) == repr(expected)
-
-
-def test_the_order_of_the_files_changes_nothing_in_a_refusal() -> None:
-    facts = [*files([0, 1], 10, FSDP), *files([2], 9, FSDP, world_size=5), *files([1, 2], 9, FSDP)]
-    expected = refusal_of(facts)
-    for seed in range(20):
-        assert refusal_of(random.Random(seed).sample(facts, len(facts))) == expected
 
 
 # --- what a report is believed to say, and what files assume ---

@@ -9,7 +9,6 @@ import pytest
 
 from mindx_elastic.platforms.config_map import (
     data_of,
-    did_you_mean,
     load_json,
     parse_json_object,
     parse_yaml_object,
@@ -23,12 +22,6 @@ def test_keys_that_stand_twice_are_listed_and_the_last_one_counts() -> None:
     assert parse_json_object('{"a": 1, "b": {"c": 1, "c": 2}, "a": 3, "a": 4}', twice) == {"a": 4, "b": {"c": 2}}
     assert twice == ["c", "a"]
     assert load_json('[{"a": 1, "a": 2}]') == [{"a": 2}]
-
-
-def test_an_object_of_doubles_is_read_in_linear_time() -> None:
-    text = "{" + ", ".join(f'"{number}": 1, "{number}": 2' for number in range(40_000)) + "}"
-    twice: list[str] = []
-    assert len(parse_json_object(text, twice)) == len(twice) == 40_000
 
 
 @pytest.mark.parametrize(
@@ -61,17 +54,7 @@ def test_objects_that_are_no_config_map(content: dict[str, Any], said: str) -> N
         data_of(content)
 
 
-@pytest.mark.parametrize("value", [True, -1, 1.0, None, "", "x", "²", "1" * 21, 1 << 24])
-def test_what_is_no_rank(value: object) -> None:
-    assert whole_number(value) is None
-
-
 def test_ranks_and_times() -> None:
     assert (whole_number(3), whole_number(" 3 ")) == (3, 3)
     assert time_stamp(1690000000) == time_stamp("1690000000") == time_stamp(1690000000000) == 1690000000
     assert [time_stamp(value) for value in (0, -1, True, None, "noon", float("nan"), float("inf"), [1])] == [None] * 8
-
-
-def test_a_name_that_is_nearly_right() -> None:
-    assert did_you_mean(["x", "FaultRanks"], ("FaultRank",)) == "; is 'FaultRanks' meant to be FaultRank?"
-    assert did_you_mean(["FaultRank", "y"], ("FaultRank",)) == ""

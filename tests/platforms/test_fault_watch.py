@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from mindx_elastic.config import FaultPaths
 from mindx_elastic.platforms import config_map
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.platforms.faults import parse_key
-from mindx_elastic.platforms.nodes import parse_rank_table
 from tests.harness import wait_until
 
 LONG_AGO = 1_600_000_000.0
@@ -85,17 +83,6 @@ def test_the_documented_reports(content: object, expected: set[int], created: fl
     assert report.ranks == expected and report.created == created and not report.problems
 
 
-def test_a_new_report_is_one_event(mount: Mount) -> None:
-    watch = mount.watch()
-    assert watch.poll() is None
-    mount.fault({"FaultRankIds": ["3", "1"], "CreatTime": 1690000000})
-    event = watch.poll()
-    assert event is not None
-    assert event.kind == "fault" and event.ranks == {1, 3}
-    assert event.reason == f"fault report {mount.paths.fault_dir / 'fault-npus'}: ranks 1, 3"
-    assert watch.poll() is None
-
-
 def test_folders_that_are_not_there_are_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = FaultWatch(FaultPaths(fault_dir=tmp_path / "a", reset_dir=tmp_path / "b"))
     assert watch.poll() is None and not watch.flushing()
@@ -145,25 +132,6 @@ def test_repaired_ranks_are_no_alarm_and_a_second_fault_is(mount: Mount) -> None
         assert watch.poll() is None
     mount.fault({"FaultRank": [3], "UpdateTime": 1690000009})
     assert ranks(watch.poll()) == [3]
-
-
-def test_initializing_says_nothing(mount: Mount) -> None:
-    mount.fault({"FaultRank": [1], "UpdateTime": 1690000000}, mtime=LONG_AGO)
-    watch = mount.watch()
-    for content in ({"status": "initializing"}, {"FaultRank": [1], "UpdateTime": 1690000000}):
-        assert watch.poll() is None
-        mount.fault(content)
-    assert watch.poll() is None
-
-
-def test_a_report_that_is_deleted_and_written_again_is_no_alarm(mount: Mount) -> None:
-    mount.fault({"FaultRank": [1]}, mtime=LONG_AGO)
-    watch = mount.watch()
-    assert watch.poll() is None
-    (mount.paths.fault_dir / "fault-npus").unlink()
-    assert watch.poll() is None
-    mount.fault({"FaultRank": [1]})
-    assert watch.poll() is None
 
 
 # --- mounts and half-written files ---
@@ -237,29 +205,16 @@ def test_a_check_code_of_another_text_is_waited_for(mount: Mount, caplog: pytest
     assert ranks(watch.poll()) == [1]
 
 
-def test_a_half_written_report_is_read_again(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
-    watch = mount.watch()
-    whole = report(1)["fault-npus"]
-    for length in range(len(whole)):
-        mount.fault(whole[:length])
-        assert watch.poll() is None
-    mount.fault(whole)
-    assert ranks(watch.poll()) == [1]
-    assert all("will be read again" in line for line in warnings(caplog))
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ({"FaultRanksIds": ["1"]}, "is 'FaultRanksIds' meant to be FaultRankIds?"),
         ({"FaultRankIds": "1,3"}, "no list but '1,3'"),
-        ({"FaultRankIds": {"1": 2}}, "no list"),
         ({"status": "ready"}, "none of the keys"),
         ({}, "none of the keys"),
         ([1, 3], "where an object"),
         ("", "not readable JSON yet"),
         ("[" * 100_000, "not readable JSON yet"),
-        ('{"FaultRank": [' + "9" * 5000 + "]}", "not readable JSON yet"),
         ("x" * (2 << 20), "larger than 1 MiB"),
     ],
 )
@@ -291,23 +246,6 @@ def test_a_report_of_other_ranks_only_is_no_alarm(mount: Mount) -> None:
     assert watch.poll() is None
 
 
-def test_bytes_that_are_no_text_and_files_that_are_none(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
-    watch = mount.watch()
-    path = mount.paths.fault_dir / "fault-npus"
-    path.write_bytes(b'{"FaultRank": ["\xff\xfe"]}')
-    assert watch.poll() is None
-    path.unlink()
-    os.mkfifo(path)
-    assert watch.poll() is None  # does not block
-    path.unlink()
-    path.mkdir()
-    assert watch.poll() is None
-    path.rmdir()
-    path.symlink_to(path)
-    assert watch.poll() is None
-    assert len(warnings(caplog)) == 3  # a pipe and a folder are told in the same words
-
-
 # --- reset.json ---
 
 
@@ -320,15 +258,12 @@ def entry(rank: object = 1, status: object = "unrecovered", policy: object = "re
     [
         ({"GracefulExit": 1}, "request", []),
         ({"GracefulExit": "1", "RankList": None}, "request", []),
-        ({"RankList": [entry(2, policy="reset")], "FaultFlushing": False}, "fault", [2]),
         ({"RankList": [entry("3", policy="isolate"), entry(4, policy="ignore")]}, "fault", [3]),
-        ({"RankList": [{"RankId": 1, "Status": "unrecovered", "InitialPolicy": "restart_request"}]}, "fault", [1]),
         ({"RankList": [entry(policy="empty")]}, None, []),
         ({"RankList": [entry(policy="")]}, None, []),
         ({"RankList": [entry(status="recovered")], "GracefulExit": 0}, None, []),
         ({"RankList": [entry(status="failed")]}, None, []),
         ({"FaultFlushing": True}, None, []),
-        ({}, None, []),
     ],
 )
 def test_what_reset_json_asks_for(mount: Mount, content: object, kind: str | None, expected: list[int]) -> None:
@@ -393,14 +328,6 @@ def test_flushing_keeps_its_last_state_while_the_file_is_half_written(
     assert not watch.flushing()
 
 
-def test_two_events_come_one_after_the_other(mount: Mount) -> None:
-    watch = mount.watch()
-    assert watch.poll() is None
-    mount.fault({"FaultRank": [1]})
-    mount.reset({"GracefulExit": 1})
-    assert [event.kind for event in (watch.poll(), watch.poll()) if event] == ["fault", "request"]
-
-
 # --- anything at all ---
 
 json_values = st.recursive(
@@ -412,23 +339,6 @@ keys = st.sampled_from(
     ["FaultRankIds", "FaultRank", "CreatTime", "UpdateTime", "status", "RankList", "FaultFlushing", "GracefulExit"]
 )
 contents = st.dictionaries(keys | st.text(max_size=5), json_values, max_size=5).map(json.dumps) | st.text(max_size=40)
-
-
-@given(text=contents, world_size=st.none() | st.integers(1, 8))
-def test_no_text_crashes_a_parser(text: str, world_size: int | None) -> None:
-    readers: list[Callable[[], frozenset[int]]] = [
-        lambda: parse_key("fault-npus", text, world_size=world_size).ranks,
-        lambda: parse_key("reset.json", text, world_size=world_size).unrecovered,
-        lambda: frozenset(rank for ranks in parse_rank_table(text).ranks_of.values() for rank in ranks),
-    ]
-    for number, read in enumerate(readers):
-        limit = world_size if world_size is not None and number < 2 else 1 << 24
-        try:
-            found, problem = read(), None
-        except ValueError as error:
-            found, problem = frozenset(), str(error)
-        assert all(0 <= rank < limit for rank in found)
-        assert problem is None or 0 < len(problem) < 600
 
 
 @settings(max_examples=40)
@@ -469,13 +379,3 @@ def test_the_watcher_hears_a_fault_and_goes_on(mount: Mount) -> None:
 
 
 # --- where they are ---
-
-
-def test_the_documented_places_and_their_variables() -> None:
-    assert FaultPaths.from_env({}) == FaultPaths()
-    assert FaultPaths() == FaultPaths(
-        fault_dir=Path("/user/restore/fault/config"), reset_dir=Path("/user/restore/reset/config"), rank_table=None
-    )
-    env = {"MINDX_FAULT_DIR": "/a", "MINDX_RESET_DIR": "/b", "MINDX_RANK_TABLE": "/c", "RANK_TABLE_FILE": "/d"}
-    assert FaultPaths.from_env(env) == FaultPaths(fault_dir=Path("/a"), reset_dir=Path("/b"), rank_table=Path("/c"))
-    assert FaultPaths.from_env({"RANK_TABLE_FILE": "/d", "MINDX_RANK_TABLE": " "}).rank_table == Path("/d")

@@ -73,8 +73,6 @@ def refusal(path: Path, **options: Any) -> str:
     ("content", "ranks", "created"),
     [
         (REPORT, {1, 3}, 1690000000),
-        ({"FaultRankIds": ["1"], "CreateTime": "1690000000"}, {1}, 1690000000),
-        ({"FaultRank": [1, 3, 1, "3"], "UpdateTime": 1690000000123}, {1, 3}, 1690000000.123),
         ({"FaultRankIds": ["2"], "FaultRank": [5, 2]}, {2, 5}, None),
         ({"FaultRankIds": '["1","3"]', "CreatTime": 1690000000}, {1, 3}, 1690000000),  # the first schedulers
         ({"FaultRankIds": "null"}, set(), None),
@@ -85,9 +83,7 @@ def refusal(path: Path, **options: Any) -> str:
             {2, 3},
             169e7,
         ),
-        ({"RankList": [entry(2, "failed"), entry(3, "failed", "empty")]}, {2, 3}, None),
         ({"RankList": [entry(4, "recovered"), entry(5, policy="ignore"), entry(6, "", "empty")]}, set(), None),
-        ({"RankList": None, "GracefulExit": 1}, set(), None),
     ],
 )
 def test_reports_of_ranks(tmp_path: Path, content: object, ranks: set[int], created: float | None) -> None:
@@ -95,11 +91,6 @@ def test_reports_of_ranks(tmp_path: Path, content: object, ranks: set[int], crea
     faults = read_faults(path, world_size=8)
     assert (set(faults.ranks), faults.created, faults.source) == (ranks, created, str(path))
     assert (faults.nodes, faults.initializing, faults.problems) == ((), False, ())
-
-
-@pytest.mark.parametrize("content", [{"status": "initializing"}, {"FaultFlushing": True, "RankList": [entry(1)]}])
-def test_a_platform_that_has_not_finished(tmp_path: Path, content: object) -> None:
-    assert read_faults(put(tmp_path, content), world_size=8).initializing
 
 
 def test_what_does_not_matter_for_the_ranks_is_a_problem_only(tmp_path: Path) -> None:
@@ -166,19 +157,6 @@ def test_a_mounted_folder(tmp_path: Path, code: str) -> None:
     put(tmp_path, code, "checkCode")
     assert read_faults(tmp_path, world_size=8).ranks == {1, 3}
     assert read_faults(tmp_path / "fault-npus", world_size=8).ranks == {1, 3}
-
-
-def test_a_mount_that_swaps_its_data_folder(tmp_path: Path) -> None:
-    for number, text in enumerate((REPORT, '{"FaultRank":[4]}')):
-        put(tmp_path / f"..2024_{number}", text, "fault-npus")
-        put(tmp_path / f"..2024_{number}", sha(text), "checkCode")
-        (tmp_path / "new").symlink_to(f"..2024_{number}")
-        os.rename(tmp_path / "new", tmp_path / "..data")
-        for key in ("fault-npus", "checkCode"):
-            if not (tmp_path / key).is_symlink():
-                (tmp_path / key).symlink_to(Path("..data") / key)
-        assert read_faults(tmp_path, world_size=8).ranks == ({4} if number else {1, 3})
-        assert read_faults(tmp_path / "fault-npus", world_size=8).ranks == ({4} if number else {1, 3})
 
 
 def test_the_check_code_of_a_reset_config_may_cover_all_its_keys(tmp_path: Path) -> None:
@@ -268,22 +246,13 @@ def test_ranks_of_nodes_that_a_person_names() -> None:
     [
         ({"FaultRankIds": ["8"]}, "names rank 8 in FaultRankIds, but the job has ranks 0..7"),
         ({"FaultRank": [1, True]}, "names True in FaultRank, which is no rank"),
-        ({"FaultRank": [1, -1]}, "names -1"),
-        ('{"FaultRank": [1, NaN]}', "names nan"),
         ({"FaultRankIds": "1,3"}, "no list but '1,3'"),
-        ({"FaultRankIds": {"1": 2}}, "no list but"),
         ('{"FaultRank": [1], "FaultRank": []}', "has the key 'FaultRank' twice"),
-        ({"FaultRanksIds": ["1"]}, "is 'FaultRanksIds' meant to be FaultRankIds?"),
         ({"status": "ready"}, "tells of no faults in a known form"),
-        ({}, "tells of no faults"),
         ([1, 3], "where an object"),
-        ("", "not readable JSON"),
-        (REPORT[:-1], "not readable JSON"),
-        ("[" * 100_000, "not readable JSON"),
         ("x" * (2 << 20), "larger than 1 MiB"),
         ("hello", "neither JSON nor a ConfigMap|holds 'hello'"),
         ({"RankList": [entry(8)]}, "names rank 8 in RankList"),
-        ({"RankList": [entry(8, "failed")]}, "names rank 8 in RankList"),
         ({"RankList": [entry(1, "Unrecoverd")]}, "has the Status 'Unrecoverd' for rank 1"),
         ({"RankList": [1]}, "has 1 in RankList"),
         ({"RankList": [], "FaultFlushing": "perhaps"}, "FaultFlushing"),
@@ -291,7 +260,6 @@ def test_ranks_of_nodes_that_a_person_names() -> None:
         ({"NodeInfo": {"NodeStatus": "UnHealthy"}}, "does not say which node"),
         ({"mindx-dl-nodeinfo-a b": {"NodeStatus": "UnHealthy"}}, "no name of a node"),
         (config_map(fault_npus=[1]), "fault-npus that is no text"),
-        (config_map(fault_npus=REPORT, checkCode=7), "checkCode that is no text"),
         (config_map(fault_npu=REPORT), "is 'fault-npu' meant to be fault-npus?"),
         (config_map(fault_npus="{"), "has a key fault-npus that is not readable JSON"),
         ({"kind": "Secret", "data": {"fault-npus": REPORT}}, "of the kind 'Secret'"),
@@ -300,10 +268,7 @@ def test_ranks_of_nodes_that_a_person_names() -> None:
         (config_map("vcjob-fault-npu-cm", fault_node='{"a": 1}'), "is no list of nodes"),
         ("kind: ConfigMap\ndata: {fault-npus: '{}', fault-npus: '{}'}", "has the key 'fault-npus' twice"),
         ("kind: ConfigMap\na: &x [1]\nb: [*x, *x]", "anchors or tags"),
-        ("kind: !!python/name:os.system x", "anchors or tags"),
         ("kind: ConfigMap\n" + "a: [" * 50, "too deeply nested"),
-        ("kind: ConfigMap\nb: [" + "1," * 50_000 + "]", "too many"),
-        ("kind: ConfigMap\n---\nkind: ConfigMap", "readable YAML"),
         ("kind: ConfigMap\nx: 2024-99-99", "month"),
         ("kind: ConfigMap\n\tx: [", "readable YAML"),
     ],

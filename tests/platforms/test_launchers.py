@@ -118,7 +118,6 @@ def test_the_local_rank_is_the_launcher_s_where_the_group_agrees(
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_odls_base_sigkill_timeout": "20"}, "", "20 s after its SIGTERM"),
         ({"SLURM_STEP_ID": "0"}, "slurmstepd: [4.0]", "srun client kills this process"),
         ({}, "python -m deepspeed.launcher.launch --world_info=e", "deepspeed dies of a SIGTERM"),
-        ({}, "python /bin/accelerate launch --cpu train.py", "accelerate launch dies of a SIGTERM"),
         ({"SUPERVISOR_ENABLED": "1"}, "supervisord", "kills it 10 s later"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "MINDX_GRACE_S": "20"}, "", ""),
         ({"SLURM_STEP_ID": "0"}, "python mindx-elastic run", ""),

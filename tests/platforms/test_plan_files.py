@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +108,6 @@ def test_both_files_say_the_same(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_an_older_plan_is_replaced_by_a_refusal(tmp_path: Path) -> None:
-    write_plan(tmp_path, make(tmp_path))
-    refusal = Refusal((Rejected("step 9", "rank 1 missing"),), True, (2,), frozenset({3}))
-    paths = write_plan(tmp_path, refusal)
-    for saved in (json.loads(paths[0].read_text()), read_plan_pb(paths[1])):
-        assert (saved["restorable"], saved["step"], saved["ranks"], saved["restore_ranks"]) == (False, None, [], "-1")
-        assert saved["rejected"] == [{"what": "step 9", "reason": "rank 1 missing"}] and saved["faults"] == [3]
-
-
 def test_the_same_document_from_both_forms(tmp_path: Path) -> None:
     for plan in (make(tmp_path), make(tmp_path, world=World(2)), Refusal((), False)):
         one, other = write_plan(tmp_path, plan)
@@ -174,17 +164,6 @@ def test_mesh_of() -> None:
     assert mesh_of(Strategy(4, (*HSDP.tensors, tp))) is None
 
 
-def test_many_ranks_are_quick(tmp_path: Path) -> None:
-    size = 16_384
-    layout = Layout((16, 1024), ("R", "S(0)"), (), MESH)  # type: ignore[arg-type]
-    strategy = Strategy(size, tuple(TensorSpec(f"model.{n}", (4096, 64), layout, "F32") for n in range(20)))
-    facts = [replace(fact(tmp_path, r, strategy=strategy), world_size=size) for r in range(size) if r % 500]
-    plan = plan_resume(facts, World(size))
-    assert isinstance(plan, ResumePlan)
-    paths = write_plan(tmp_path, plan)
-    assert json.loads(paths[0].read_text()) == read_plan_pb(paths[1])
-
-
 # --- RESTORE_RANKS ---
 
 
@@ -206,35 +185,6 @@ def planned(facts: list[FileFact], world: World | None = None, faults: tuple[int
     return plan
 
 
-def test_replicas_share_a_donor() -> None:
-    plan = planned([fact_of(r) for r in range(4)])
-    assert plan_to_json(plan)["restore_ranks_map"] == {"0,1,2,3": 0}
-    plan = planned([fact_of(r) for r in range(1, 4)], faults=(1,))
-    assert plan_to_json(plan)["restore_ranks_map"] == {"0,1,2,3": 2}
-
-
-def test_groups_of_shards() -> None:
-    plan = planned([fact_of(r, GROUPS_OF_TWO) for r in (1, 2, 3)])
-    assert plan_to_json(plan)["restore_ranks_map"] == {"0,2": 2, "1,3": 1}
-    assert restore_ranks(plan, plan.source.replica_groups()) == restore_ranks(plan)
-
-
-def test_a_periodic_file_is_no_dying_save() -> None:
-    facts = [
-        fact_of(0, GROUPS_OF_TWO),
-        fact_of(2, GROUPS_OF_TWO),
-        fact_of(1, GROUPS_OF_TWO, kind="periodic"),
-        fact_of(3, GROUPS_OF_TWO, kind="periodic"),
-    ]
-    assert plan_to_json(planned(facts))["restore_ranks"] == "-1"
-    assert plan_to_json(planned([*facts, fact_of(3, GROUPS_OF_TWO, kind="ttp")]))["restore_ranks"] == "0,3"
-
-
-@pytest.mark.parametrize(("kind", "text"), [("snapshot", "0"), ("request_exit", "0"), ("manual", "-1")])
-def test_kinds(kind: str, text: str) -> None:
-    assert plan_to_json(planned([fact_of(r, kind=kind) for r in range(4)]))["restore_ranks"] == text
-
-
 def test_files_that_say_nothing_of_others_are_groups_of_one() -> None:
     plan = planned([fact_of(r, single_rank_strategy(r, 2)) for r in range(2)])
     assert plan_to_json(plan)["restore_ranks_map"] == {"0": 0, "1": 1}
@@ -246,12 +196,6 @@ def test_a_faulty_rank_whose_file_is_trusted_is_the_last_resort() -> None:
     plan = planned([*old, *newer], faults=(1, 3))
     assert plan.moment == ("run", 0, 9)
     assert plan_to_json(plan)["restore_ranks_map"] == {"0,2": 2, "1,3": 1}
-
-
-def test_a_donor_must_be_seen_by_the_whole_group() -> None:
-    facts = [fact_of(r, visible_to=frozenset({r, r ^ 1})) for r in range(4)]
-    assert plan_to_json(planned(facts))["restore_ranks"] == "-1"
-    assert plan_to_json(planned([*facts[:3], fact_of(3)]))["restore_ranks_map"] == {"0,1,2,3": 3}
 
 
 def test_another_number_of_ranks() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.platforms.protobuf import messages
 from tests.platforms.generate_proto import PROTOS, ROOT, find_protoc, generate
 
 needs_protoc = pytest.mark.skipif(not find_protoc().exists(), reason="no protoc for this platform")
@@ -66,41 +65,3 @@ print("both")
         [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "both\n", done.stderr
-
-
-def test_fields_of_mindspore_have_its_numbers_types_and_labels() -> None:
-    expected = {
-        "ParallelStrategy": "rep uint32 dim 1",
-        "ParallelStrategys": "req uint32 stage 1, rep ParallelStrategy parallel_strategy 2",
-        "ParallelStrategyItem": "req string node_name 1, req ParallelStrategys parallel_strategys 2",
-        "ParallelStrategyMap": "req uint32 current_stage 1, rep ParallelStrategyItem parallel_strategy_item 2, "
-        "rep ParallelLayoutItem parallel_layout_item 3",
-        "ParallelLayoutItem": "req string param_name 1, req ParallelLayouts parallel_layouts 2",
-        "ParallelLayouts": "rep DevMatrix dev_matrix 1, rep TensorMap tensor_map 2, rep ParamSplitShape "
-        "param_split_shape 3, rep IndicesOffset indices_offset 4, req int32 field 5, "
-        "req int32 opt_weight_shard_step 6, req int32 opt_weight_shard_size 7",
-        "DevMatrix": "rep uint32 dim 1",
-        "TensorMap": "rep int32 dim 1",
-        "ParamSplitShape": "rep int64 dim 1",
-        "IndicesOffset": "rep int64 dim 1",
-        "ParallelGroupRanks": "rep uint32 dim 1",
-        "ParallelGroupItem": "req string group_name 1, req ParallelGroupRanks parallel_group_ranks 2",
-        "ParallelGroupMap": "rep ParallelGroupItem parallel_group_item 1, "
-        "opt ParallelGroupRanks ckpt_restore_rank_list 2",
-    }
-    from google.protobuf import descriptor_pb2
-
-    file = descriptor_pb2.FileDescriptorProto()
-    messages().DESCRIPTOR.CopyToProto(file)
-    labels = {1: "opt", 2: "req", 3: "rep"}
-    types = {3: "int64", 5: "int32", 9: "string", 13: "uint32"}
-    found = {}
-    for message in file.message_type:
-        fields = [field for field in message.field if field.number < 1000]
-        assert message.name == "ExactTensor" or not any(field.options.packed for field in fields)
-        found[message.name] = ", ".join(
-            f"{labels[f.label]} {types.get(f.type) or f.type_name.rpartition('.')[2]} {f.name} {f.number}"
-            for f in fields
-        )
-    del found["ExactTensor"]
-    assert found == expected

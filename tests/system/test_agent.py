@@ -81,17 +81,6 @@ def test_a_script_sees_what_it_sees_under_torchrun() -> None:
     assert events(Path("mindx-run"), "agent_end")[0]["exit_code"] == 0
 
 
-def test_options_reach_the_script() -> None:
-    options = ["--grace", "7", "--snapshot-every", "5", "--max-restarts", "1", "--master-port", str(free_port())]
-    with agent("show", options=options) as job:
-        job.expect(0)
-    env = environments(job)[0]["env"]
-    assert env["MINDX_GRACE_S"] == "7"
-    assert env["MINDX_SNAPSHOT_EVERY"] == "5"
-    assert env["TORCHELASTIC_MAX_RESTARTS"] == "1"
-    assert env["MASTER_PORT"] == options[-1]
-
-
 def test_redirects_and_tee_write_logs_per_rank() -> None:
     with agent("show", ranks=2, options=["--log-dir", "logs", "--redirects", "3", "--tee", "0:1"]) as job:
         job.expect(0)
@@ -112,12 +101,6 @@ def test_a_module_and_a_program_that_is_no_python() -> None:
     with start_agent("./script.sh", "word", options=["--no-python", "--max-restarts", "0"]) as job:
         job.expect(5)
     assert job.matches("^SHELL 0 word")
-
-
-@pytest.mark.drill
-def test_run_path_runs_the_script() -> None:
-    with agent("leave", "4", options=["--run-path", "--max-restarts", "0"]) as job:
-        job.expect(4)
 
 
 @pytest.mark.drill
@@ -160,13 +143,6 @@ def test_the_first_failure_counts_not_those_that_follow() -> None:
         job.expect(3)
 
 
-@pytest.mark.drill
-def test_the_exception_is_named() -> None:
-    with agent("record", options=["--max-restarts", "0"]) as job:
-        job.expect(1)
-    assert job.matches(r"exit code 1: ValueError: a bad sample")
-
-
 # --- restarts ---
 
 
@@ -188,22 +164,6 @@ def test_a_fixed_master_port_is_kept_over_restarts() -> None:
     with agent("gloo", "1", ranks=2, options=["--master-port", str(port)]) as job:
         job.expect(0)
     assert {match[3] for match in job.matches(r"^SUM (\d) (\d) 3 (\d+)")} == {str(port)}
-
-
-@pytest.mark.drill
-def test_no_restart_where_none_is_allowed() -> None:
-    with agent("gloo", "1", ranks=2, options=["--max-restarts", "0"]) as job:
-        job.expect(137)
-    assert len(job.matches("READY")) == 2
-
-
-@pytest.mark.drill
-def test_the_window_forgets_old_restarts() -> None:
-    """One restart within a second, and each attempt takes longer than that."""
-    options = ["--max-restarts", "1", "--max-restarts-window", "1"]
-    with agent("late", "1.2", "2", options=options) as job:
-        job.expect(0)
-    assert len(job.matches("restart 1 of 1 within 1 s")) == 2
 
 
 # --- stops ---
@@ -250,17 +210,6 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
     assert job.matches("restart 1 of 3")
     assert not events(Path("mindx-run"), "signal")
     assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (143, 143)])
-def test_the_workers_answer_to_a_stop_is_handed_on(code: int, expected: int) -> None:
-    with agent("handle", str(code), ranks=2) as job:
-        job.wait_for("WAITING", 2)
-        job.process.send_signal(signal.SIGTERM)
-        job.process.send_signal(signal.SIGTERM)
-        job.expect(expected)
-    assert len(job.matches("GOT")) == 2, "each trainer once"
 
 
 def test_loader_workers_do_not_get_the_signal() -> None:
@@ -351,19 +300,6 @@ def test_two_agents_meet_and_restart_together() -> None:
 
 
 @pytest.mark.drill
-def test_two_static_nodes_restart_together() -> None:
-    port = str(free_port())
-    options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-    with (
-        agent("gloo", "1", options=[*options, "--node-rank", "0"], run_dir=Path("a")) as one,
-        agent("gloo", "1", options=[*options, "--node-rank", "1"], run_dir=Path("b")) as two,
-    ):
-        one.expect(0)
-        two.expect(0)
-    assert {match[3] for job in (one, two) for match in job.matches(r"^SUM (\d) (0) 3 (\d+)")} == {port}
-
-
-@pytest.mark.drill
 def test_a_new_node_is_let_in() -> None:
     options = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1", "--rdzv-backend", "c10d", "--rdzv-id", "grow"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "0"]
@@ -387,16 +323,6 @@ def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
 
 
 # --- the platform ---
-
-
-def test_a_fault_report_stops_the_job(tmp_path: Path) -> None:
-    with agent("wait", ranks=2, env={"MINDX_FAULT_DIR": str(tmp_path / "fault")}) as job:
-        job.wait_for("WAITING", 2)
-        (tmp_path / "fault").mkdir()
-        (tmp_path / "fault" / "fault-npus").write_text('{"FaultRankIds": ["1"], "CreatTime": 1690000000}')
-        job.expect(75)
-    assert events(Path("mindx-run"), "fault")
-    assert len(job.matches("READY")) == 2
 
 
 def test_fault_flushing_holds_the_start_back(tmp_path: Path) -> None:

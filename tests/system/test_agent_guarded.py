@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, events, run_job, start_agent, wait_until
+from tests.harness import Job, events, start_agent
 from tests.system.test_agent import free_port, nothing_left
 
 pytestmark = pytest.mark.slow
@@ -62,33 +62,6 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert (first["reason"], first["cause_rank"], first["step"], first["saved_step"]) == ("killed by SIGKILL", 0, 7, 7)
     assert 0 <= first["detect_s"] < first["first_step_s"] < 60
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
-
-
-@pytest.mark.drill
-def test_a_directory_that_cannot_say_which_run_it_is_costs_no_step() -> None:
-    """The event log is on a full disk from the first line on; a snapshot of every step is in memory."""
-    with agent(SMALL, "ckpt", "--full-log", "--kill-at", 20, "--steps", 24, env={"MINDX_SNAPSHOT_EVERY": "1"}) as job:
-        job.expect(0)
-    assert len(job.matches("^FULL$")) == 2, f"the fault has fired in each attempt\n{job.report()}"
-    assert resumed(job) == ["None", "20"], job.report()
-    assert len(job.matches("cannot append to .*events.jsonl")) == 2, f"one warning an attempt\n{job.report()}"
-    assert attempts() == [("failed", 0), ("finished", None)]
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(600)  # three starts
-def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
-    """No snapshots: what is finished is on the disk, and the restart only does what comes after the training."""
-    options = ["--snapshot-every", "0"]
-    with agent(LOOP, "ckpt", "--kill", "end:27:1", ranks=2, options=options) as job:
-        job.expect(0)
-    assert job.matches("^KILLED in end 27"), job.report()
-    assert resumed(job) == ["None", "None", "27", "27"], job.report()
-    assert job.hashes() == run_job(LOOP, "whole", ranks=2).hashes(), job.report()
-    seen = [index for indices in job.seen().values() for index in indices]
-    assert len(seen) == 3 * 90, "every sample once an epoch, over both attempts"
-    assert len(list(Path("ckpt").rglob("*_final.safetensors"))) == 2
-    assert nothing_left()
 
 
 @pytest.mark.drill
@@ -146,15 +119,6 @@ def test_a_stopped_rank_is_found_and_replaced() -> None:
 
 
 @pytest.mark.drill
-def test_a_spinning_rank_shows_its_stack_and_saves() -> None:
-    with agent(SMALL, "ckpt", "--spin-at", 4, options=["--hang-timeout", "1.5"]) as job:
-        job.expect(0)
-    assert "agent_guarded.py" in (RUN / "stacks" / "attempt_0_rank_0.txt").read_text()
-    assert resumed(job) == ["None", "3"]
-    assert attempts() == [("failed", 0), ("finished", None)]
-
-
-@pytest.mark.drill
 def test_the_same_failure_again_and_again_stops_the_job() -> None:
     with agent(SMALL, "ckpt", "--fail-at", 5, options=["--max-restarts", "10"]) as job:
         job.expect(1)
@@ -184,24 +148,6 @@ def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
     assert len(job.matches("READY")) == 1
     assert list(Path("ckpt").glob("*_breakpoint.safetensors"))
     assert attempts()[0][0] == "stopped"
-
-
-@pytest.mark.drill
-def test_a_stop_of_one_node_stops_the_other() -> None:
-    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
-    options += ["--rdzv-endpoint", f"localhost:{free_port()}"]
-    with (
-        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("a")) as one,
-        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("b")) as two,
-    ):
-        one.wait_for("HOLD")
-        two.wait_for("HOLD")
-        two.process.send_signal(signal.SIGTERM)
-        one.expect(143)
-        two.expect(143)
-    steps = {match[1] for job in (one, two) for match in job.matches(r"step (\d+) saved in")}
-    assert len(steps) == 1
-    assert attempts(Path("a")) == attempts(Path("b")) == [("stopped", 0)]
 
 
 @pytest.mark.drill
@@ -242,15 +188,3 @@ def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None
     assert ("stopped by a signal" if what == "stop" else "after_training") in stack
     assert [outcome for outcome, _ in attempts()] == ["finished"]
     assert nothing_left()
-
-
-@pytest.mark.drill
-def test_a_rank_that_works_on_after_the_training_is_left_alone() -> None:
-    """An export or a last evaluation on one rank, long after the others have ended."""
-    with agent(LOOP, "ckpt", "--after", "work:0", ranks=2) as job:
-        job.wait_for("AFTER 0 work")
-        wait_until(lambda: len(events(RUN, "worker_end")) == 1, "the end of rank 1")
-        Path("go").touch()
-        job.expect(0)
-    assert not events(RUN, "exit_timeout")
-    assert [event["outcome"] for event in events(RUN, "worker_end")] == ["finished", "finished"]

@@ -115,16 +115,6 @@ def test_a_forked_worker_dies_and_is_replaced_and_looks_as_ever() -> None:
 
 
 @pytest.mark.drill
-def test_without_it_workers_are_fresh() -> None:
-    with agent("ckpt", "--hold-at", 7, ranks=2, env={"MINDX_ZYGOTE": "0"}) as job:
-        job.wait_for("HOLD", 2)
-        job.signal_rank(0, signal.SIGKILL)
-        job.expect(0)
-        assert not find_zygote(job)
-    assert not forked(job) and attempts() == [("failed", 0), ("finished", None)]
-
-
-@pytest.mark.drill
 @pytest.mark.parametrize(
     ("options", "env"),
     [

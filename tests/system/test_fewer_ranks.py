@@ -171,22 +171,6 @@ def test_a_loop_that_does_not_ask_is_not_shrunk(tmp_path: Path) -> None:
 
 
 @drill
-def test_a_loop_that_does_not_ask_makes_no_update_with_fewer_ranks_from_the_start(tmp_path: Path) -> None:
-    tmp_path.joinpath("broken_1").touch()
-    job = run(tmp_path, 2, "--deaf", options=["--min-nproc", "1", "--regrow-after", "0"], code=1)
-    assert job.matches("UnmanagedStateError: 1 ranks train in the place of 2"), job.report()
-
-
-@drill
-def test_a_place_that_is_broken_from_the_start(tmp_path: Path) -> None:
-    plain = run(tmp_path / "plain", 2)
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "broken_0").touch()
-    job = run(tmp_path / "job", 2, options=["--min-nproc", "1", "--regrow-after", "0"])
-    assert (end(job), seen(job)) == (end(plain), seen(plain)), job.report()
-
-
-@drill
 def test_stop_saves_and_ends(tmp_path: Path) -> None:
     options = ["--min-nproc", "1", "--on-shrink", "stop"]
     job = run(tmp_path, 2, "--break", "1:3", options=options, code=75)

@@ -209,14 +209,6 @@ def test_three_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs, more: S
 
 
 @drill
-def test_four_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
-    """The save is one beside the training, which has gone on meanwhile."""
-    words = ["--epochs", 3, "--evaluate", "no_grad", "--save-every", 5, "--save-beside"]
-    job, _ = runs.run(4, *words, *faults(*FOUR))
-    check_in_place(job, victims(FOUR))
-
-
-@drill
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_accumulation_and_mixed_precision(runs: Runs, ranks: int) -> None:
     orders = (
@@ -252,24 +244,6 @@ def test_a_warm_spare_takes_a_dead_ranks_place(runs: Runs, late: Sequence[str]) 
 
 
 @drill
-def test_a_spare_writes_to_the_log_of_the_dead_rank(runs: Runs) -> None:
-    def go_when_it_waits(job: Job) -> None:
-        job.wait_for(r"a spare \(pid \d+\) waits")
-        (job_folder(job) / "go").touch()
-
-    folder = runs.new_folder()
-    words = ["--epochs", "2", "--hold-at", "5", *faults("1:8:forward")]
-    options = ["--spares", "1", "--redirects", "3", "--log-dir", str(folder / "logs")]
-    job = runs.start(folder, 2, words, options, meanwhile=go_when_it_waits)
-    assert job.matches(IN_PLACE), job.report()
-    (log,) = (folder / "logs").rglob("1/stdout.log")
-    text = log.read_text()
-    assert text.count("READY 1") == 2
-    assert "FAULT 1 8 forward" in text
-    assert "DONE 1" in text
-
-
-@drill
 def test_a_model_goes_on_in_place(tmp_path: Path) -> None:
     def run(name: str, *args: object) -> Job:
         folder = tmp_path / name
@@ -285,18 +259,6 @@ def test_a_model_goes_on_in_place(tmp_path: Path) -> None:
     assert killed.hashes() == plain.hashes()
     for pattern in (r"EVAL 2 .*", r"STEPS .*"):  # callbacks have counted each step once
         assert {m[0] for m in killed.matches(pattern)} == {m[0] for m in plain.matches(pattern)}
-
-
-@drill
-@pytest.mark.parametrize("share", ["between", pytest.param("update", marks=drill)])
-def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: str) -> None:
-    """Rank 1 waits for rank 2, which is killed, while rank 0 passes the boundary: in front of its update, and in it."""
-    orders = ("2:6:share", "2:9:share", "1:11:mid", "0:13:backward")
-    job, folder = runs.run(3, "--epochs", 2, "--share", share, *faults(*orders))
-    check_in_place(job, victims(orders))
-    told = events(folder / "run", "rejoin")
-    assert len(told) == len(orders)
-    assert [event["behind"] for event in told[:2]] == [[1], [1]], "behind the others' last collective it may be cut off"
 
 
 @drill
@@ -367,25 +329,6 @@ def test_a_counter_that_no_guard_keeps_is_named(runs: Runs) -> None:
     job, _ = runs.run(2, "--epochs", 1, "--inside", "count", *faults("1:8:forward"), options=patient)
     check_in_place(job, [1])
     assert job.matches(r'count" \(.*the ranks that live on and the new one differ in this'), job.report()
-
-
-@drill
-@pytest.mark.parametrize("options", [(), ("--snapshot-every", "1")], ids=["restart", "snapshots"])
-def test_optimizer_state_that_the_program_changes_by_hand_is_not_changed_twice(
-    runs: Runs, options: Sequence[str]
-) -> None:
-    """The survivor has done so in the step that is done again."""
-    job, _ = runs.run(2, "--epochs", 2, "--decay", *faults("1:8:forward"), options=(*options, *PATIENT))
-    if options:
-        check_in_place(job, [1])
-    else:
-        assert any("cut off in an update" in match[1] for match in job.matches(WHY)), job.report()
-
-
-@drill
-def test_a_program_that_catches_every_exception_of_a_step(runs: Runs) -> None:
-    job, _ = runs.run(2, "--epochs", 2, "--catch", "step", *faults("1:5:forward", "0:9:mid"))
-    assert job.matches("CAUGHT"), job.report()
 
 
 @drill
@@ -469,10 +412,3 @@ def test_fifty_recoveries_in_one_job_and_what_they_leave_behind(runs: Runs) -> N
     assert max(each[3] for each in found) <= first[3] + 5, "shared memory does not grow"
     assert after[0] < first[0] + 10 and after[1] < first[1] + 20, found
     assert not any((folder / "shm").rglob("*.safetensors"))
-
-
-@drill
-def test_thirty_recoveries_in_one_job(runs: Runs) -> None:
-    orders = [f"1:{step}:{('start', 'forward', 'mid', 'backward', 'update')[step % 5]}" for step in range(3, 33)]
-    job, _ = runs.run(2, "--epochs", 3, "--resources", *faults(*orders))
-    assert len(job.matches(IN_PLACE)) == len(orders), job.report()

@@ -162,23 +162,11 @@ def test_the_only_ranks_of_two_nodes_killed_in_turn(tmp_path: Path) -> None:
 
 
 @drill
-def test_ranks_of_two_nodes_with_two_each(tmp_path: Path) -> None:
-    faults = ["0:3:forward", "3:6:mid", "2:8:update", "1:10:backward"]
-    check_in_place(run(tmp_path, 2, 2, "--size", 192, "--num-workers", 1, faults=faults), faults)
-
-
-@drill
 @pytest.mark.parametrize("catch", ["backward", "translate"])
 def test_errors_that_a_program_catches_or_makes_other_ones_of(tmp_path: Path, catch: str) -> None:
     """The word of a death on another node comes behind the error."""
     faults = ["1:4:mid", "0:7:mid", "1:10:forward", "0:13:mid"]
     check_in_place(run(tmp_path, 2, 1, "--catch", catch, faults=faults), faults)
-
-
-@drill
-def test_three_nodes(tmp_path: Path) -> None:
-    faults = ["2:3:forward", "0:6:mid", "1:9:backward"]
-    check_in_place(run(tmp_path, 3, 1, "--size", 144, "--amp", faults=faults), faults)
 
 
 @drill

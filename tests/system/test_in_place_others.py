@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, events, wait_until
-from tests.system.test_agent_zygote import find_zygote, wait_for_zygote
+from tests.system.test_agent_zygote import wait_for_zygote
 from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faults, job_folder, processes, victims
 
 pytestmark = pytest.mark.slow
@@ -36,14 +36,6 @@ def test_before_the_first_boundary_the_job_is_restarted_and_says_why(runs: Runs)
     job, _ = runs.run(2, "--epochs", 1, *faults("1:1:forward"))
     assert any("which is too early" in match[1] for match in job.matches(WHY)), job.report()
     assert len(job.matches(r"restart \d+ of")) == 1, job.report()
-
-
-@drill
-def test_before_ddp_has_laid_out_its_buckets_the_job_is_restarted_and_says_why(runs: Runs) -> None:
-    job, _ = runs.run(2, "--epochs", 1, *faults("1:2:start"), options=PATIENT)
-    assert any("has not laid out its buckets yet" in match[1] for match in job.matches(WHY)), job.report()
-    assert len(job.matches(r"restart \d+ of")) == 1, job.report()
-    assert not job.matches(r"READY \d \d+ 0$"), job.report()
 
 
 @drill
@@ -96,26 +88,6 @@ def test_each_rank_killed_at_random_moments(runs: Runs, ranks: int) -> None:
 
 
 @drill
-def test_in_the_start_of_a_loader_worker_and_in_the_first_step_after_a_recovery(runs: Runs) -> None:
-    orders = ("1:6:forward", "0:6:backward", "1:13:worker", "0:13:backward")
-    job, _ = runs.run(2, "--epochs", 2, "--num-workers", 1, *faults(*orders), options=PATIENT)
-    check_in_place(job, [1, 0, 1, 0])
-
-
-@drill
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("more", [(), ("--persistent",)], ids=["workers of each epoch", "persistent workers"])
-def test_while_loader_workers_are_being_started(runs: Runs, ranks: int, more: Sequence[str]) -> None:
-    """Of the rank that dies, and of one that lives; in a new epoch, and in the entry behind a recovery."""
-    words = ("--epochs", 3, "--size", 48 * ranks, "--num-workers", 2, *more)
-    new_epoch = () if more else ("1:13:worker", "0:25:worker:next-now")
-    orders = ("1:5:forward", "1:5:worker", "0:8:mid", "1:8:worker:next-now", *new_epoch)
-    job, _ = runs.run(ranks, *words, *faults(*orders), options=PATIENT)
-    assert job.matches(IN_PLACE), job.report()
-    assert not job.matches(r"restart \d+ of"), job.report()
-
-
-@drill
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_loader_worker_that_is_killed_is_an_error_of_its_rank(runs: Runs, ranks: int) -> None:
     words = ("--epochs", 2, "--size", 48 * ranks, "--num-workers", 2)
@@ -146,49 +118,6 @@ def test_while_a_save_is_written_beside_the_training(runs: Runs, ranks: int, ord
 def _killed(order: str) -> tuple[int, Sequence[str]]:
     rank, _, _, *what = order.split(":")
     return int(rank), ["save", *what]
-
-
-@drill
-@pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("gap_s", [0.0, 0.05, 0.2])
-def test_two_ranks_killed_one_behind_the_other(runs: Runs, ranks: int, gap_s: float) -> None:
-    """The second one may be in the recovery from the first death, or train already."""
-
-    def kill(job: Job) -> None:
-        job.wait_for(r"SEEN \d+ \S+ \d+ 6$", ranks)
-        pids = job.pids()
-        for rank in (1, ranks - 1):
-            os.kill(pids[rank], signal.SIGKILL)
-            time.sleep(gap_s)  # it is the fault
-
-    job, _ = runs.run(ranks, "--epochs", 3, "--step-s", 0.02, meanwhile=kill, options=PATIENT)
-    assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
-    for rank, pids in processes(job).items():
-        assert len(pids) == 1 or rank in (1, ranks - 1) or job.matches(r"restart \d+ of"), job.report()
-
-
-@drill
-def test_256_mib_of_state(runs: Runs) -> None:
-    orders = ("1:4:forward", "0:8:mid", "1:12:update")
-    job, _ = runs.run(2, "--epochs", 2, "--megabytes", 256, *faults(*orders), options=PATIENT)
-    check_in_place(job, [1, 0, 1])
-
-
-@drill
-def test_the_zygote_is_killed_in_front_of_a_death_and_behind_it(runs: Runs) -> None:
-    def kill(job: Job) -> None:
-        zygote = wait_for_zygote(job)
-        job.wait_for("HOLD", 2)
-        os.kill(zygote, signal.SIGKILL)
-        go(job)
-        job.wait_for("FAULT 0 9 mid")
-        for pid in find_zygote(job):
-            os.kill(pid, signal.SIGKILL)
-
-    job, _ = runs.run(
-        2, "--epochs", 2, "--hold-at", 5, *faults("1:6:forward", "0:9:mid"), options=PATIENT, meanwhile=kill
-    )
-    check_in_place(job, [1, 0])
 
 
 @drill
@@ -226,20 +155,6 @@ def test_the_agent_is_killed_in_the_middle_of_a_recovery(runs: Runs) -> None:
     assert first.matches("step 5 saved in"), first.report()
     again = runs.start(folder, 2, words, PATIENT)
     assert again.hashes() == expected, again.report()
-
-
-@drill
-def test_a_flag_file_in_the_middle_of_a_recovery_stops_the_job(runs: Runs) -> None:
-    words = ["--epochs", "2", "--step-s", "0.02", "--flag-file"]
-
-    def set_flag(job: Job) -> None:
-        job.wait_for("takes the place of rank 1")
-        (job_folder(job) / "graceful_exit.json").write_text('{"GracefulExit": 1}')
-
-    _, folder = runs.run(2, *words, *faults("1:6:forward"), options=PATIENT, meanwhile=set_flag, code=75)
-    (folder / "graceful_exit.json").unlink()
-    again = runs.start(folder, 2, words, PATIENT)
-    assert again.hashes() == runs.undisturbed(2, words)[0], again.report()
 
 
 @drill

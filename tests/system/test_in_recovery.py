@@ -16,9 +16,7 @@ from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faul
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
 PATIENT = ("--rejoin-timeout", "60")
-IMPATIENT = ("--rejoin-timeout", "4", "--grace", "6")
 WORDS = ("--epochs", "2", "--step-s", "0.01", "--flag-file")
-SPARE = ("--late-rank", "--hold-at", "5")
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +47,6 @@ def test_the_new_process_is_killed(runs: Runs, ranks: int, stage: str) -> None:
 
 
 @drill
-@pytest.mark.parametrize("stage", ["guard", "connect", "ready"])
-def test_the_spare_that_has_become_a_rank_is_killed(runs: Runs, stage: str) -> None:
-    def go_when_it_waits(job: Job) -> None:
-        job.wait_for(r"a spare \(pid \d+\) waits")
-        (job_folder(job) / "go").touch()
-
-    words = [*WORDS, *SPARE, *meanwhile(f"new:{stage}:kill")]
-    job, _ = runs.run(3, *words, options=["--spares", "1", *PATIENT], meanwhile=go_when_it_waits)
-    check_restarted(job, "the new process of rank 1 has died during the recovery")
-
-
-@drill
 @pytest.mark.parametrize("stage", ["leave", "out", "donate", "connect", "restore", "ready"])
 @pytest.mark.parametrize("survivor", ["0", "2"])
 def test_a_survivor_is_killed(runs: Runs, survivor: str, stage: str) -> None:
@@ -71,15 +57,6 @@ def test_a_survivor_is_killed(runs: Runs, survivor: str, stage: str) -> None:
     assert job.matches(IN_PLACE) or job.matches(r"restart \d+ of"), job.report()
     if stage != "leave":  # there it has not reported yet, and its place is taken as well
         check_restarted(job, "has died during the recovery")
-
-
-@drill
-@pytest.mark.parametrize(
-    "order", ["new:start:stop", "new:connect:stop", "0:leave:stop", "2:connect:stop", "2:ready:stop"]
-)
-def test_a_process_stands_still(runs: Runs, order: str) -> None:
-    job, _ = runs.run(3, *WORDS, *meanwhile(order), options=IMPATIENT)
-    check_restarted(job, "within 4 s (--rejoin-timeout)")
 
 
 @drill

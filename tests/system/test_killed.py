@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.memory.folders import job_folder, rank_folders, user_folder
-from tests.harness import Job, events, run_job, start_job
+from tests.harness import Job, run_job, start_job
 from tests.system.conftest import Reference
 
 pytestmark = pytest.mark.slow
@@ -156,21 +156,6 @@ def test_save_every_keeps_steps_on_disk_for_a_plain_program(place: Place, refere
     assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
     assert not job.matches("nothing is saved between the stops"), job.report()
     assert len(resumed.matches("resumed from .*because of periodic")) == 1, resumed.report()
-
-
-@pytest.mark.drill
-def test_all_killed_with_measured_snapshots(place: Place, reference: Reference) -> None:
-    args = ("--epochs", 20, "--say-passed")
-    with place.start(*args, ranks=2, every="auto") as job:
-        job.wait_for(r"PASSED \d 150", count=2)
-        kill_all(job)
-        job.expect(1)
-    (agreed,) = {event["outcome"] for event in events(place.directory, "snapshot_every")}
-    resumed = place.run(*args, ranks=2, every="auto")
-    (step,) = resumed_from(resumed)
-    trials = 20  # three steps that are multiples of four, after eight that are not measured
-    assert step.isdecimal() and int(step) >= trials, f"{agreed}\n{resumed.report()}"
-    assert resumed.hashes() == reference(2, *args).hashes(), resumed.report()
 
 
 @pytest.mark.drill

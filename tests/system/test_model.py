@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from tests.harness import Job, events, run_job, start_job
 
@@ -91,56 +89,6 @@ def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_agai
     assert_same_end(reference(ranks), resumed)
     done = sorted(m[1] for m in [*job.matches(r"(STEP_EVAL .*)"), *resumed.matches(r"(STEP_EVAL .*)")])
     assert done == sorted(m[1] for m in reference(ranks).matches(r"(STEP_EVAL .*)")), resumed.report()
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.drill)])
-def test_sigterm_during_a_periodic_save(tmp_path: Path, reference: Reference, asynchronous: bool) -> None:
-    args = ("--save-steps", 4, *(["--async-save"] if asynchronous else []))
-    with start_job("train_model.py", tmp_path, *args, env={"MODEL_SLOW_PERIODIC": "1"}) as job:
-        job.wait_for("PERIODIC")
-        job.signal_rank(0)
-        job.expect(143)
-    kinds = sorted(event["kind"] for event in events(tmp_path, "save"))
-    assert kinds == ["breakpoint", "periodic"], job.report()
-    assert_same_end(reference(1, *args), run_job("train_model.py", tmp_path, *args))
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(("ranks", "fail_rank"), [(1, 0), pytest.param(3, 1, marks=pytest.mark.drill)])
-def test_an_exception_in_a_callback_keeps_the_step(
-    tmp_path: Path, reference: Reference, ranks: int, fail_rank: int
-) -> None:
-    job = run_job("train_model.py", tmp_path, "--fail-at", 5, "--fail-rank", fail_rank, ranks=ranks, code=1)
-    assert job.matches("RuntimeError: injected in a callback")
-    steps = {event["rank"]: event["step"] for event in events(tmp_path, "durable")}
-    assert steps == dict.fromkeys(range(ranks), 5), job.report()
-    resumed = run_job("train_model.py", tmp_path, ranks=ranks)
-    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
-
-
-@pytest.mark.drill
-def test_periodic_saves_alone_resume_after_a_kill(tmp_path: Path, reference: Reference) -> None:
-    args = ("--save-steps", 3)
-    with start_job("train_model.py", tmp_path, "--hold-at", 7, *args, ranks=2) as job:
-        job.wait_for("HOLD", count=2)
-    # Leaving the block kills every process of the job at once: nobody had time for a breakpoint.
-    assert not list(tmp_path.rglob("*_breakpoint*"))
-    resumed = run_job("train_model.py", tmp_path, *args, ranks=2)
-    assert {m[1] for m in resumed.matches(r"READY \d \d+ (\d+)")} == {"6"}
-    assert_same_end(reference(2, *args), resumed)
-
-
-def test_append_info_stands_in_the_header(tmp_path: Path) -> None:
-    with start_job("train_model.py", tmp_path, "--hold-at", 4) as job:
-        job.wait_for("HOLD")
-        job.signal_rank(0)
-        job.expect(143)
-    (path,) = tmp_path.glob("*_breakpoint.safetensors")
-    with safe_open(path, "pt") as file:
-        info = json.loads(file.metadata()["mindx.checkpoint"])
-    assert info["append_info"] == [{"epoch_num": 1}]
-    assert (info["step"], info["epoch"], info["step_in_epoch"]) == (4, 1, 4)
 
 
 def test_without_a_guard_an_error_of_one_rank_is_heard_before_the_others_train() -> None:

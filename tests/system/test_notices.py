@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ import pytest
 
 from mindx_elastic.agent.result import read_result
 from tests.harness import events, run_job, start_agent
-from tests.metadata_server import AWS_ACTION, AZURE_EVENTS, AZURE_NAME, GCE, MetadataServer, hang, reply
+from tests.metadata_server import AWS_ACTION, AZURE_EVENTS, AZURE_NAME, GCE, MetadataServer, reply
 from tests.system.test_agent import nothing_left
 from tests.system.test_agent_nodes import Nodes
 
@@ -76,18 +75,6 @@ def fault_step() -> int:
 
 
 @pytest.mark.drill
-def test_a_stop_before_the_first_step_is_no_progress() -> None:
-    options = ["--run-dir", str(RUN), "--grace", "3"]
-    for again in (True, True, False):
-        with start_agent("agent_guarded.py", "ckpt", "--spin-at", 1, options=options) as job:
-            job.wait_for("READY")
-            job.process.send_signal(signal.SIGTERM)
-            job.expect(143)
-        result = read_result(RUN)
-        assert result is not None and (result.progressed, result.retry) == (False, again), job.report()
-
-
-@pytest.mark.drill
 @pytest.mark.parametrize("source", ["aws", "azure", "url", "file"])
 def test_each_source_stops_a_job_that_then_ends_like_an_uninterrupted_one(source: str) -> None:
     whole = run_job(LOOP, "whole", ranks=2).hashes()
@@ -110,16 +97,6 @@ def test_each_source_stops_a_job_that_then_ends_like_an_uninterrupted_one(source
     with agent(options=["--notice", str(Path("another.json").absolute())]) as again:
         again.expect(0)
     assert again.hashes() == whole, again.report()
-
-
-@pytest.mark.drill
-def test_a_service_that_hangs_holds_up_nothing() -> None:
-    with MetadataServer({AWS_ACTION: hang, GCE: hang, AZURE_EVENTS: hang}) as server:
-        options = [word for cloud in ("aws", "gce", "azure") for word in ("--notice", f"{cloud}={server.base}")]
-        with agent(options=options) as job:
-            job.expect(0)
-    assert len(server.requests) > 0
-    assert not events(RUN, "fault")
 
 
 @pytest.mark.drill

@@ -121,21 +121,6 @@ def test_given_twice_and_without_a_pause() -> None:
 
 
 @pytest.mark.drill
-def test_a_resume_while_the_ranks_are_still_on_their_way() -> None:
-    whole = undisturbed(2)
-    with agent("--wait-for", "4:1:go", ranks=2) as job:
-        job.wait_for("^WAITS 1 4$")
-        with command("pause", RUN) as pause:
-            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
-            assert "training goes on" in give("resume", RUN)
-            pause.expect(1)
-        assert "not paused: mindx-elastic resume was given before every rank waited" in pause.report()
-        Path("go").touch()
-        job.expect(0)
-    assert job.hashes() == whole and not events(RUN, "pause")
-
-
-@pytest.mark.drill
 def test_a_rank_that_does_not_come_is_named_and_training_goes_on() -> None:
     whole = undisturbed(2)
     with agent("--wait-for", "4:1:go", ranks=2, options=["--hang-timeout", "600"]) as job:
@@ -202,57 +187,6 @@ def test_in_an_evaluation(how: str) -> None:
         give("resume", RUN)
         job.expect(0)
     assert job.hashes() == whole
-
-
-@pytest.mark.drill
-def test_in_an_accumulation_window() -> None:
-    options = ["--accumulate", 3]
-    whole = undisturbed(2, *options)
-    with agent("--hold-at", "5", *options, ranks=2) as job:
-        job.wait_for("^HOLD . 5$", 2)
-        assert paused_at(give("pause", RUN)) == 6, "where the window ends"
-        assert len(job.matches("^PASSED . 5$")) == 2 and not job.matches("^PASSED . 6$")
-        give("resume", RUN)
-        job.expect(0)
-    assert job.hashes() == whole
-
-
-@pytest.mark.drill
-def test_before_the_guard_is_entered() -> None:
-    """The order waits for the ranks; the first boundary is the first at which they can wait."""
-    with agent("--start-after", "go", "--hold-at", "1", ranks=2) as job:
-        job.wait_for("^STARTING", 2)
-        with command("pause", RUN) as pause:
-            wait_until(lambda: not list(agent_dir().glob("pause-*.request")), "the agent has the request")
-            assert not pages()
-            Path("go").touch()
-            pause.expect(0)
-        assert paused_at(pause.report()) == 1
-        give("resume", RUN)
-        job.expect(0)
-
-
-@pytest.mark.drill
-def test_behind_the_last_step() -> None:
-    """No rank comes to another boundary: the command says so, and no rank waits."""
-    with agent("--tail", ranks=2) as job:
-        job.wait_for("^TAIL", 2)
-        with command("pause", RUN) as pause:
-            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
-            Path("go").touch()
-            pause.expect(1)
-        job.expect(0)
-    assert re.search("not paused: .*(has finished|has ended)", pause.report()), pause.report()
-    assert job.hashes()[0] and not events(RUN, "pause")
-
-
-@pytest.mark.drill
-def test_at_the_last_step() -> None:
-    with agent("--hold-at", "12", ranks=2) as job:
-        job.wait_for("^HOLD . 12$", 2)
-        assert paused_at(give("pause", RUN)) == 12
-        give("resume", RUN)
-        job.expect(0)
 
 
 # --- what happens in a pause ------------------------------------------------------------------------------------------
@@ -359,64 +293,6 @@ def test_a_rank_dies_on_its_way_to_a_pause(victim: int) -> None:
         job.expect(0)
     assert job.hashes() == whole, job.report()
     check_replaced(job, victim)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_while_a_pause_is_being_ended(victim: int, when: str) -> None:
-    whole = undisturbed(2)
-    holds = ("--hold-at", "4", "--wait-for", "6:1:go", "--wait-resumed")  # not at its end before the command has looked
-    with agent(*holds, "--run", ranks=2, options=IN_PLACE) as job:
-        pause_at_4(job, 2)
-        if when == "before":
-            with command("resume", RUN) as resume:
-                job.signal_rank(victim, signal.SIGKILL)
-                resume.expect(0)
-        else:
-            give("resume", RUN)
-            job.signal_rank(victim, signal.SIGKILL)
-        job.wait_for(f"takes the place of rank {victim}")
-        Path("go").touch()
-        job.expect(0)
-    assert job.hashes() == whole, job.report()
-    check_replaced(job, victim)
-
-
-@pytest.mark.drill
-def test_a_pause_that_is_given_in_the_middle_of_a_recovery() -> None:
-    whole = undisturbed(2)
-    holds = ("--hold-at", "8", "--hold-resumed")  # the pause takes effect there at the latest
-    with agent(*holds, "--wait-for", "4:1:go", "--run", ranks=2, options=IN_PLACE) as job:
-        job.wait_for("^WAITS 1 4$")
-        job.signal_rank(1, signal.SIGKILL)
-        job.wait_for("takes the place of rank 1")
-        step = paused_at(give("pause", RUN))
-        assert 3 <= step <= 8, job.report()
-        assert f"step {step}" in give("resume", RUN)
-        job.expect(0)
-    assert job.hashes() == whole, job.report()
-    check_replaced(job, 1)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("first", ["death", "stop"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_in_a_pause_and_the_agent_is_told_to_stop(victim: int, first: str) -> None:
-    whole = undisturbed(2)
-    with agent("--hold-at", "4", "--run", ranks=2, options=IN_PLACE) as job:
-        pause_at_4(job, 2)
-        if first == "stop":
-            job.process.send_signal(signal.SIGTERM)
-        job.signal_rank(victim, signal.SIGKILL)
-        if first == "death":
-            job.process.send_signal(signal.SIGTERM)
-        job.expect(143)
-    assert not job.matches("^PASSED . 5$"), job.report()
-    with agent("--run", ranks=2, options=IN_PLACE) as again:
-        again.expect(0)
-    assert resumed(again) == ["4", "4"], again.report()
-    assert again.hashes() == whole, job.report() + again.report()
 
 
 @pytest.mark.drill

@@ -296,35 +296,6 @@ def test_a_nodes_newest_files_are_gone(
 
 
 @drill
-@pytest.mark.parametrize("ranks", [4, 2, 1])
-@pytest.mark.parametrize("node", [(2, 3), (1, 3)], ids=["tp group", "dp group"])
-def test_a_nodes_folders_are_gone_and_no_step_is_whole(
-    tmp_path: Path, stopped: Callable[..., Stopped], ranks: int, node: tuple[int, int]
-) -> None:
-    place = stopped("2d", 4).copy(tmp_path)
-    for rank in node:
-        lose(place.directory / f"rank_{rank}")
-    left = sorted(place.directory.rglob("*.safetensors"))
-    after = place.run("2d", ranks, code=1)
-    kind = "NoUsableCheckpointError" if ranks == 4 else "MismatchError"
-    refusals = after.matches(rf"{kind}: ")
-    assert len(refusals) == ranks and not after.matches("READY"), after.report()
-    assert f"rank {node[0]}" in after.report() and 'resume="never"' in after.report()
-    assert sorted(place.directory.rglob("*.safetensors")) == left, "nothing is lost by a refusal"
-
-
-@drill
-def test_two_steps_are_never_mixed(tmp_path: Path, stopped: Callable[..., Stopped]) -> None:
-    """Each step lacks another rank: together they would be whole."""
-    place = stopped("2d", 4).copy(tmp_path)
-    lose(place.file(0, STOPPED))
-    lose(place.file(3, SAVED))
-    after = place.run("2d", 2, code=1)
-    assert len(after.matches("MismatchError: ")) == 2 and not after.matches("READY"), after.report()
-    assert f"step {STOPPED} is not used: written by 4 ranks: " in after.report()
-
-
-@drill
 def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Callable[..., Job]) -> None:
     """As users start it, and with a stop in each world."""
     place, jobs = Place(tmp_path), []
@@ -339,20 +310,6 @@ def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Callable[..., J
 
 
 # --- HSDP: every shard is on two ranks ---
-
-
-@pytest.mark.drill
-def test_hsdp_a_lost_file_is_the_replicas_job(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
-) -> None:
-    before = stopped("hsdp", 4)
-    place = before.copy(tmp_path)
-    lose(place.file(3, STOPPED))
-    after = place.run("hsdp", 4)
-    ours = rf"rank 3 has no file of step {STOPPED}: .* from rank 1, its random numbers and .* from .*rank_"
-    assert len(after.matches(ours)) == 1, after.report()
-    # Beside the same state nothing has changed: this model draws no random numbers. `make drill` compares bits.
-    assert_goes_on(STOPPED, before.job, after, whole("2d", 4))
 
 
 @drill
@@ -376,34 +333,6 @@ def test_hsdp_a_replica_stands_in_also_in_another_world(
     assert_goes_on(STOPPED, before.job, after, whole("hsdp", 4), exact=ranks == 4)
 
 
-@drill
-@pytest.mark.parametrize("ranks", [4, 2, 1])
-@pytest.mark.parametrize("node", [(0, 1), (2, 3), (1, 2)])
-def test_hsdp_a_nodes_folders_are_gone(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], ranks: int, node: tuple[int, int]
-) -> None:
-    """Whichever two ranks: of each shard one holder is left."""
-    before = stopped("hsdp", 4)
-    place = before.copy(tmp_path)
-    for rank in node:
-        lose(place.directory / f"rank_{rank}")
-    after = place.run("hsdp", ranks)
-    assert_goes_on(STOPPED, before.job, after, whole("hsdp", 4), exact=ranks == 4)
-
-
-@drill
-def test_hsdp_both_holders_of_a_shard_are_gone(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
-) -> None:
-    before = stopped("hsdp", 4)
-    place = before.copy(tmp_path)
-    for rank in (1, 3):
-        lose(place.file(rank, STOPPED))
-    after = place.run("hsdp", 2)
-    assert after.matches(f"step {STOPPED} is not used: .*no usable file of ranks 1, 3, which held it"), after.report()
-    assert_goes_on(SAVED, before.job, after, whole("hsdp", 4))
-
-
 # --- DDP and ZeRO-1: weights everywhere, the optimizer's state on one rank each ---
 
 ONE = ("--batch-size", 1)  # 12 samples are then 3, 4, 6 or 12 batches for 4, 3, 2 or 1 ranks
@@ -420,55 +349,6 @@ def test_zero_in_one_world_after_the_other(
         steps.append(steps[-1] + 2)
     jobs.append(place.run("zero", worlds[-1], *ONE))
     assert_one_after_the_other(jobs, steps, whole("2d", 4))
-
-
-@drill
-@pytest.mark.parametrize("ranks", [4, 2, 1])
-def test_zero_a_lost_rank_takes_its_share_of_the_moments_with_it(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], ranks: int
-) -> None:
-    before = stopped("zero", 4, *ONE)
-    place = before.copy(tmp_path)
-    lose(place.file(2, STOPPED))
-    after = place.run("zero", ranks, *ONE)
-    assert after.matches(f"step {STOPPED} is not used: .*rank 2"), after.report()
-    assert_goes_on(SAVED, before.job, after, whole("zero", 4, *ONE), exact=ranks == 4)
-
-
-@drill
-@pytest.mark.parametrize("kinds", [("plain", "ddp", "plain"), ("ddp", "ddp", "ddp")])
-def test_one_two_one(tmp_path: Path, whole: Callable[..., Job], kinds: tuple[str, str, str]) -> None:
-    place = Place(tmp_path)
-    jobs = [place.stop(kinds[0], 1), hold_and_stop(place, kinds[1], 2, STOPPED + 1), place.run(kinds[2], 1)]
-    assert_one_after_the_other(jobs, [STOPPED, STOPPED + 2], whole("plain", 1))
-
-
-@drill
-@pytest.mark.parametrize("lost", [0, 1, 3])
-def test_ddp_any_file_will_do(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], lost: int
-) -> None:
-    before = stopped("ddp", 4)
-    place = before.copy(tmp_path)
-    for rank in {0, 1, 2, 3} - {lost}:
-        lose(place.directory / f"rank_{rank}")
-    after = place.run("ddp", 2)
-    assert_goes_on(STOPPED, before.job, after, whole("2d", 4))
-
-
-@drill
-@pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4), (1, 2)])
-def test_private_models_are_not_for_another_world(tmp_path: Path, old: int, new: int) -> None:
-    """Each rank trains for itself: what would the weights of a rank more or less be?"""
-    place = Place(tmp_path)
-    place.stop("plain", old)
-    files = sorted(place.directory.rglob("*.safetensors"))
-    after = place.run("plain", new, code=1)
-    assert len(after.matches("MismatchError: ")) == new, after.report()
-    assert after.matches(f"start it with {old} ranks, or .*resume=.never"), after.report()
-    assert sorted(place.directory.rglob("*.safetensors")) == files
-    again = place.run("plain", old)
-    assert resumed_from(again) == {str(STOPPED)}
 
 
 # --- the position in the data ---

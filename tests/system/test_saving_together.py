@@ -132,13 +132,6 @@ def test_a_stop_inside_an_accumulation_carries_the_small_states_too(tmp_path: Pa
 
 
 @pytest.mark.drill
-def test_all_files_are_there(stopped: Callable[[], tuple[Job, Path]], tmp_path: Path, reference: Reference) -> None:
-    job, made = stopped()
-    shutil.copytree(made, tmp_path / "ckpt")
-    assert_resumes_equal(tmp_path / "ckpt", reference(RANKS), job)
-
-
-@pytest.mark.drill
 @pytest.mark.parametrize(
     ("fault", "said", "args"),
     [
@@ -162,20 +155,6 @@ def test_a_rank_that_fails_in_the_save_is_covered(
     assert step.moment[2] == AT and step.is_complete, f"{step.why_incomplete}\n{job.report()}"
     assert bool(events(directory, "cover")) == (not fault.startswith("after")), job.report()
     assert_resumes_equal(directory, reference(RANKS), job)
-
-
-@pytest.mark.drill
-def test_two_ranks_without_redundancy_write_the_state_once(tmp_path: Path, reference: Reference) -> None:
-    directory = tmp_path / "ckpt"
-    job = stop(directory, "--remove-redundancy", ranks=2)
-    held = [header.held for header in headers(directory).values()]
-    assert [one.parts for one in held if one is not None] == [(0,), (1,)], job.report()
-    assert_resumes_equal(directory, reference(2), job, ranks=2)
-    shutil.rmtree(directory / "rank_0")
-    for final in directory.glob("rank_1/*_final*"):
-        final.unlink()
-    step = newest(directory)
-    assert not step.is_usable and "part 1 of 2 is in no usable file" in (step.candidate.problem or "")
 
 
 @pytest.mark.drill

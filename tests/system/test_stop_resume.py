@@ -100,15 +100,6 @@ def test_sigterm_in_mid_epoch(
     assert_resumed_equal(reference(ranks, *args), before.job, resumed)
 
 
-@pytest.mark.drill
-def test_at_three_ranks_the_bucket_order_matters(reference: Reference, stopped: Callable[..., Stopped]) -> None:
-    """The cure is needed: without it the resumed run differs, so equal hashes elsewhere prove something."""
-    broken = run_job("loop.py", stopped(3, "torchrun").copy, ranks=3, env={"LOOP_NO_REPLAY": "1"})
-    assert len(broken.matches("INFO resumed from")) == 1, broken.report()
-    assert len(broken.matches("REPLAY LEFT OUT")) == 3
-    assert broken.hashes() != reference(3).hashes()
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.drill)])
 def test_stop_at_the_last_boundary_of_an_epoch(tmp_path: Path, reference: Reference, ranks: int) -> None:
     steps_per_epoch = SIZE // 5 // ranks
@@ -141,38 +132,6 @@ def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Ref
         job.expect(143 if ranks == 1 else 1)
     assert set(saved_steps(tmp_path).values()) == {SIZE // 5 // ranks}
     assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(900)  # four jobs
-def test_more_epochs_after_the_end(tmp_path: Path, reference: Reference) -> None:
-    """The same command, then a longer one: exact, and each end has its final file."""
-    run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
-    again = run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
-    assert not again.seen() and len(again.hashes()) == 2, again.report()
-    longer = run_job("loop.py", tmp_path, ranks=2)
-    assert longer.hashes() == reference(2).hashes(), longer.report()
-    assert sorted(longer.seen()) == [3]
-    finals = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*_final.safetensors"))
-    wanted = [f"rank_{rank}/loop-{epoch}_9_final.safetensors" for rank in (0, 1) for epoch in (2, 3)]
-    assert [str(path) for path in finals] == wanted
-
-
-@pytest.mark.drill
-def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> None:
-    seen: dict[int, list[int]] = {}
-    for attempt in range(3):
-        # Each attempt stops at the first boundary after it has started.
-        with start_job("loop.py", tmp_path, "--hold-after", 1 + attempt, ranks=2) as job:
-            job.wait_for("HOLD", count=2)
-            job.signal_rank(attempt % 2)
-            job.expect(1)
-        for epoch, indices in job.seen().items():
-            seen.setdefault(epoch, []).extend(indices)
-    last = resume(tmp_path, 2)
-    assert last.hashes() == reference(2).hashes(), last.report()
-    for epoch, indices in last.seen().items():
-        assert sorted(seen.get(epoch, []) + indices) == list(range(SIZE))
 
 
 def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference: Reference) -> None:
@@ -219,36 +178,6 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
     resumed = resume(tmp_path, ranks, *args)
     assert len(resumed.matches("has stopped this run before")) == 1, resumed.report()
     assert_resumed_equal(reference(ranks), job, resumed)
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(900)  # five jobs
-def test_a_flag_file_that_is_set_before_the_first_start(tmp_path: Path, reference: Reference) -> None:
-    """All ranks stop at the first boundary, once; written again, it stops the job again, also when a rank is killed
-    meanwhile."""
-    flag = tmp_path / "graceful_exit.json"
-    flag.write_text('{"GracefulExit": 1}')
-    args = ("--flag-file", flag)
-    first = run_job("loop.py", tmp_path, *args, ranks=2, code=1)
-    assert set(saved_steps(tmp_path).values()) == {1}, first.report()
-    flag.write_text('{"GracefulExit": 1}')
-    second = run_job("loop.py", tmp_path, *args, ranks=2, code=1)
-    assert set(saved_steps(tmp_path).values()) == {2}, second.report()
-    with start_job("loop.py", tmp_path, *args, "--hold-at", 5, ranks=2) as third:
-        third.wait_for("READY", count=2)
-    # Leaving the block has killed it.
-    last = resume(tmp_path, 2, *args)
-    assert len(last.matches("has stopped this run before")) == 1, last.report()
-    assert last.hashes() == reference(2).hashes(), last.report()
-
-
-@pytest.mark.drill
-def test_ctrl_c_stops_gracefully_with_130(tmp_path: Path, reference: Reference) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7) as job:
-        job.wait_for("HOLD")
-        job.signal_rank(0, signal.SIGINT)
-        job.expect(130)
-    assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
 @pytest.mark.drill

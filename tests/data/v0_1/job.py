@@ -1,6 +1,5 @@
-"""Small training jobs. Version 0.1 ran them to make the files in this folder; every version resumes from those files.
+"""The jobs whose files version 0.1 left in this folder, as they resume from them.
 
-    job.py train CASE DIRECTORY [--save-at STEP] [--stop HOW:STEP:RANK]
     job.py load CASE=DIRECTORY...
     job.py commands CASE=FOLDER...
 
@@ -17,12 +16,10 @@ import io
 import json
 import os
 import random
-import signal
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,38 +141,11 @@ def flag_file(directory: Path) -> Path:
 
 
 @dataclass
-class Stop:
-    """``HOW:STEP:RANK``; RANK -1 for all. HOW: signal (SIGTERM), kill (SIGKILL), exception or flag (a flag file)."""
-
-    how: str = ""
-    step: int = -1
-    rank: int = -1
-
-    @classmethod
-    def parse(cls, text: str) -> Stop:
-        how, step, rank = text.split(":")
-        return cls(how, int(step), int(rank))
-
-    def now(self, step: int, rank: int) -> bool:
-        return step == self.step and self.rank in (rank, -1)
-
-    def act(self, directory: Path) -> None:
-        if self.how == "exception":
-            raise RuntimeError("a bad sample")
-        if self.how == "flag":
-            flag_file(directory).write_text('{"GracefulExit": 1}')
-            return
-        os.kill(os.getpid(), {"signal": signal.SIGTERM, "kill": signal.SIGKILL}[self.how])
-
-
-@dataclass
 class Loop:
     """A loop on `Guard`: alone, in DDP, in FSDP2, or with each rank's part of the weights laid out by hand."""
 
     case: str
     directory: Path
-    stop: Stop = field(default_factory=Stop)
-    save_at: int = -1
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -207,26 +177,6 @@ class Loop:
             layouts=layouts,
         )
 
-    def train(self) -> None:
-        with self.guard:
-            for _ in self.guard.epochs(EPOCHS):
-                for x, y, _ in self.loader:
-                    self.step(x, y)
-
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        nn.functional.cross_entropy(self.wrapped(x), y % self.wrapped(x).shape[1]).backward()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self.counter.count()
-        self.guard.step_end()
-        step = self.guard.position.step
-        if step == self.save_at:
-            self.guard.save()
-        if self.stop.now(step, self.rank):
-            self.stop.act(self.directory)
-        time.sleep(0.1 if self.stop.how else 0)  # the stop is heard within a step or two
-
     def load(self) -> Facts:
         with self.guard:
             found = {"position": position_of(self.guard.position)}
@@ -244,11 +194,10 @@ class Loop:
 
 
 class Steps(mx.Callback):
-    """Counts, stops where it is told to, and notes what a resume brought back."""
+    """Counts, and notes what a resume brought back."""
 
-    def __init__(self, model: mx.Model, stop: Stop, directory: Path) -> None:
-        self.model, self.stop, self.directory = model, stop, directory
-        self.counter, self.found = Counter(), Facts()
+    def __init__(self, model: mx.Model) -> None:
+        self.model, self.counter, self.found = model, Counter(), Facts()
 
     def state_dict(self) -> dict[str, Any]:
         return self.counter.state_dict()
@@ -266,14 +215,6 @@ class Steps(mx.Callback):
         self.counter.count()
         if self.found:
             run_context.request_stop()
-        elif self.stop.now(run_context.original_args().cur_step_num, self.model.ranks.rank):
-            self.stop.act(self.directory)
-        time.sleep(0.1 if self.stop.how else 0)
-
-    def on_eval_step_end(self, run_context: mx.RunContext) -> None:
-        if self.stop.step == 0:
-            self.stop.act(self.directory)
-            time.sleep(0.5)
 
 
 @dataclass
@@ -282,8 +223,6 @@ class Trained:
 
     case: str
     directory: Path
-    stop: Stop = field(default_factory=Stop)
-    save_at: int = -1
 
     def __post_init__(self) -> None:
         network = small_network(nn.BatchNorm1d(5))
@@ -292,7 +231,7 @@ class Trained:
         if self.case == "tft":
             optimizer = mx.OptTFTWrapper(optimizer)
         self.model = mx.Model(network, nn.CrossEntropyLoss(), optimizer, metrics={"loss"}, lr_scheduler=scheduler)
-        self.steps = Steps(self.model, self.stop, self.directory)
+        self.steps = Steps(self.model)
 
     def callbacks(self) -> list[mx.Callback]:
         directory = str(self.directory)
@@ -306,24 +245,13 @@ class Trained:
             return [self.steps, periodic]
         return [self.steps, ExceptionCheckpoint(prefix="net", directory=directory, config=config), periodic]
 
-    def train(self) -> None:
+    def load(self) -> Facts:
         loader = mx.data.ResumableLoader(Pairs(), batch_size=2, shuffle=True, seed=3)
         self.model.train(3 if self.case == "finished" else EPOCHS, loader, callbacks=self.callbacks())
-
-    def evaluate(self) -> None:
-        """A stop in an evaluation by itself leaves the weights only."""
-        self.model.eval(mx.data.ResumableLoader(Pairs(), batch_size=2), callbacks=self.callbacks())
-
-    def load(self) -> Facts:
-        self.train()
         return self.steps.found
 
 
 MODEL_CASES = ("finished", "model", "request_exit", "tft")
-
-
-def build(case: str, directory: Path, stop: Stop, save_at: int) -> Loop | Trained:
-    return (Trained if case in MODEL_CASES else Loop)(case, directory, stop, save_at)
 
 
 def plan_of(document: Facts) -> Facts:
@@ -342,7 +270,7 @@ def load(number: int, case: str, directory: Path) -> None:
     """Resume from `directory` and print what came back."""
     facts: Facts = {"number": number, "case": case, "rank": int(os.environ.get("RANK", "0"))}
     try:
-        facts |= build(case, directory, Stop(), -1).load()
+        facts |= (Trained if case in MODEL_CASES else Loop)(case, directory).load()
         facts |= resume_event(directory, facts["rank"])
         if facts["rank"] == 0:
             facts["resume_plan.json"] = plan_of(json.loads((directory / "resume_plan.json").read_text()))
@@ -404,28 +332,18 @@ def commands(case: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("action", choices=("train", "evaluate", "load", "commands"))
+    parser.add_argument("action", choices=("load", "commands"))
     parser.add_argument("cases", nargs="+")
-    parser.add_argument("--stop", type=Stop.parse, default=Stop())
-    parser.add_argument("--save-at", type=int, default=-1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
-    if args.action in ("load", "commands"):
-        for number, word in enumerate(args.cases):
-            case, _, directory = word.partition("=")
-            if args.action == "load":
-                load(number, case, Path(directory))
-            else:
-                commands(case, Path(directory))
-    else:
-        case, directory = args.cases
-        job = build(case, Path(directory), args.stop, args.save_at)
-        if args.action == "train":
-            job.train()
-        elif isinstance(job, Trained):
-            job.evaluate()
+    for number, word in enumerate(args.cases):
+        case, _, directory = word.partition("=")
+        if args.action == "load":
+            load(number, case, Path(directory))
+        else:
+            commands(case, Path(directory))
     if dist.is_initialized():
         dist.destroy_process_group()
 
