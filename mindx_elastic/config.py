@@ -249,8 +249,8 @@ class RejoinSettings:
     num_nodes: int = 1
     """``GROUP_WORLD_SIZE``."""
     whole_nodes: str = ""
-    """``MINDX_REJOIN_NODES``: the first node, and where the agents of nodes hear others' ranks (``0 0=HOST:PORT
-    1=HOST:PORT``), so that another node can take the place of a lost one; empty: it does not."""
+    """``MINDX_REJOIN_NODES``: where the agents of nodes hear others' ranks (``0=HOST:PORT 1=HOST:PORT``), so that
+    another node can take the place of a lost one; empty: it does not."""
     job: str = ""
     """``MINDX_JOB_ID``: name of the job that no other one has, the same on all nodes and after restarts; empty: it has
     none."""

@@ -321,7 +321,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
         ledger.note_flushed(flushed.step)
         for line in flushed.lines:
             logger.info("from memory to disk: %s", line)
-    if handler is not None and ending.outcome != "stopped":
+    if handler is not None and ending.outcome != "stopped" and not supervisor.has_lost_host:
         # Closes the rendezvous for good: the other nodes must not wait for this one. After a stop it stays open, so
         # that the job can be started again under the same id.
         thread = ReadyThread("mindx-goodbye")

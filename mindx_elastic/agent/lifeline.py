@@ -10,7 +10,7 @@ Ranks of other nodes connect to it, too, and send their small records, which out
 (`LifelineHost.records_of`, `rejoin.small_records`). So each agent has a `LifelineHost`; agents connect to the first
 node's only.
 
-The first node's agent decides which other nodes are lost; `rejoin.succession` says who does when it is lost itself.
+The first node's agent decides which other nodes are lost. Its own loss restarts the job.
 The words are sealed with the job's key, if it has one (`agreement.sealed`).
 """
 
@@ -42,8 +42,6 @@ _BEAT_S = 1.0
 _BACK_S = 1.0  # a firewall that is reloaded ends connections, too
 _EXPECTED_S = 5.0
 _POLL_S, _STANDSTILL_S = 0.2, 2.0
-_DOUBTFUL_S = 5.0  # less than SILENCE_S: who stood still for so long may have been given up
-_SURELY_NEW_S = 2.0  # what comes so long after a standstill was said after it
 _CONNECT_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 0.2, 1.0, 0.05
 _MANY_TRIES = 150
 _MOST_BYTES, _PIECE_BYTES = 8192, 1 << 18
@@ -121,10 +119,8 @@ class LifelineHost:
         """The token of each node's agent."""
         self._looked = time.monotonic()
         """When the thread last saw what has come."""
-        self._woke: float | None = None
-        """When it last came out of a long standstill."""
         self.is_out = False
-        """Another agent says that this node was succeeded, and must not go on."""
+        """Another agent says that this node, the first one, was taken for lost, and must not go on."""
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
         self._says_bye = True
@@ -153,15 +149,6 @@ class LifelineHost:
         """The nodes that there is a connection to. Any thread."""
         with self._lock:
             return [node for node, token in self._current.items() if self._peers[node, token].connection is not None]
-
-    def is_sure(self, line: Lifeline | None) -> bool:
-        """Whether this process has not stood still for long since it last heard of another agent: then the others have
-        not given it up. `line`: to the first node's agent; None: this is the first node. Any thread."""
-        with self._lock:
-            if time.monotonic() - self._looked > _DOUBTFUL_S:
-                return False  # it has just woken up
-            heard = max((peer.heard for peer in self._peers.values()), default=0.0) if line is None else line.answered
-            return self._woke is None or heard > self._woke + _SURELY_NEW_S
 
     def drain(self) -> None:
         """`fd` was readable."""
@@ -252,8 +239,6 @@ class LifelineHost:
         """After a standstill (SIGSTOP, a frozen container or job) all peers' times begin anew."""
         with self._lock:
             now = time.monotonic()
-            if now - self._looked > _DOUBTFUL_S:
-                self._woke = now
             if now - self._looked > _STANDSTILL_S:
                 for peer in self._peers.values():
                     peer.heard, peer.ended = max(peer.heard, now), max(peer.ended, now)
@@ -380,8 +365,6 @@ class Lifeline:
         self._is_connected, self._stopping = threading.Event(), threading.Event()
         self._heard = self._looked = time.monotonic()
         """The last word of the first node's agent; when the thread last looked."""
-        self.answered = 0.0
-        """When that agent has last said a word."""
         self._ended: float | None = None
         self._gone: tuple[bool, float] | None = None
         """Silent or without a connection, and since when."""
@@ -409,8 +392,8 @@ class Lifeline:
             os.read(self.fd, 512)
 
     def close(self, *, says_bye: bool = True, says_out: bool = False) -> None:
-        """At the end of the attempt: this node leaves by itself. `says_out`: the other side was succeeded, and must not
-        go on, in case that it ever wakes up."""
+        """At the end of the attempt: this node leaves by itself. `says_out`: the other side was taken for lost, and
+        must not go on, in case that it ever wakes up."""
         self._last_word = _OUT if says_out else _BYE if says_bye else b""
         self._stopping.set()
         self._wake()
@@ -486,7 +469,7 @@ class Lifeline:
                     return
                 if not piece:
                     return
-                self._heard = self.answered = time.monotonic()
+                self._heard = time.monotonic()
                 self._host_has_left = _BYE in content
             if self._last_word:
                 connection.sendall(self._last_word)

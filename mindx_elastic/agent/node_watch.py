@@ -1,50 +1,34 @@
-"""An agent's view of the other nodes' agents, over all attempts: who hosts the workers' store, where they are heard,
-and what they have told each other in the store of torch's rendezvous."""
+"""An agent's view of the other nodes' agents, over all attempts: where they are heard, and what they have told each
+other in the store of torch's rendezvous."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from mindx_elastic.agent.endpoint import (
-    Finder,
-    Found,
-    GoesOn,
-    Kept,
-    address_of,
-    come_in,
-    holder_of,
-    identify,
-    move,
-    remember,
-)
 from mindx_elastic.agent.lifeline import Gone, Lifeline, LifelineHost
 from mindx_elastic.agent.nodes import connect
-from mindx_elastic.agent.rendezvous import HostedStoreRendezvous, reconnect
+from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
 from mindx_elastic.agent.vacancies import (
     Agent,
     Seeker,
     Vacancy,
-    claim,
-    keys_of_agents,
+    identify,
     offer,
     root_store,
     say_who,
-    settle_loss,
     tell_nodes,
     who_is,
 )
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import printable
-from mindx_elastic.core.ready_thread import Job, ReadyThread
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.rejoin.board import Board, board_key
-from mindx_elastic.rejoin.succession import Claim, keepers
+from mindx_elastic.rejoin.lost_node import FIRST, keepers
 
 __all__ = ["NodeWatch", "first_place"]
 
@@ -58,25 +42,16 @@ class NodeWatch:
     ValueError, KeyError, TypeError."""
 
     def __init__(
-        self,
-        handler: HostedStoreRendezvous,
-        *,
-        ranks: int,
-        can_join: bool,
-        stand_by: Callable[[], None],
-        patience_s: float = 0.0,
-        on_move: Callable[[], None] = lambda: None,
+        self, handler: HostedStoreRendezvous, *, ranks: int, can_join: bool, stand_by: Callable[[], None]
     ) -> None:
         """`ranks`: processes of this node. can_join: they can be started as new processes of a running job. `stand_by`
-        is called when this node begins to wait for a place. `patience_s`: how long a standby node waits for another
-        store of the rendezvous, where that is lost. `on_move` is called when `handler` uses another one."""
+        is called when this node begins to wait for a place."""
         self._handler, self._ranks, self._can_join = handler, ranks, can_join
-        self._on_move = on_move
         self._thread = ReadyThread("mindx-vacancies")
         self.node, self.num_nodes = 0, 1
         """Of this attempt."""
-        self.first = 0
-        """The node whose agent hosts the workers' store: at the beginning node 0."""
+        self.job = ""
+        """A name of the job that no other one has, as long as its rendezvous has the same store; empty: not known."""
         self.host: LifelineHost | None = None
         """Hears ranks of other nodes, and on the first node the other agents."""
         self.line: Lifeline | None = None
@@ -85,30 +60,12 @@ class NodeWatch:
         """The nodes that are lost and whose places are free, and the words for it."""
         self._first_agent: Agent | None = None
         self._has_first_gone = False
-        self._kept: list[Job[Kept]] = []
-        """What the meeting has left in the store of the rendezvous; the newest first."""
-        self._finder: Finder | None = None
-        self._own_claims: dict[int, Claim] = {}
-        """By recovery. A question to a store that stood still may be answered much later, beside another one."""
-        self._lock = threading.Lock()
-        handler.seeker = Seeker(
-            handler.inner,
-            self._claim_place,
-            self._why_not,
-            stand_by,
-            reconnect=lambda inner: reconnect(handler),
-            patience_s=patience_s,
-        )
+        handler.seeker = Seeker(handler.inner, self._claim_place, self._why_not, stand_by)
 
     @property
     def place(self) -> Vacancy | None:
         """Of a lost node, which this one has in this attempt."""
         return self._handler.place
-
-    @property
-    def job(self) -> str:
-        """A name of the job that no other one has, as long as its rendezvous has the same store."""
-        return self._handler.identity
 
     @property
     def scope(self) -> str:
@@ -117,31 +74,29 @@ class NodeWatch:
 
     @property
     def is_first(self) -> bool:
-        return self.node == self.first
+        return self.node == FIRST
 
     def open(self, *, node: int, num_nodes: int, ranks: Sequence[int]) -> str:
         """The nodes have met. What the workers need to know of the nodes (``MINDX_REJOIN_NODES``); empty: the loss of a
         node is not seen."""
         handler = self._handler
         self.host, self.node, self.num_nodes = handler.lifelines, node, num_nodes
-        self.first = 0 if self.place is None else self.place.host
-        self._first_agent, self._has_first_gone = None, False
-        self._own_claims, self._kept, self.lost = {}, [], {}
-        with suppress(Exception):  # any of torch's; then nobody succeeds the first node
+        self._first_agent, self._has_first_gone, self.job, self.lost = None, False, "", {}
+        with suppress(Exception):  # any of torch's; then this node keeps no small records of others
             self._ask(partial(say_who, scope=handler.scope, agent=self._own(ranks)))
-        with suppress(Exception):  # then the host of the rendezvous may not be lost
-            handler.identity = self._ask(identify)
-        self.remember()
+        with suppress(Exception):
+            self.job = self._ask(identify)
         if self.place is None and not self._open_line(ranks):
             return ""
-        told, patience_s = [str(self.first)], _PATIENCE_S if self.place is None else 0.0
-        for other in keepers(self.first, num_nodes):
+        address, port = handler.lifeline
+        told, patience_s = [f"{FIRST}={address}:{port}"], _PATIENCE_S if self.place is None else 0.0
+        for other in keepers(num_nodes):
             with suppress(Exception):
                 agent = self._ask(partial(who_is, scope=handler.scope, node=other, patience_s=patience_s))
-                if agent is not None and agent.lifeline:
-                    told.append(f"{other}={agent.address}:{agent.lifeline}")
-                if agent is not None and other == self.first:
+                if agent is not None and other == FIRST:
                     self._first_agent = agent
+                elif agent is not None and agent.lifeline:
+                    told.append(f"{other}={agent.address}:{agent.lifeline}")
         return " ".join(told)
 
     def _own(self, ranks: Sequence[int]) -> Agent:
@@ -185,110 +140,19 @@ class NodeWatch:
 
     def close(self, *, is_out: bool = False) -> None:
         """The attempt has ended. is_out: because this node was taken for lost."""
-        if self.line is not None:
-            self.line.close()
+        if self.line is not None:  # a first node that was lost must not go on, in case that it ever wakes up
+            self.line.close(says_out=self._has_first_gone)
         if self.host is not None:
             self.host.close(says_bye=not is_out)
         self.line = self.host = self._handler.lifelines = None
-        self._handler.identity = ""
-        self.give_up_seeking()
         if self._handler.seeker is not None:
             self._handler.seeker.was_out = is_out
 
-    def _hold(self, line: Lifeline | None, *, succeeds: bool = False) -> None:
-        """The one before ends without a goodbye: nobody is to wait for the node that it spoke for. `succeeds`: nor is
-        the one at its other end to go on."""
+    def _hold(self, line: Lifeline | None) -> None:
+        """The one before ends without a goodbye: nobody is to wait for the node that it spoke for."""
         if self.line is not None:
-            self.line.close(says_bye=False, says_out=succeeds)
+            self.line.close(says_bye=False)
         self.line = line
-
-    # --- the store of the rendezvous is lost --------------------------------------------------------------------------
-
-    def remember(self) -> None:
-        """What the others need, should the store of the rendezvous be lost."""
-        inner, scope, run_id = self._handler.inner, self._handler.scope, self._handler.get_run_id()
-        keys, num_nodes = keys_of_agents(run_id, scope, self.num_nodes), self.num_nodes
-        if address_of(inner) is None or not self._handler.identity:
-            return
-        thread = ReadyThread("mindx-meeting")
-        with suppress(RuntimeError):  # no more threads
-            job = thread.submit(lambda: remember(inner, root_store(inner), keys, num_nodes))
-            self._kept = [job, *self._kept[:2]]
-        thread.close(0.0)
-
-    def _what_is_kept(self) -> Kept | None:
-        for job in self._kept:
-            with suppress(Exception):  # of torch's: it has not answered
-                return job.wait(0.0)
-        return None
-
-    @property
-    def endpoint(self) -> str:
-        """``HOST:PORT`` of the rendezvous; empty: its store is none that has one."""
-        address = address_of(self._handler.inner)
-        return "" if address is None else f"{address[0]}:{address[1]}"
-
-    def seek(self, generation: int, lost: Sequence[int]) -> bool:
-        """The store of the rendezvous does not answer: look for it, or for another one at its address. Whether that can
-        be done."""
-        self.give_up_seeking()
-        if address_of(self._handler.inner) is None or not self._handler.identity or self._what_is_kept() is None:
-            return False
-        self._finder = Finder(
-            self._handler.inner,
-            run_id=self._handler.get_run_id(),
-            identity=self._handler.identity,
-            scope=self._handler.scope,
-            generation=generation,
-            node=self.node,
-            lost=lost,
-            kept=self._what_is_kept,
-            is_sure=self._is_sure,
-        ).start()
-        return True
-
-    def _is_sure(self) -> bool:
-        return self.host is not None and self.host.is_sure(self.line)
-
-    def found(self) -> Found | None:
-        """What `seek` has come to; None: nothing yet. A store in which the notes count is used from now on."""
-        if self._finder is None or (found := self._finder.found) is None:
-            return None
-        self._finder = None
-        if found.store is not None:
-            move(self._handler.inner, found)
-            self._handler.identity = found.identity
-            self._thread = ReadyThread("mindx-vacancies")  # the old one may be stuck
-            self._on_move()
-        return found
-
-    def give_up_seeking(self) -> None:
-        if self._finder is not None:
-            self._finder.stop()
-        self._finder = None
-
-    def settle_in(self, generation: int) -> None:
-        """At the end of a recovery: this node is among those that torch knows, in the store of the rendezvous that the
-        others use. They may have lost it, and settled in another one who has the place of a lost node, without this
-        node's help. Where its own does not answer it is looked for as with `seek`: `found` says when there is one."""
-        inner, kept = self._handler.inner, self._what_is_kept()
-        if address_of(inner) is None:
-            return
-
-        def come(store: Any, run_id: str) -> None:
-            holder = holder_of(inner, store, run_id)
-            if kept is not None and holder.state.round == kept.round:  # the others have not met anew since
-                come_in(inner, holder, self.node)
-
-        try:
-            self._ask(come)
-        except Exception as error:  # any of torch's
-            logger.debug("the store of the rendezvous does not answer: %s", printable(str(error), 200))
-            self.seek(generation, [])
-
-    def read_claim(self, generation: int) -> Claim | None:
-        """Who hosts the board of this recovery; None: nobody yet."""
-        return self._ask(partial(claim, scope=self._handler.scope, generation=generation, own=None))
 
     # --- a place ------------------------------------------------------------------------------------------------------
 
@@ -320,7 +184,7 @@ class NodeWatch:
                 line.close(says_bye=False)
         return has_it
 
-    # --- who is lost, and who succeeds the first node -----------------------------------------------------------------
+    # --- who is lost --------------------------------------------------------------------------------------------------
 
     def gone(self) -> list[Gone]:
         """The nodes that give no sign of life now, as far as this one has to see to it."""
@@ -330,8 +194,10 @@ class NodeWatch:
             found = self.host.gone() if self.is_first else []
         if self.line is not None and not self._has_first_gone:
             self.line.drain()
-            if (since := self.line.gone()) is not None and (agent := self._who_is_first()) is not None:
-                found.append(Gone(agent.node, agent.name, "", tuple(agent.ranks), *since))
+            if (since := self.line.gone()) is not None:
+                agent = self._first_agent  # rank 0 is on the first node, also where that has not said who it is
+                name, ranks = ("its agent", (0,)) if agent is None else (agent.name, tuple(agent.ranks))
+                found.append(Gone(FIRST, name, "", ranks, *since))
         return found
 
     def note_lost(self, lost: Mapping[int, str]) -> None:
@@ -346,86 +212,15 @@ class NodeWatch:
     def heard(self) -> set[int]:
         """The nodes whose agents hold a connection to this one, or this one to them."""
         found = set(self.host.heard) if self.host is not None and self.is_first else set()
-        return found | ({self.first} if self.line is not None and self.line.is_heard else set())
-
-    def _who_is_first(self) -> Agent | None:
-        if self._first_agent is None:
-            try:
-                self._first_agent = self.agent_of(self.first)
-            except Exception as error:  # any of torch's: its loss restarts the job
-                self._has_first_gone = True
-                logger.debug("node %d is not known: %s", self.first, printable(str(error), 200))
-        return self._first_agent
+        return found | ({FIRST} if self.line is not None and self.line.is_heard else set())
 
     def note_first_gone(self) -> None:
         """It is taken care of."""
         self._has_first_gone = True
 
-    def claim(self, generation: int, *, refusal: str = "") -> Claim:
-        """Who hosts the board of this recovery, after the first node is lost: this node, if it is the first to ask.
-        `refusal`: why it does not."""
-        if self.host is None:
-            refusal = refusal or f"the agent of node {self.node} cannot be reached by others"
-        port = 0 if self.host is None else self.host.port
-
-        def own() -> Claim:
-            if refusal:
-                return Claim(node=self.node, refusal=refusal)
-            with self._lock:
-                if generation not in self._own_claims:
-                    address, store_port = self._handler.host()
-                    mine = Claim(node=self.node, address=address, port=store_port, lifeline=port)
-                    self._own_claims[generation] = mine
-                return self._own_claims[generation]
-
-        found = self._ask(partial(claim, scope=self._handler.scope, generation=generation, own=own))
-        assert found is not None
-        if found.node != self.node or found.refusal:
-            self._handler.hosted = None
-            self._own_claims.pop(generation, None)
-        else:
-            self._hold_meeting(generation)
-        return found
-
-    def _hold_meeting(self, generation: int) -> None:
-        """This node hosts the board of a recovery, and so the meeting goes on. The store may have stood still for a
-        while, but not for so long that it had to be looked for."""
-        inner, goes_on = self._handler.inner, GoesOn(self._handler.scope, generation, self._what_is_kept())
-        if address_of(inner) is not None:
-            with suppress(Exception):  # any of torch's; then the node that comes may not find its way to the place
-                self._ask(lambda store, run_id: come_in(inner, holder_of(inner, store, run_id), self.node, goes_on))
-
-    def settle_loss(self, generation: int, lost: Sequence[int]) -> Claim:
-        """This is the first node, and has lost others: the claim that counts."""
-        scope = self._handler.scope
-        found = self._ask(partial(settle_loss, scope=scope, generation=generation, node=self.node, lost=lost))
-        if found.node == self.node and not found.refusal:
-            self._hold_meeting(generation)
-        return found
-
-    def agent_of(self, node: int) -> Agent | None:
-        """What the agent of a node has said of itself in this attempt; None: nothing."""
-        return self._ask(partial(who_is, scope=self._handler.scope, node=node))
-
-    def follow(self, found: Claim, ranks: Sequence[int]) -> None:
-        """`found` is the first node from now on. Raises OSError where it cannot be reached."""
-        address = (found.address, found.lifeline)
-        if found.node == self.node:
-            self._hold(None, succeeds=True)
-        else:
-            line = self._line_to(address, self.node, ranks)
-            if not line.start():
-                line.close(says_bye=False)
-                raise OSError(f"node {found.node}, which hosts the workers' store now, does not answer at {address}")
-            self._hold(line, succeeds=True)
-        self._handler.lifeline = address
-        self.first = found.node
-        self._first_agent, self._has_first_gone = None, False
-        self._who_is_first()
-
     def keeper(self) -> dict[str, Any] | None:
         """For the board: where this node's agent hears ranks; None: it keeps no small records."""
-        if self.host is None or self.node not in keepers(self.first, self.num_nodes):
+        if self.host is None or self.node not in keepers(self.num_nodes):
             return None
         return {"address": self._handler.own_address, "port": self.host.port}
 
@@ -436,7 +231,6 @@ def first_place(nodes: NodeWatch | None, address: str, port: int, *, attempt: in
     if nodes is None:
         raise ValueError("the agents do not hear each other, and no place is offered")
     return Vacancy(
-        host=nodes.first,
         name="none",
         node=0,
         num_nodes=nodes.num_nodes,

@@ -18,27 +18,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.recovery import ERRORS, Generation, Recovery
-from mindx_elastic.agent.vacancies import Vacancy
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.ready_thread import Job, ReadyThread
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.protocol import InMemory
 
-__all__ = ["BoardAgain", "Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "Surroundings", "connect"]
+__all__ = ["Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "connect"]
 
 _ANSWER_S = 5.0
-_AGAIN_S, _ASK_AGAIN_S = 1.0, 0.5
+_AGAIN_S = 1.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.02, 0.001
 _LONGEST = 300
 _T = TypeVar("_T")
@@ -96,40 +94,9 @@ class Boards:
         with suppress(RuntimeError):  # no more threads
             self._thread.submit(self._store)
 
-    def reopen(self) -> None:
-        """The boards from now on use another connection; the one before is broken, or its store does not answer."""
-        self._thread.close(0.0)
-        self._thread, self._store = ReadyThread("mindx-board"), functools.cache(self._connection)
-
     def close(self) -> None:
         """End the thread; left behind where it waits for a store that does not answer."""
         self._thread.close(0.1)
-
-
-class BoardAgain:
-    """Asks a board again that has not answered once, over another connection each time. Main thread, which does not
-    wait for that."""
-
-    def __init__(self, board_of: Callable[[int], Any], generation: int) -> None:
-        self._board_of, self._generation, self._due = board_of, generation, 0.0
-        self._question: tuple[Any, Job[Any]] | None = None
-
-    def look(self) -> Any | None:
-        """The board, once it has answered."""
-        if self._question is None and time.monotonic() >= self._due:
-            if isinstance(self._board_of, Boards):
-                self._board_of.reopen()
-            board, key = self._board_of(self._generation), f"{self._generation}/plan"
-            thread = ReadyThread("mindx-board-again")
-            self._question = board, thread.submit(lambda: board.read([key]))
-            thread.close(0.0)
-        elif self._question is not None and self._question[1].done.is_set():
-            self._due = time.monotonic() + _ASK_AGAIN_S
-            (board, asked), self._question = self._question, None
-            with suppress(*ERRORS):
-                asked.wait(0.0)
-                return board
-        return None
 
 
 class PlanWatch:
@@ -175,16 +142,6 @@ class PlanWatch:
                 self.newest += 1
                 with suppress(OSError):  # full: the main thread will wake up anyway
                     os.write(self._writer, b"!")
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a recovery needs of the workers' store, which may be another one later."""
-
-    boards: Boards
-    watch: PlanWatch
-    place: Callable[[], Vacancy]
-    """Of node 0 in recovery 0 of this attempt, from which the others are made."""
 
 
 class NodesRecovery(Recovery):

@@ -70,7 +70,7 @@ class OpenPlaces:
 
     def open(self, gone: Gone, like: Vacancy, now: Generation, board: Notes) -> None:
         """The place of a lost node can be taken in the recovery under way, behind those that are open already. `like`:
-        see `lost_nodes.Surroundings`."""
+        see `node_watch.first_place`."""
         generation = self._machine.generation
         place = replace(
             like,

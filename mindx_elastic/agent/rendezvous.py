@@ -6,8 +6,8 @@
     wraps torch's dynamic one, where the workers' store is to outlive each of them.
 `await_nodes`
     misses a node that has died while the nodes met.
-`reconnect`
-    opens a rendezvous' connection to its store again after it broke.
+`reconnect`, `require_host`
+    open a rendezvous' connection to its store again after it broke; say that its host is lost.
 `Membership`
     asks again and again, in a thread, which nodes want to join and which are lost.
 
@@ -38,21 +38,23 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Prefi
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
 
-from mindx_elastic.agent.endpoint import is_store
 from mindx_elastic.agent.lifeline import LifelineHost
 from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.rejoin.board import board_key
 
 __all__ = [
     "CONNECTION_ERRORS",
     "FreshStoreRendezvous",
+    "HostLostError",
     "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
@@ -60,6 +62,7 @@ __all__ = [
     "await_nodes",
     "open_again",
     "reconnect",
+    "require_host",
 ]
 
 
@@ -164,7 +167,7 @@ _MOST_STORE_CHARS = 1000
 
 class HostedStoreRendezvous(RendezvousHandler):
     """Wraps a dynamic handler: in each round the agent of the first node hosts the workers' store, so that the death of
-    a worker ends no connection of the others. When that agent dies, another one hosts another store (`host`)."""
+    a worker ends no connection of the others."""
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner
@@ -180,9 +183,6 @@ class HostedStoreRendezvous(RendezvousHandler):
         """Of this round, where there are other nodes. The caller closes them, unless another round begins."""
         self.lifeline: tuple[str, int] = ("", 0)
         """Where the first node's agent hears the others; port 0: it does not."""
-        self.identity = ""
-        """Of the store in which this attempt's agents have met; see `endpoint.identify`. Empty: between two attempts,
-        or not known."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.lifelines is not None:  # of a meeting that has come to nothing
@@ -220,11 +220,6 @@ class HostedStoreRendezvous(RendezvousHandler):
         """The name or number under which the other nodes reach this one."""
         own = getattr(getattr(self.inner, "_this_node", None), "addr", "")
         return str(own) or socket.getfqdn()
-
-    def host(self) -> tuple[str, int]:
-        """Host the workers' store of this round from now on, in the place of a lost node. Raises what torch raises."""
-        self.hosted = host_store(self.own_address)
-        return self.own_address, int(self.hosted.port)
 
     def _has_others(self, info: RendezvousInfo) -> bool:
         return info.world_size > 1 and self.seeker is not None
@@ -281,9 +276,8 @@ _lock = threading.Lock()
 
 
 def reconnect(handler: RendezvousHandler) -> bool:
-    """Give `handler` a new connection if its own is broken. False: the store's host is gone, or another one is in its
-    place, while the attempt that has met in the old one is under way (`endpoint`), or this kind of handler is not
-    known.
+    """Give `handler` a new connection if its own is broken. False: the store's host is gone, or this kind of handler is
+    not known.
 
     Uses torch's private attributes; where they are not as in the versions known here, it does nothing, and the failure
     is handled as one that cannot be mended. Any thread; blocks for some seconds. Never raises.
@@ -297,18 +291,29 @@ def reconnect(handler: RendezvousHandler) -> bool:
         _lock.release()
 
 
+def _inner(handler: RendezvousHandler) -> Any:
+    """torch's own handler."""
+    return getattr(handler, "_static", getattr(handler, "inner", handler))
+
+
+def _tcp_store(inner: Any) -> TCPStore | None:
+    """The connection of torch's handler; None: it has none of this kind."""
+    store: Any = getattr(inner, "_store", None)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
 def _reconnect(handler: RendezvousHandler) -> bool:
-    inner: Any = getattr(handler, "_static", getattr(handler, "inner", handler))
-    old: Any = getattr(inner, "_store", None)
-    while isinstance(old, PrefixStore):
-        old = old.underlying_store
-    if not isinstance(old, TCPStore):
+    inner = _inner(handler)
+    old: Any = _tcp_store(inner)
+    if old is None:
         return False
-    if _answers(old):
-        return True
     try:
         # torch's client would try for the whole time and print a page about each try.
         socket.create_connection((old.host, old.port), _CONNECT_S).close()
+        if _answers(old):
+            return True
         new = TCPStore(
             old.host,
             old.port,
@@ -318,10 +323,6 @@ def _reconnect(handler: RendezvousHandler) -> bool:
         )
         new.set_timeout(getattr(old, "timeout", _READ_TIMEOUT))
         if not _answers(new):
-            return False
-        known = getattr(handler, "identity", "")
-        if known and not is_store(new, handler.get_run_id(), known):
-            logger.debug("another store is at %s:%d now", old.host, old.port)
             return False
     except Exception as error:
         logger.debug("%s:%d cannot be reached: %s", old.host, old.port, error)
@@ -338,6 +339,42 @@ def _reconnect(handler: RendezvousHandler) -> bool:
 def open_again(handler: RendezvousHandler) -> Store | None:
     """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
     return round_store(getattr(handler, "inner", handler)) if reconnect(handler) else None
+
+
+class HostLostError(RendezvousError):
+    """The store of the rendezvous has ended with its host, or that does not answer any more: no nodes can meet."""
+
+
+_HOST_AGAIN_S = (0.1, 1.0, 3.0)  # its platform may start it again at once
+
+
+def require_host(handler: RendezvousHandler) -> None:
+    """Before the nodes meet again: the store of their rendezvous answers, perhaps over another connection. Main thread.
+
+    One that is gone is asked for again for a few seconds, one that stands still is not. Raises HostLostError: torch
+    would ask for minutes, and print a page about each try. Of a static rendezvous the host may come later; one over
+    another store is not looked at.
+    """
+    store = _tcp_store(_inner(handler))
+    if store is None:
+        return
+    if getattr(handler, "_state_holder", None) is None:
+        reconnect(handler)
+        return
+    thread = ReadyThread("mindx-reconnect")
+    try:
+        for pause_s in (*_HOST_AGAIN_S, 0.0):
+            if thread.call(lambda: reconnect(handler), 2 * _CONNECT_S):
+                return
+            time.sleep(pause_s)
+    except TimeoutError:
+        logger.debug("%s:%d stands still", store.host, store.port)
+    finally:
+        thread.close(0.0)
+    raise HostLostError(
+        f"the rendezvous at {store.host}:{store.port} is gone with its host, so the nodes cannot meet: "
+        "start the same command on all nodes, that one among them"
+    )
 
 
 def _answers(store: Store) -> bool:
@@ -372,9 +409,8 @@ def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: i
 
 
 def agree_on_highest(group: WorkerGroup, what: str, own: int, most: int) -> int:
-    """The highest of the counts that the nodes of a meeting say under the name `what`, of `endpoint.AGREED`; none of
-    them is above `most`. Each node calls it, also one that takes a lost one's place later; raises what the store
-    raises."""
+    """The highest of the counts that the nodes of a meeting say under the name `what`; none of them is above `most`.
+    Each node calls it, also one that takes a lost one's place later; raises what the store raises."""
     store: Any = group.store
     node, num_nodes = int(group.group_rank or 0), int(group.group_world_size or 1)
     store.set(f"mindx/{what}/{node}", str(own))

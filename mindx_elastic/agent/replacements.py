@@ -71,13 +71,6 @@ class Replacements:
         context.subprocess_handlers[local].proc = found
         return NewProcess(found, by)
 
-    def use_store(self, address: str, port: int) -> None:
-        """The workers' store is another one from now on."""
-        for env in self._context.envs.values():
-            env.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        if self._spares is not None:
-            self._spares.renew(environment_of_spare(os.environ, self._context.envs[0]))
-
     def look(self, statuses: Mapping[int, Status]) -> None:
         """Twice a second: fork the spares that are missing, once all ranks train: in a recovery they need the
         processors."""
@@ -184,11 +177,6 @@ class _Spares:
             return None
         spare.forget()
         return spare.worker
-
-    def renew(self, env: Mapping[str, str]) -> None:
-        """End all of them: their connections lead nowhere. Those from now on have the environment `env`."""
-        self.close()
-        self._env = dict(env)
 
     def close(self) -> None:
         """End all of them."""

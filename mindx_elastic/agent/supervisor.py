@@ -39,7 +39,7 @@ from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.node_watch import NodeWatch, first_place
-from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, Surroundings, connect
+from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.nodes_end import Signs, end_together
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
@@ -49,17 +49,17 @@ from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     HostedStoreRendezvous,
+    HostLostError,
     Membership,
     agree_on_highest,
     await_nodes,
     open_again,
-    reconnect,
+    require_host,
 )
 from mindx_elastic.agent.replacements import JOINER, Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
-from mindx_elastic.agent.vacancies import round_store
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
@@ -125,6 +125,8 @@ class Supervisor(LocalElasticAgent):
         """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
         self.is_hopeless = False
         """The job was stopped because of equal failures: another start would only meet the next one."""
+        self.has_lost_host = False
+        """The rendezvous has ended with its host, and cannot be closed any more."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
@@ -132,14 +134,8 @@ class Supervisor(LocalElasticAgent):
         """Of a job of several nodes whose dead ranks are replaced in place."""
         if options.in_place and num_nodes > 1 and isinstance(spec.rdzv_handler, HostedStoreRendezvous):
             can_join = joining_command([str(each) for each in spec.args[_SHIM:]], sys.executable) is not None
-            self._nodes = NodeWatch(
-                spec.rdzv_handler,
-                ranks=spec.local_world_size,
-                can_join=can_join,
-                stand_by=self._stand_by,
-                patience_s=options.rejoin_timeout_s,
-                on_move=self._move_store,
-            )
+            ranks = spec.local_world_size
+            self._nodes = NodeWatch(spec.rdzv_handler, ranks=ranks, can_join=can_join, stand_by=self._stand_by)
         self._farewell: Farewell | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
@@ -343,24 +339,16 @@ class Supervisor(LocalElasticAgent):
             "world_size": world_size,
         }
         if num_nodes > 1:
-            found = self._surroundings(address, port, scope, writer, num_nodes)
+            boards = Boards(lambda: connect(address, port, scope), scope, writer)
+            watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
             start = self._replacements.start
             if self._nodes is None:
-                return NodesRecovery(workers, found.boards, start, watch=found.watch.start(), **more)
-            place = self._nodes.place
-            more |= {"nodes": self._nodes, "place": found.place, "folder": self._folder.path}
-
-            def connect_to(address: str, port: int) -> Surroundings:
-                assert self._replacements is not None
-                self._replacements.use_store(address, port)
-                return self._surroundings(address, port, scope, writer, num_nodes)
-
-            recovery = WholeNodesRecovery(
-                workers, found.boards, start, watch=found.watch, connect_to=connect_to, **more
-            )
-            if place is not None:
-                recovery.join(place)
-            found.watch.start()
+                return NodesRecovery(workers, boards, start, watch=watch.start(), **more)
+            place = functools.partial(first_place, self._nodes, address, port, attempt=self._number)
+            recovery = WholeNodesRecovery(workers, boards, start, watch=watch, nodes=self._nodes, place=place, **more)
+            if self._nodes.place is not None:
+                recovery.join(self._nodes.place)
+            watch.start()
             return recovery
 
         @functools.cache
@@ -372,14 +360,6 @@ class Supervisor(LocalElasticAgent):
 
         start = self._replacements.start
         return Recovery(workers, board_alone, start, **more)
-
-    def _surroundings(self, address: str, port: int, scope: str, writer: int, num_nodes: int) -> Surroundings:
-        """Of a recovery whose board is in the workers' store at this address."""
-        return Surroundings(
-            Boards(lambda: connect(address, port, scope), scope, writer),
-            PlanWatch(lambda: connect(address, port, scope), num_nodes),
-            functools.partial(first_place, self._nodes, address, port, attempt=self._number),
-        )
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
@@ -426,14 +406,15 @@ class Supervisor(LocalElasticAgent):
             self._shrinking.prepare()
 
     def _end_without_nodes(self, error: Exception) -> Ending:
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        logger.error("the nodes cannot meet (any more): %s", what)
+        if isinstance(error, HostLostError):  # the last line of the job says it
+            self.has_lost_host = True
+            what = str(error)
+        else:
+            what = f"the nodes cannot meet: {type(error).__name__}: {error}".rstrip(": ")
+            logger.error("%s", what)
         if self._number >= 0 and self.ending.outcome == "stopped":
             return self.ending
-        cause = f"{self.ending.cause}; then the nodes could not meet: {what}" if self._number >= 0 else what
-        if self._nodes is not None and self._nodes.endpoint and isinstance(error, CONNECTION_ERRORS):
-            where = f"the one with the address {self._nodes.endpoint} among them"
-            cause += f"; start the same command on all nodes, {where}"
+        cause = f"{self.ending.cause}; then {what}" if self._number >= 0 else what
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
 
     def note_error(self, error: Exception) -> None:
@@ -468,8 +449,11 @@ class Supervisor(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._inbox.interrupting():
+            has_lasted = self._number >= 0  # since the connection to the store was opened
             for pause_s in _MEET_AGAIN_S:
                 try:
+                    if has_lasted:
+                        require_host(self._rdzv_handler)
                     self._meet(worker_group)
                     return
                 except (*CONNECTION_ERRORS, torch.distributed.DistStoreError) as error:
@@ -478,7 +462,8 @@ class Supervisor(LocalElasticAgent):
                     text = f"{type(error).__name__}: {error}".partition("\n")[0]
                     logger.warning("the nodes have not met: %s; trying again", text)
                     time.sleep(pause_s)
-                    reconnect(self._rdzv_handler)
+                    has_lasted = True
+            require_host(self._rdzv_handler)
             self._meet(worker_group)
 
     def _meet(self, worker_group: WorkerGroup) -> None:
@@ -554,15 +539,6 @@ class Supervisor(LocalElasticAgent):
         joining = joining_command(whole[_SHIM + 1 :], sys.executable)
         assert joining is not None, "see NodeWatch"
         return (*whole[: _SHIM + 1], *joining)
-
-    def _move_store(self) -> None:
-        """The store of the rendezvous is another one now, with another host: what the nodes tell each other at the end
-        of the attempt goes over it."""
-        handler: Any = self._rdzv_handler
-        own: Any = self
-        own._store = own._worker_group.store = round_store(handler.inner)
-        if self._farewell is not None:
-            self._farewell.use(own._store)
 
     def _stand_by(self) -> None:
         """The job runs without this node, which may be needed in a moment."""

@@ -7,8 +7,8 @@ would have to meet anew, but waits in front of it, and claims an offered place w
 first of several can write. Then it puts itself in the lost node's place in the state of torch's rendezvous as well, so
 that the nodes are complete there, and the next restart finds it.
 
-What the agents of an attempt say of themselves (`Agent`), and who succeeds a lost first node (`claim`), is there, too:
-this store is in one place, and its ``compare_set`` lets one writer win.
+What the agents of an attempt say of themselves (`Agent`) is there, too. Where this store is lost with its host no place
+can be offered, and who waits in front of the rendezvous ends as the job does: without it, nodes cannot meet.
 
 None of it is sealed, as nothing that torch has in that store; the board is.
 """
@@ -16,32 +16,29 @@ None of it is sealed, as nothing that torch has in that store; the board is.
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from torch.distributed import DistNetworkError, PrefixStore
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousInfo
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
-from mindx_elastic.agent.endpoint import is_adopted
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.rejoin.succession import Claim
 
 __all__ = [
     "Agent",
     "Seeker",
     "Vacancy",
-    "claim",
-    "keys_of_agents",
+    "identify",
     "offer",
     "root_store",
     "round_store",
     "say_who",
-    "settle_loss",
     "tell_nodes",
     "who_is",
 ]
@@ -49,7 +46,6 @@ __all__ = [
 _PREFIX = "mindx-elastic"
 _LOOK_S = 0.1
 _PATIENCE_S = 10.0
-_PATIENCE_ADOPTED_S = 40.0  # the survivors have come to a new store, and wait 10 s for each other first
 _TRIES = 20
 _MOST_CHARS = 4000
 
@@ -71,8 +67,6 @@ class Vacancy:
     """Of the workers' store."""
     lifeline: int
     """The port of the first agent's `lifeline.LifelineHost`."""
-    host: int
-    """The first node: that agent's."""
     scope: str
     generation: int
     attempt: int
@@ -86,7 +80,7 @@ class Vacancy:
         content = json.loads(text[:_MOST_CHARS])
         found: dict[str, Any] = {
             name: int(content[name])
-            for name in ("node", "num_nodes", "ranks", "first", "port", "lifeline", "host", "generation", "attempt")
+            for name in ("node", "num_nodes", "ranks", "first", "port", "lifeline", "generation", "attempt")
         }
         found |= {name: str(content[name]) for name in ("name", "address", "scope")}
         place = cls(**found)
@@ -152,31 +146,10 @@ def who_is(store: Any, run_id: str, scope: str, node: int, *, patience_s: float 
     return found
 
 
-def keys_of_agents(run_id: str, scope: str, num_nodes: int) -> list[str]:
-    """Where the agents of an attempt, and how many nodes it has, are to be read."""
-    root = f"{_PREFIX}/{run_id}"
-    return [f"{root}/nodes", *(f"{root}/agents/{scope}/{node}" for node in range(num_nodes))]
-
-
-def claim(store: Any, run_id: str, scope: str, generation: int, own: Callable[[], Claim] | None) -> Claim | None:
-    """The claim that counts in a recovery, which is `own` if there was none; None: there is none. Blocks; raises what
-    torch raises, ValueError, KeyError, TypeError, RecursionError."""
-    key = f"{_PREFIX}/{run_id}/claims/{scope}/{generation}"
-    text = store.get(key) if store.check([key]) else b""
-    if not text and own is not None:
-        text = store.compare_set(key, "", own().to_json())
-    return Claim.from_json(text) if text else None
-
-
-def settle_loss(store: Any, run_id: str, scope: str, generation: int, node: int, lost: Sequence[int]) -> Claim:
-    """The first node's agent has lost these nodes in a recovery: the claim that counts, which is another node's where
-    that was faster. Blocks; raises as `claim`."""
-    key = f"{_PREFIX}/{run_id}/claims/{scope}/{generation}"
-    text = store.get(key) if store.check([key]) else b""
-    before = Claim.from_json(text) if text else Claim(node=node)
-    if before.node != node or before.refusal:
-        return before
-    return Claim.from_json(store.compare_set(key, text, replace(before, lost=tuple(sorted(lost))).to_json()))
+def identify(store: Any, run_id: str) -> str:
+    """The name of this very store, which no other one has; it gets one if it has none. Blocks; raises what torch
+    raises."""
+    return bytes(store.compare_set(f"{_PREFIX}/{run_id}/store", "", secrets.token_hex(8))).decode(errors="replace")
 
 
 class _Redundant(Exception):
@@ -191,8 +164,6 @@ class _Waiting:
     """`time.monotonic` since which the job has fewer nodes than it had."""
     is_told: bool = False
     """It has been said that this node waits."""
-    away_until: float | None = None
-    """Where the store was lost: until when another one is waited for, with the survivors in it."""
 
 
 class Seeker:
@@ -208,14 +179,10 @@ class Seeker:
         claim: Callable[[Vacancy], bool],
         why_not: Callable[[Vacancy], str],
         stand_by: Callable[[], None] = lambda: None,
-        reconnect: Callable[[RendezvousHandler], object] = lambda handler: None,
-        patience_s: float = 0.0,
     ) -> None:
         """`claim`: whether the place is this node's now; raises what a board raises. `why_not`: why this node cannot
-        take it; empty: it can. `stand_by` is called when it begins to wait. `reconnect` opens the connection to the
-        store of the rendezvous again, where another host has it now; `patience_s`: how long that is waited for."""
+        take it; empty: it can. `stand_by` is called when it begins to wait."""
         self._handler, self._claim, self._why_not, self._stand_by = handler, claim, why_not, stand_by
-        self._reconnect, self._patience_s = reconnect, patience_s
         self._passed: set[str] = set()
         self.was_out = False
         """This node was taken for lost: the others go on, and torch may not know yet that it is none of them."""
@@ -227,16 +194,7 @@ class Seeker:
             return None
         waiting = _Waiting()
         while True:
-            try:
-                is_over, place = self._look(waiting)
-            except (RendezvousConnectionError, DistNetworkError):
-                # Its host is lost. Where the job goes on without this node, its survivors wait for another one, too.
-                waiting.away_until = waiting.away_until or time.monotonic() + self._patience_s
-                if not waiting.is_told or time.monotonic() > waiting.away_until:
-                    raise
-                self._reconnect(self._handler)
-                time.sleep(_LOOK_S)
-                continue
+            is_over, place = self._look(waiting)
             if is_over:
                 return place
             time.sleep(_LOOK_S)
@@ -246,11 +204,8 @@ class Seeker:
         handler: Any = self._handler
         store, own, run_id = handler._store, handler._this_node, handler.get_run_id()
         state = self._state(handler._state_holder)
-        if state is None or state.closed:
+        if state is None or state.closed or not state.complete:
             return True, None
-        if not state.complete:
-            # Of a job that ran a moment ago, in a new store: its survivors come there before anybody else may begin.
-            return waiting.away_until is None or time.monotonic() > waiting.away_until, None
         place = self._offered(store, run_id)
         if place is not None and self._takes(place):
             return True, place
@@ -263,8 +218,7 @@ class Seeker:
             return True, None  # none is lost: the job is to have one node more
         else:
             waiting.short_since = waiting.short_since or time.monotonic()
-            patience_s = _PATIENCE_ADOPTED_S if is_adopted(state) else _PATIENCE_S
-            if time.monotonic() - waiting.short_since > patience_s:
+            if time.monotonic() - waiting.short_since > _PATIENCE_S:
                 return True, None
         if not waiting.is_told:
             waiting.is_told = True
@@ -284,8 +238,7 @@ class Seeker:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Within it, torch's wait for a meeting ends with `_Redundant` where that is over, and needs no more nodes, or
-        where the survivors of a job have come meanwhile, which needs one in a lost one's place."""
+        """Within it, torch's wait for a meeting ends with `_Redundant` where that is over, and needs no more nodes."""
         holder: Any = getattr(self._handler, "_state_holder", None)
         own = getattr(self._handler, "_this_node", None)
         if holder is None or own is None:
@@ -295,10 +248,7 @@ class Seeker:
 
         def sync_and_look() -> Any:
             done, state = sync(), holder.state
-            is_without = own in getattr(state, "redundancy_list", ()) or (
-                own not in state.participants and is_adopted(state)
-            )
-            if state.complete and not state.closed and is_without:
+            if state.complete and not state.closed and own in getattr(state, "redundancy_list", ()):
                 raise _Redundant
             return done
 

@@ -5,7 +5,6 @@
     {base}/mindx-elastic-{uid}/agent-{pid}-{random}/     mode 700
         agent.json                                       who: pid, start time, process-id namespace
         control.json                                     the newest order, see `agent_link`
-        board.json                                       where the board of a recovery is now, see `rejoin.board`
         rank_{r}.page                                    see `status_page`
         rank_{r}.modules                                 what the worker had imported when its training began
         job.key                                          of a job of one node, see `agreement.job_key`
@@ -99,8 +98,7 @@ class AgentFolder:
 
     def forget_workers(self) -> None:
         """Remove the pages and orders of the old workers, before new ones start."""
-        orders = [self.path / CONTROL_FILE, self.path / "board.json"]
-        for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), *orders]:
+        for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), self.path / CONTROL_FILE]:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:

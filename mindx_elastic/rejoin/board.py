@@ -28,11 +28,7 @@ from mindx_elastic.agreement.store_exchange import Store
 from mindx_elastic.config import KeySettings
 from mindx_elastic.core.events import logger
 
-__all__ = ["BOARD_FILE", "Board", "board_key"]
-
-BOARD_FILE = "board.json"
-"""In the agent's folder: ``generation``, and ``address`` and ``port`` of the store in which the board of that recovery
-and of later ones is; without these two, the workers wait for them."""
+__all__ = ["Board", "board_key"]
 
 _MOST_CHARACTERS = 1 << 20
 _ASK_AGAIN_S, _MOST_PAUSE_S = 0.0005, 0.004

@@ -33,12 +33,10 @@ __all__ = [
     "digest",
     "keep_timeout",
     "missing_calls",
-    "move_default_store",
     "my_groups",
     "problem",
     "rebuild_buckets",
     "reduce_in_replay",
-    "rename_default_store",
     "reset_ddp",
     "set_default_store",
     "why_held",
@@ -190,23 +188,6 @@ def set_default_store(store: Any) -> None:
     world: Any = c10d._world
     handle = c10d._get_default_group()
     world.pg_map[handle] = (world.pg_map[handle][0], store)
-
-
-def move_default_store(address: str, port: int) -> None:
-    """As `set_default_store`, with the store at this address. Raises what torch raises."""
-    own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    set_default_store(dist.PrefixStore("mindx/groups", own))
-
-
-def rename_default_store(prefix: str) -> None:
-    """Let torch and this package use the same store as before with another prefix: that of the recovery in which a rank
-    was replaced, which all ranks know. A new process cannot know the ones before."""
-    from torch.distributed import distributed_c10d as c10d
-
-    store: Any = c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    set_default_store(dist.PrefixStore(prefix, store))
 
 
 def why_held(group: Any, modules: Sequence[Any]) -> str:

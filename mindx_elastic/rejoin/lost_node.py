@@ -1,4 +1,4 @@
-"""What the first node's agent does when it has lost another node. Pure.
+"""What the first node's agent does when it has lost another node, and which agents keep what a lost node had. Pure.
 
 All ranks of the node are gone with its agent, and only another node can start new processes for them: there is a
 *place* to take. The survivors wait for that with their guards open, as long as none of the dead ranks counts in a
@@ -12,7 +12,11 @@ from enum import Enum
 
 from mindx_elastic.rejoin.protocol import Coordinator, Phase, Report, decide
 
-__all__ = ["Answer", "answer", "why_in_vain"]
+__all__ = ["FIRST", "Answer", "answer", "keepers", "why_in_vain"]
+
+FIRST = 0
+"""The node whose agent hosts the workers' store."""
+_NUM_KEEPERS = 2
 
 
 class Answer(Enum):
@@ -56,3 +60,10 @@ def why_in_vain(machine: Coordinator, ranks: Collection[int]) -> str:
         return "ranks on several nodes hold different parts of the state"
     verdict = decide(reports, world_size=machine.world_size, dead_memory=machine.dead_memory)
     return verdict.refusal
+
+
+def keepers(num_nodes: int, node: int | None = None) -> tuple[int, ...]:
+    """The nodes whose agents keep the small records of the ranks of `node`: two others, the first one among them, so
+    that the loss of two nodes of which one is the first leaves no rank without. `node` None: all that keep some."""
+    some = tuple(range(min(num_nodes, _NUM_KEEPERS + 1)))
+    return some if node is None else tuple(each for each in some if each != node)[:_NUM_KEEPERS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -11,23 +10,19 @@ from typing import Any
 
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import NODES_REPLACED, RANKS_REPLACED
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.folders import job_folder
-from mindx_elastic.rejoin import groups
-from mindx_elastic.rejoin.board import BOARD_FILE, Board, board_key
+from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
-from mindx_elastic.rejoin.member import Entry, Found, Host, Member, RejoinFailed
+from mindx_elastic.rejoin.lost_node import FIRST, keepers
+from mindx_elastic.rejoin.member import Found, Host, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report, Verdict
 from mindx_elastic.rejoin.small_records import Courier, newest, put_into_ring
-from mindx_elastic.rejoin.succession import keepers
 
 __all__ = ["NodesMember"]
 
-_LOOK_S = 0.005
-_MEET_S = 30.0  # the agents meet anew, which takes 10 s where another one is lost, too; first they may wait for a store
 _OTHER_NODE_S = 5.0  # the agents' word that no other node has come is to be faster
 _AFAR_S = 3.0  # a death has to go through the store to another node's agent
 
@@ -38,10 +33,9 @@ class NodesMember(Member):
     def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
         super().__init__(settings, ranks, agent)
         self._node, self._num_nodes = settings.node, settings.num_nodes
-        self._folder = agent.folder
         self._whole_nodes = bool(settings.whole_nodes)
-        self._first, self._keepers = _parse_nodes(settings.whole_nodes)
-        """The first node, and where nodes' agents keep small records."""
+        self._keepers = _parse_keepers(settings.whole_nodes)
+        """Where nodes' agents keep small records."""
         self._couriers: dict[tuple[str, int], Courier] = {}
         self._sources: dict[int, int] = {}
         """By node: the rank that copies the boundary there."""
@@ -50,13 +44,13 @@ class NodesMember(Member):
 
     def part_of_node(self, *, replicated: bool) -> int:
         # With the first node's agent the store ends, through which its ranks could stop others: they save, and end.
-        self.ends_with_agent = self._whole_nodes and replicated and self._node != self._first
+        self.ends_with_agent = self._whole_nodes and replicated and self._node != FIRST
         return NODES_REPLACED if self._whole_nodes and replicated else RANKS_REPLACED
 
     def courier(self, *, replicated: bool) -> Callable[..., None] | None:
         if not self._whole_nodes or not replicated:
             return None
-        mine = keepers(self._first, self._num_nodes, self._node)
+        mine = keepers(self._num_nodes, self._node)
         wanted = [self._keepers[node] for node in mine if node in self._keepers]
         before, self._couriers = self._couriers, {}
         for address, courier in before.items():
@@ -72,67 +66,6 @@ class NodesMember(Member):
     def _send_to_keepers(self, *record: Any, **kind: Any) -> None:
         for courier in self._couriers.values():
             courier.send(*record, **kind)
-
-    # --- the store of another node ------------------------------------------------------------------------------------
-
-    def _agree(self, board: Board, host: Host, generation: int) -> Entry:
-        has_moved = self._moves(host, generation)
-        if has_moved:
-            board = self._board(generation)
-        groups.rename_default_store(f"mindx/groups/{generation}")
-        try:
-            return super()._agree(board, host, generation)
-        except RejoinFailed:
-            raise
-        except Exception:
-            # The first node may have been lost after one of its ranks, with the board: all agree once more on another.
-            # Its agents say where, or order a stop.
-            if has_moved or self._answers(board, generation):
-                raise
-        self._moves(host, generation, is_lost=True)
-        groups.rename_default_store(f"mindx/groups/{generation}")
-        return super()._agree(self._board(generation), host, generation)
-
-    @staticmethod
-    def _answers(board: Board, generation: int) -> bool:
-        try:
-            board.read([f"{generation}/plan"])
-        except Exception as error:  # any of torch's
-            logger.debug("the store does not answer: %s", printable(str(error), 200))
-            return False
-        return True
-
-    def join(self, ddp: groups.DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
-        groups.rename_default_store(f"mindx/groups/{self.generation}")
-        return super().join(ddp, end_setup, receive)
-
-    def _moves(self, host: Host, generation: int, *, is_lost: bool = False) -> bool:
-        """Whether the first node is lost, and the board is in another store from now on: waits until it is known in
-        which. is_lost: this rank knows that it is. Raises RejoinFailed."""
-        end = time.monotonic() + self._timeout_s + _MEET_S
-        while (found := self._read_board_file(generation)) is not None or is_lost:
-            if found is not None and "port" in found:
-                self._connect(str(found["address"]), int(found["port"]))
-                return True
-            if host.is_stopping():
-                raise RejoinFailed("the job is being stopped")
-            if time.monotonic() > end:
-                raise RejoinFailed(f"the agents have not met anew within {self._timeout_s + _MEET_S:g} s")
-            time.sleep(_LOOK_S)
-        return False
-
-    def _read_board_file(self, generation: int) -> dict[str, Any] | None:
-        """None: the board of this recovery is where that of the last one was."""
-        try:
-            found = read_json_object(self._folder / BOARD_FILE)
-        except (OSError, ValueError):
-            return None
-        return found if found.get("generation") == generation else None
-
-    def _connect(self, address: str, port: int) -> None:
-        groups.move_default_store(address, port)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        self._store = None
 
     def _comes_in(self, board: Board, generation: int) -> None:
         # Its node may have been lost, with it, and another one have taken the place: one of the two must not go on.
@@ -191,7 +124,7 @@ class NodesMember(Member):
     def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
         self._move_copies(board, host, generation, verdict, receive)
         self._wait_for_state(board, host, generation)
-        self._hear_of_nodes(board, generation)
+        self._hear_of_keepers(board, generation)
         key = f"{generation}/copy/{self._node}"
         path, source = Path(str(self._wait(board, [key], host)[key]["path"])), self._sources.get(self._node)
         if host is None:
@@ -204,17 +137,15 @@ class NodesMember(Member):
         where()  # at once: the donor waits until this node has its file, and opening the guard waits for the donor
         return where
 
-    def _hear_of_nodes(self, board: Board, generation: int) -> None:
-        """Which node the first one is, and where the small records go. What is not said is as it was."""
+    def _hear_of_keepers(self, board: Board, generation: int) -> None:
+        """Where the small records go. What is not said is as it was."""
         try:
-            key = f"{generation}/first"
-            first = int(board.read([key]).get(key, {}).get("node", self._first))
-            keys = {f"{generation}/keeper/{node}": node for node in keepers(first, self._num_nodes)}
+            keys = {f"{generation}/keeper/{node}": node for node in keepers(self._num_nodes)}
             found = {keys[key]: (str(n["address"]), int(n["port"])) for key, n in board.read(list(keys)).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("what the nodes say of themselves makes no sense: %s", printable(str(error), 200))
             return
-        self._first, self._keepers = first, {**self._keepers, **found}
+        self._keepers |= found
 
     def _take_records(self, board: Board, generation: int, path: Path, verdict: Verdict) -> None:
         """A new process: what other nodes have kept of the rank whose node was lost, into its own ring."""
@@ -258,12 +189,11 @@ class NodesMember(Member):
             self._give_copy(board, generation, take(parcel, donor, receive, self._timeout_s), None)
 
 
-def _parse_nodes(text: str) -> tuple[int, dict[int, tuple[str, int]]]:
-    """``MINDX_REJOIN_NODES``: the first node, and ``NODE=HOST:PORT`` of those that keep small records."""
-    first, *others = text.split() or ["0"]
+def _parse_keepers(text: str) -> dict[int, tuple[str, int]]:
+    """``MINDX_REJOIN_NODES``: ``NODE=HOST:PORT`` of those that keep small records."""
     found: dict[int, tuple[str, int]] = {}
-    for other in others:
-        node, _, address = other.partition("=")
+    for each in text.split():
+        node, _, address = each.partition("=")
         host, _, port = address.rpartition(":")
         found[int(node)] = (host, int(port))
-    return int(first), found
+    return found

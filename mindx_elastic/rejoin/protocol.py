@@ -331,16 +331,6 @@ class Coordinator:
         if self.phase is not Phase.RUN:
             raise ValueError(f"a generation is under way ({self.phase.value})")
         self.generation += 1
-        self._restart(dead, memory)
-
-    def begin_again(self) -> None:
-        """What was written in the generation under way is lost, before the donor's state was in memory: all ranks
-        report once more, and who is dead is noted anew."""
-        if self.phase not in (Phase.CUT, Phase.AGREED) or self.has_state:
-            raise ValueError(f"generation {self.generation} cannot begin again ({self.phase.value})")
-        self._restart((), None)
-
-    def _restart(self, dead: Collection[int], memory: Mapping[int, InMemory] | None) -> None:
         self.phase, self.dead = Phase.CUT, set(dead)
         self.reports, self.verdict, self.has_state, self.ready = dict.fromkeys(sorted(dead)), None, False, set()
         self.dead_memory = dict(memory or {})

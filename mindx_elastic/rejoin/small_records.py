@@ -1,7 +1,7 @@
 """A rank's small records on two other nodes as well, so that they outlive the rank's own node.
 
 What replicas do not share (random streams, buffers, counters) is in the rank's boundary ring, in its node's memory.
-Each record of the ring goes to two other nodes' agents in the same moment (`Courier`; `succession.keepers` says which),
+Each record of the ring goes to two other nodes' agents in the same moment (`Courier`; `lost_node.keepers` says which),
 which keep the newest of each kind (`Kept`). They are a few kilobytes. Nothing waits for it: what does not fit into the
 connection's buffer is left out. If the node is lost, the new processes of its ranks find their records on the board,
 and put them into rings of their own (`put_into_ring`): then they go on bit for bit, as where only a process has died.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,10 +60,10 @@ class Agent:
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
         watch: Any = Plans(store)
-        nodes: Any = SimpleNamespace(host=None, line=None, node=node, num_nodes=num_nodes, first=0)
-        nodes.keeper = lambda: None
-        others = {"place": lambda: None, "connect_to": None, "folder": Path()}
-        more: dict[str, Any] = {"nodes": nodes, **others} if whole else {}
+        nodes: Any = SimpleNamespace(host=None, line=None, node=node, num_nodes=num_nodes)
+        nodes.keeper = nodes.note_first_gone = lambda: None
+        nodes.note_lost = lambda lost: None
+        more: dict[str, Any] = {"nodes": nodes, "place": lambda: None} if whole else {}
         self.recovery = (WholeNodesRecovery if whole else NodesRecovery)(
             workers,
             self.board,

@@ -17,7 +17,14 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from mindx_elastic.agent import rendezvous as module
-from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
+from mindx_elastic.agent.rendezvous import (
+    FreshStoreRendezvous,
+    HostLostError,
+    Membership,
+    OneNodeRendezvous,
+    reconnect,
+    require_host,
+)
 from tests.harness import wait_until
 from tests.resets import can_reset, reset_connections
 from tests.system.test_agent import free_port
@@ -109,9 +116,13 @@ def test_a_host_that_is_gone_stays_gone() -> None:
     handler._store = handler._state_holder._backend._store = dist.TCPStore(
         old.host, old.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
+    where = f"127.0.0.1:{old.port}"
+    require_host(handler)
     del old
     gc.collect()  # ends the server
     assert not reconnect(handler)
+    with pytest.raises(HostLostError, match=f"the rendezvous at {where} is gone .*start the same command on all nodes"):
+        require_host(handler)
 
 
 def test_a_handler_without_a_connection() -> None:

@@ -29,7 +29,6 @@ PLACE = Vacancy(
     address="127.0.0.1",
     port=5,
     lifeline=6,
-    host=0,
     scope="s1",
     generation=1,
     attempt=0,

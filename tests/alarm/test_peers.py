@@ -218,8 +218,8 @@ def test_closing_gives_the_descriptors_back(start: Callable[[], Peer]) -> None:
     [
         ({}, True),
         ({"MINDX_RECOVER": "in-place", "GROUP_WORLD_SIZE": "2"}, True),  # no other node can take a lost one's place
-        ({"MINDX_RECOVER": "in-place", "GROUP_WORLD_SIZE": "2", "MINDX_REJOIN_NODES": "0 0=host:1"}, False),
-        ({"MINDX_RECOVER": "restart", "GROUP_WORLD_SIZE": "2", "MINDX_REJOIN_NODES": "0 0=host:1"}, True),
+        ({"MINDX_RECOVER": "in-place", "GROUP_WORLD_SIZE": "2", "MINDX_REJOIN_NODES": "0=host:1"}, False),
+        ({"MINDX_RECOVER": "restart", "GROUP_WORLD_SIZE": "2", "MINDX_REJOIN_NODES": "0=host:1"}, True),
     ],
 )
 def test_ranks_of_two_nodes_on_one_machine_do_not_watch_each_other_where_a_node_may_be_replaced(

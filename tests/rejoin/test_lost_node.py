@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.rejoin.lost_node import Answer, answer, why_in_vain
+from mindx_elastic.rejoin.lost_node import FIRST, Answer, answer, keepers, why_in_vain
 from mindx_elastic.rejoin.protocol import Coordinator, Phase, Report
 
 WORLD = 6
@@ -98,3 +99,13 @@ def test_nobody_waits_for_a_node_that_could_not_help() -> None:
     for rank in range(4):
         other.note_report(report(rank, peers=(rank,)))
     assert "different parts" in why_in_vain(other, NODES[2])
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 7])
+def test_some_node_keeps_the_records_of_each_rank_after_the_loss_of_the_first_and_another(num: int) -> None:
+    assert FIRST in keepers(num)
+    for node in range(num):
+        mine = keepers(num, node)
+        assert node not in mine and len(mine) == min(2, num - 1) and set(mine) <= set(keepers(num))
+        if num > 2 and node != FIRST:
+            assert all(set(keepers(num, lost)) - {FIRST, node} for lost in (FIRST, node))

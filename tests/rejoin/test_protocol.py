@@ -402,20 +402,3 @@ def test_a_generation_begins_only_while_all_train() -> None:
     machine.begin([1])
     with pytest.raises(ValueError, match="under way"):
         machine.begin([2])
-
-
-@pytest.mark.parametrize("reports", [0, 1, 2])
-def test_a_generation_begins_again_until_the_state_is_in_memory(reports: int) -> None:
-    machine = Coordinator(3)
-    machine.begin([0])
-    for rank in range(1, 1 + reports):
-        machine.note_report(report(rank))
-    machine.begin_again()
-    assert (machine.phase, machine.generation, machine.dead, machine.verdict) == (Phase.CUT, 1, set(), None)
-    machine.note_death(0)
-    for rank in (1, 2):
-        machine.note_report(report(rank))
-    assert machine.phase is Phase.AGREED
-    machine.note_state()
-    with pytest.raises(ValueError, match="cannot begin again"):
-        machine.begin_again()
