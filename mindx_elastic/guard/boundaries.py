@@ -21,10 +21,10 @@ from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
-from mindx_elastic.guard.compilation import tell_of_compiled, tell_of_script_functions, tell_of_torchscript
 from mindx_elastic.guard.observer import NotKept
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
 from mindx_elastic.guard.trial_packing import TrialPacking
@@ -85,8 +85,6 @@ class Boundaries:
         self._is_exposed, self.has_warned_of_window = is_exposed, False
         """`warn_of_window` has nothing left to do."""
         self._not_kept: NotKept | None = None
-        tell_of_torchscript(targets, unmanaged)
-        self._has_scripts, self._graph = False, torch._C._last_executed_optimized_graph()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:
@@ -112,13 +110,18 @@ class Boundaries:
         if self._trial.num_empty:
             self._trial.at_boundary()
         if self._collector.compiled.is_new:
-            tell_of_compiled(self._collector, self._unmanaged)
-        if not self._has_scripts and torch._C._last_executed_optimized_graph() is not self._graph:
-            self._has_scripts = True
-            tell_of_script_functions(self._unmanaged)
+            self._tell_of_compiled()
         self._window.at_boundary(position.step)
         if self._not_kept is not None:
             self._look_for_not_kept(self._not_kept)
+
+    def _tell_of_compiled(self) -> None:
+        if found := self._collector.compiled.look():
+            self._unmanaged.risk(
+                f"torch.compile compiles {listed(found, 2)} for sizes that vary, in the order in which they come, and "
+                "a resumed run meets them in another: it may differ in the last bits",
+                "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False)",
+            )
 
     def look_for_not_kept(self, look: NotKept, *, is_ahead: Callable[[], bool], aloud: bool) -> None:
         """Find at the first boundaries what goes on from step to step and is not kept. `is_ahead`: see `NotKept`.

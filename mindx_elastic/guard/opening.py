@@ -32,7 +32,6 @@ from mindx_elastic.guard.directories import (
     hold_directories,
     prepare_directories,
 )
-from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, without_streams
@@ -313,7 +312,6 @@ class Opening:
         info = resumed.checkpoint.info
         if resumed.plan.resharded:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
-        tell_of_hash_seed(info.coordinates, self.unmanaged)
         self.unmanaged.inherit(start.notes)
         self.unmanaged.certificate = tuple(info.certificate)
         if start.is_new_on_disk(self.around.arenas):

@@ -26,7 +26,6 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
-from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.together import Together, cover_path
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -86,8 +85,6 @@ class Saver:
         self.replicated = replicated
         """Every rank holds the same weights."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
-        if (seed := own_hash_seed()) is not None:
-            self.coordinates[COORDINATE] = seed
         """Numbers for every file's header."""
         self.base: Moment | None = None
         """The boundary that the attempt went on from; None: it began anew."""

@@ -20,8 +20,6 @@ from torch.utils.data import TensorDataset
 from mindx_elastic import Guard
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard.compilation import tell_of_torchscript
-from mindx_elastic.guard.unmanaged import Unmanaged
 from tests.guarded import no_traces, plain_environment
 from tests.harness import wait_until
 
@@ -189,31 +187,3 @@ def of_one_size() -> Job:
 def test_what_the_line_says_is_exact(make: Callable[[], Job], tmp_path: Path) -> None:
     different, first, second = differences(make, tmp_path, STEPS_AN_EPOCH - 1)
     assert different == [] and first.notes == second.notes == () and second.words_on_compilation == []
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_torchscript_is_named_unless_it_always_runs_the_same_code() -> None:
-    targets = {"model": nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 1))}
-    unmanaged = Unmanaged("warn")
-    tell_of_torchscript(targets, unmanaged)
-    assert [note.partition(":")[0] for note in unmanaged.notes] == ["TorchScript runs model.0"]
-    before = torch._C._jit_set_fusion_strategy([])
-    try:
-        unmanaged = Unmanaged("warn")
-        tell_of_torchscript(targets, unmanaged)
-        assert not unmanaged.notes
-    finally:
-        torch._C._jit_set_fusion_strategy(before)
-
-
-def scale(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(x)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_script_functions_that_run_are_told_with_what_helps(tmp_path: Path) -> None:
-    network, scripted = Network(), torch.jit.script(scale)
-    job = Job(network, lambda x: scripted(network(x)), network)
-    job.run(tmp_path / "told")
-    (line,) = [line for line in job.warnings if line.startswith("TorchScript")]
-    assert "torch.jit.set_fusion_strategy([])" in line and len(job.notes) == 1
