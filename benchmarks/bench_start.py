@@ -41,7 +41,6 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.layout import Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.guard.connections import IntervalPart
 from mindx_elastic.guard.job_layouts import JobLayouts
 from mindx_elastic.guard.start import AnsweredFlagsPart, FaultsPart, GroupInfoPart, PeersPart
 from mindx_elastic.inventory.findings import Findings
@@ -217,7 +216,6 @@ def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
             FaultsPart(),
             GroupInfoPart(ranks[r]),
             PeersPart(ranks[r], identity_of(r)),
-            IntervalPart(0),
             NodesPart(one_copy, ranks[r]),
         ],
     )

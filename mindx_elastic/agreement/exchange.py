@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Gathering, Merge
+from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Merge
 from mindx_elastic.agreement.pause_rounds import LocalPauseRounds, PauseRounds
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
@@ -105,7 +106,7 @@ class Exchange(Protocol):
         """End the listener. Main thread."""
 
 
-class LocalExchange(Gathering):
+class LocalExchange:
     """A job of one rank."""
 
     is_sealed = True
@@ -116,25 +117,19 @@ class LocalExchange(Gathering):
         self.pauses: PauseRounds = LocalPauseRounds()
         self.gone: Callable[[], Sequence[int]] = lambda: ()
 
-    def _write(self, texts: Mapping[str, str]) -> None:
+    def gather(self, name: str, value: Any, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
+        merged = merge([_as_read(value)])
+        own = None if merged.own is None else _as_read(merged.own[0])
+        return Answer(_as_read(merged.common), own, lambda keys: [_as_read(merged.more[key]) for key in keys])
+
+    def put_once(self, texts: Mapping[str, str]) -> None:
         self._values.update(texts)
 
-    def _write_first(self, key: str, text: str) -> str:
-        return self._values.setdefault(key, text)
+    def read_pieces(self, digests: Sequence[str]) -> dict[str, str]:
+        return {digest: self._values[digest] for digest in digests}
 
-    def _count(self, key: str) -> int:
-        return self.world_size
-
-    _heard = _count
-
-    def _ring(self, key: str) -> None:
-        self._values[key] = ""
-
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
-        return all(key in self._values for key in keys)
-
-    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
-        return [self._values[key] for key in keys]
+    def fail(self, error: BaseException) -> None:
+        pass
 
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         pass
@@ -185,3 +180,8 @@ class LocalExchange(Gathering):
 
     def close(self) -> None:
         pass
+
+
+def _as_read(content: Any) -> Any:
+    """As another rank would read it."""
+    return json.loads(json.dumps(content))

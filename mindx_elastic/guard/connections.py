@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from mindx_elastic.agreement.connect import store_host
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.gather import Answer, Merged, Part
+from mindx_elastic.agreement.gather import Part
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
 from mindx_elastic.core.events import logger
@@ -27,34 +26,9 @@ from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.rejoin.member import Member
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Connections", "IntervalPart"]
+__all__ = ["Connections"]
 
 _DURABLE_S = 5.0
-_MOST_STEPS = 10**9
-
-
-class IntervalPart(Part):
-    """Keeps a measured snapshot interval over a restart, if every rank still knows the same."""
-
-    name = "interval"
-
-    def __init__(self, own: int) -> None:
-        """`own`: this rank's interval in steps; 0: unknown."""
-        self._own = own
-        self.agreed = 0
-        """In steps; 0: it must be measured."""
-
-    def say(self) -> Any:
-        return self._own
-
-    def merge(self, said: Sequence[Any]) -> Merged:
-        found = {int(each) for each in said}
-        return Merged(found.pop() if len(found) == 1 else 0)
-
-    def hear(self, answer: Answer) -> None:
-        self.agreed = int(answer.common)
-        if not 0 <= self.agreed <= _MOST_STEPS:
-            raise ValueError(f"an interval of {self.agreed} steps")
 
 
 class Connections:
@@ -112,14 +86,13 @@ class Connections:
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
         copies = RedundancySettings.from_env().with_copies(redundancy)
-        self._interval = IntervalPart(0 if self.memory is None else self.memory.interval)
         self._nodes = NodesPart(copies, ranks, store_host())
         self.mirror: Mirror | None = None
         """Keeps copies of the files on other nodes; None without redundancy."""
 
     def parts(self) -> list[Part]:
         """Its parts of the first meeting."""
-        return [self._interval, self._nodes]
+        return [self._nodes]
 
     def later_parts(self) -> list[Part]:
         """Its parts of the second meeting."""
@@ -129,8 +102,6 @@ class Connections:
         """After the first meeting."""
         if self.memory is None:
             self.exchange.publish("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
-        elif self._interval.agreed:
-            self.memory.take_over(self._interval.agreed)
         self.mirror = self._nodes.open_mirror(self._directories, self.exchange, self._saver.events, self._saver.trust)
         if self.mirror is not None:
             self._stack.callback(self.mirror.close)

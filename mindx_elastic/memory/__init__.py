@@ -17,7 +17,6 @@ job/owner.json        each rank, at its start: `memory`              a start (`k
 rank_*/slot_*         the rank, at some boundaries: `snapshots`      a start (`memory_files`), the holder
 rank_*/commit         the same: what is true of the slots            the same
 rank_*/boundaries     the rank, at each boundary: `boundaries`       the same
-rank_*/interval       the rank: its snapshot interval                the next process of the rank
 rank_*/lock           locked while the rank's process lives          `folders`, before anything is removed
 ====================  =============================================  =================================================
 

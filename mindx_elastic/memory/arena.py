@@ -10,7 +10,6 @@
         rank_{r}/commit                                      what is true of the two slots
         rank_{r}/boundaries                                  the volatile state of the last boundaries (`BoundaryRing`)
         rank_{r}/steps                                       a little of each of the last steps (`prove.kept_steps`)
-        rank_{r}/interval                                    the snapshot interval that all ranks agreed on
 
 A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
 after its last one. Stores of one process reach shared memory in program order as far as a later process can see, a kill
@@ -245,20 +244,6 @@ class RankArena:
             record = self.record(index)
             if record.state is not SlotState.EMPTY and (record.attempt, record.step) == (attempt, step):
                 self.set_record(index, replace(record, sequence=self.newest().sequence + 1))
-
-    @property
-    def interval(self) -> int:
-        """The measured number of steps between two snapshots that all ranks agreed on before; 0: none."""
-        try:
-            text = (self.folder / "interval").read_text()
-        except OSError:
-            return 0
-        return int(text) if text.isdecimal() and len(text) < 10 else 0
-
-    @interval.setter
-    def interval(self, steps: int) -> None:
-        with suppress(OSError):  # it is measured again then
-            (self.folder / "interval").write_text(str(steps))
 
     def oldest(self) -> int:
         """The slot to write next."""

@@ -53,11 +53,6 @@ class Memory:
             logger.warning("%s", note)
 
     @property
-    def interval(self) -> int:
-        """What ``auto`` came to in an attempt before; 0: not known."""
-        return self._arena.interval if self._every is None else 0
-
-    @property
     def takes_snapshots(self) -> bool:
         """Whether this rank or another one of the machine copies the state now and then."""
         return self._snapshotter is not None and not self._snapshotter.broken
@@ -67,11 +62,6 @@ class Memory:
         """Steps between two copies that this rank makes of its state; 0: another rank of the machine makes them, nobody
         does, or the interval is not known yet."""
         return 0 if self._snapshotter is None else self._snapshotter.copied_every
-
-    def take_over(self, interval: int) -> None:
-        """All ranks know this `interval` from an attempt before: it need not be measured again."""
-        if self._every is None and interval > 0:
-            self._every = interval
 
     @property
     def folder(self) -> Path:

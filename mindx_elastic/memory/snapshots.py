@@ -314,7 +314,7 @@ class Snapshotter:
             self.schedule.every = 0
             return
         self.schedule.agree(intervals)
-        self._arena.interval = interval = self.schedule.every or 0
+        interval = self.schedule.every or 0
         self._tell(interval)
         logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", interval)
         self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(interval))

@@ -205,7 +205,7 @@ def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.Mo
     def gone(*_: object) -> None:
         raise ConnectionError("the store")
 
-    exchange = LocalExchange()
+    exchange = BoardExchange(Board(1), 0)
     monkeypatch.setattr(exchange, "_write_first", gone)
     with pytest.raises(ValueError, match="mine"), all_or_none(exchange):
         raise ValueError("mine")

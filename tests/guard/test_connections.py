@@ -6,26 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
-from mindx_elastic.guard.connections import Connections, IntervalPart
+from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.saver import Saver
 from tests.resume.shared_store import on_all_ranks
-
-
-@pytest.mark.parametrize(("known", "agreed"), [([7, 7, 7], 7), ([7, 7, 5], 0), ([7, 0, 7], 0), ([0, 0, 0], 0)])
-def test_a_measured_interval_is_taken_over_where_all_ranks_know_the_same(known: list[int], agreed: int) -> None:
-    def tell(rank: int, exchange: Any) -> int:
-        part = IntervalPart(known[rank])
-        meet(exchange, "here", [part])
-        return part.agreed
-
-    assert on_all_ranks(3, tell) == [agreed] * 3
 
 
 def test_a_rank_without_memory_does_not_hold_up_the_others_measurement(tmp_path: Path) -> None:
