@@ -72,7 +72,6 @@ class Collector:
         self._settings = GivenSettings(self.components)
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         self._structures = [module.structure for module in self._modules.values()]  # each one for life
-        self._flags = [module.flags for module in self._modules.values()]  # so are these
         self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
         self._watch: Watch | None = None
         self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
@@ -186,14 +185,6 @@ class Collector:
         self.loop = self._loop = {**self._loop, **more}
         if self.devices.keeps_older:
             self.devices.keep(self.kept())
-
-    def has_new_flags(self) -> bool:
-        """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
-        changed = False
-        for flags in self._flags:
-            if flags.has_changed:
-                changed, flags.has_changed = True, False
-        return changed
 
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""

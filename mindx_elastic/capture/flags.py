@@ -29,8 +29,6 @@ class Flags:
         """`wrappers`: modules around it that are no part of the names (DDP, `torch.compile`); they follow its mode."""
         self._module, self._wrappers = module, list(wrappers)
         self._seen: list[bool] = []
-        self.has_changed = False
-        """Some flag is another than at the boundary before; reset by the reader."""
         self.follow(parameters)
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -46,7 +44,7 @@ class Flags:
         """Read them as they are now. The list is never changed in place."""
         seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]
         if seen != self._seen:
-            self._seen, self.has_changed = seen, True
+            self._seen = seen
 
     @property
     def seen(self) -> list[bool]:

@@ -75,7 +75,7 @@ class Boundaries:
             replays = GraphReplays(collector, gate)
             replays.watch()
             stack.callback(replays.unwatch)
-        self._changes = Changes(targets, collector, unmanaged, ddp=ddp, world_size=world_size)
+        self._changes = Changes(targets, collector, unmanaged, ddp=ddp)
         self._trial = TrialPacking(collector, unmanaged)
         self._window = UpdateWindow(collector, gate)
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)

@@ -260,7 +260,6 @@ class Guard(LayeredGuard):
         trains = not self._around.is_guest
         self._loaders.know((self._checks.at_entry() if trains else look(sys._getframe(1), {})).loaders)
         if trains:
-            self._loops.at_next_batch = self._checks.refreshed.at_next_batch
             stack.callback(self._checks.refreshed.leave)
             kept = self._targets, self._collector, self._loaders
             self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.variables import _sample
@@ -51,7 +50,7 @@ def test_nothing_and_a_tensor_without_memory() -> None:
 
 def test_a_tensor_that_was_looked_at_can_still_be_resized() -> None:
     looks: list[Callable[[torch.Tensor], object]] = [
-        *(digest, content_of, _sample),
+        *(digest, _sample),
         lambda tensor: [bytes(piece) for piece in pack_state({"a": tensor})],
     ]
     for look in looks:

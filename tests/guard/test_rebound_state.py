@@ -69,7 +69,7 @@ def test_a_moving_average_that_is_made_anew(tmp_path: Path, told: Told) -> None:
         for out in steps(job):
             centre = 0.9 * centre + 0.1 * out.mean(0)
 
-    told(train, "centre.copy_(...) where the loop has centre = ...")
+    told(train, "centre.copy_((...).detach()) where the loop has centre = ...")
 
 
 def test_what_a_model_gives_back_for_the_next_step(tmp_path: Path, told: Told) -> None:
@@ -126,7 +126,7 @@ def test_an_attribute_of_an_object(tmp_path: Path, told: Told) -> None:
         for out in steps(job_with(tmp_path, hidden=trainer.hidden)):
             trainer.step(out)
 
-    told(train, "trainer.hidden.copy_(...) where the loop has trainer.hidden = ...")
+    told(train, "trainer.hidden.copy_((...).detach()) where the loop has trainer.hidden = ...")
 
 
 def test_a_global_variable_that_a_function_sets(tmp_path: Path, told: Told) -> None:
@@ -141,7 +141,7 @@ def test_a_global_variable_that_a_function_sets(tmp_path: Path, told: Told) -> N
             update(out)
 
     _level = torch.zeros(3)
-    told(train, "_level.copy_(...)")
+    told(train, "_level.copy_((...).detach())")
 
 
 _level = torch.zeros(3)
@@ -158,7 +158,7 @@ def test_one_that_is_bound_anew_now_and_then(tmp_path: Path, told: Told) -> None
             if number == 2:
                 mask = (out.mean(0) > 0).float()
 
-    told(train, "mask.copy_(...)")
+    told(train, "mask.copy_((...).detach())")
 
 
 def test_a_module_that_each_epoch_makes_anew_is_a_risk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

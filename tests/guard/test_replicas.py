@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.replicas import (
     DdpModules,
     GradientOrders,
@@ -112,63 +111,6 @@ def test_parameters_that_ddp_ignores_have_the_paths_of_the_checkpoint() -> None:
 
 
 # --- what is told ---
-
-
-class Momentum:
-    """A communication hook that is a method, with tensors of its own."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[int, torch.Tensor] = {}
-        self.seen = torch.zeros(2)
-
-    def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotation in a string
-        return self.smooth(bucket.index(), bucket.buffer())
-
-    def smooth(self, index: int, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        self.buffers[index] = gradient + 0.5 * self.buffers.get(index, torch.zeros_like(gradient))
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(self.buffers[index])
-        return future
-
-    def look(self) -> None:
-        self.seen += 1
-
-
-class Mean(Momentum):
-    def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotation in a string
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-
-def notes_of(owner: Momentum, hook: Callable[..., Any], **targets: Any) -> tuple[str, ...]:
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    model.register_comm_hook(None, hook)
-    unmanaged = Unmanaged("error")
-    hooks = CommHooks({"model": model, **targets}, [("model", model)], unmanaged)
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-        owner.look()
-        hooks.look()
-    return unmanaged.notes
-
-
-def test_a_hook_that_is_a_method_of_an_object_with_tensors() -> None:
-    owner = Momentum()
-    (note,) = notes_of(owner, owner.run)
-    assert "communication hook of its DDP uses tensors of an object (Momentum)" in note
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        return owner.smooth(bucket.index(), bucket.buffer())
-
-    assert len(notes_of(owner, hook)) == 1
-
-
-def test_a_hook_whose_object_is_named_or_uses_none_of_its_tensors() -> None:
-    owner, plain = Momentum(), Mean()
-    assert notes_of(owner, owner.run, comm_hook=owner) == ()
-    assert notes_of(owner, owner.run, buffers=owner.buffers) == ()
-    assert notes_of(plain, plain.run) == ()
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import UnmanagedStateError, UsageError
-from mindx_elastic.guard.checks import checks
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint
@@ -246,45 +243,3 @@ def test_a_scheduler_that_a_model_was_not_given_is_refused(tmp_path: Path) -> No
 
     with no_traces(), pytest.raises(UnmanagedStateError, match=r'scheduler "hidden" .* steps and is not named'):
         model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Steps()])
-
-
-# --- DDP ---
-
-
-@pytest.fixture
-def one_rank_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone, for which the order of gradients counts as if it had three ranks."""
-    monkeypatch.setattr(checks, "_ORDER_COUNTS", 1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (
-            "hidden",
-            'module "wrapped" (DistributedDataParallel, ddp_training() in test_unmanaged.py) wraps the guard\'s',
-        ),
-        ("named", ""),
-    ],
-)
-def test_what_keeps_ddps_order_from_being_restored_is_a_note(tmp_path: Path, kind: str, words: str) -> None:
-    def ddp_training() -> tuple[str, ...]:
-        network = nn.Linear(3, 3)
-        wrapped = nn.parallel.DistributedDataParallel(network, static_graph=kind == "static")
-        optimizer = torch.optim.Adam(wrapped.parameters())
-        model = network if kind == "hidden" else wrapped
-        with Guard(directory=tmp_path / "ckpt", model=model, optimizer=optimizer) as guard:
-            for _ in guard.steps(3):
-                optimizer.zero_grad()
-                wrapped(torch.randn(4, 3)).square().mean().backward()
-                optimizer.step()
-                guard.step_end()
-            return guard._unmanaged.notes
-
-    with no_traces():
-        notes = ddp_training()
-    assert len(notes) == bool(words) and all(words in note for note in notes)

@@ -149,8 +149,8 @@ class Unfreezing(Training):
             self.network.backbone.requires_grad_(True)
 
 
-class TrainedUnknown(Training):
-    """DDP was built while the backbone was frozen; nothing averages its gradients later."""
+class Rewrapped(Training):
+    """DDP was built while the backbone was frozen; later another one is, that knows it."""
 
     def build(self) -> None:
         super().build()
@@ -159,14 +159,6 @@ class TrainedUnknown(Training):
     def before(self, step: int) -> None:
         if step == BATCHES + 2:
             self.network.backbone.requires_grad_(True)
-
-
-class Rewrapped(TrainedUnknown):
-    """And another DDP does."""
-
-    def before(self, step: int) -> None:
-        super().before(step)
-        if step == BATCHES + 2:
             self.model = DistributedDataParallel(self.network)
 
 
@@ -405,7 +397,6 @@ class UnnamedOwnHook(Training):
 SCENARIOS: dict[str, type[Training]] = {
     "plain": Training,
     "unfreezing": Unfreezing,
-    "trained_unknown": TrainedUnknown,
     "rewrapped": Rewrapped,
     "sharded": Sharded,
     "added_group": AddedGroup,

@@ -1,4 +1,4 @@
-"""Tells whether an object of the program has changed between two looks: a module, a generator, a scaler, a container.
+"""Tells whether an object of the program has changed between two looks: a module or a generator.
 
 A look copies a little: version counters, a few elements of some tensors, a generator's state. It changes nothing.
 """
@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.dtensors import local_part
 
-__all__ = ["GeneratorLook", "Movement", "NumbersLook", "TensorsLook", "is_sharded_in_part"]
+__all__ = ["GeneratorLook", "Movement", "TensorsLook", "is_sharded_in_part"]
 
 _SAMPLED_TENSORS = 24
 _SAMPLED_ELEMENTS = 8
-_MOST_TWISTS = 64
 
 
 class Movement(Enum):
@@ -118,10 +117,11 @@ class GeneratorLook:
             if isinstance(generator, torch.Generator):
                 return cls("torch", bytes(generator.get_state().numpy()), generator.initial_seed())
             if isinstance(generator, random.Random):
-                return cls("python", random.Random.getstate(generator)[:2])
+                *keys, place = random.Random.getstate(generator)[1]
+                return cls("twister", (keys, place))
             if isinstance(generator, np.random.RandomState):
-                name, keys, place, *_ = _numpy_state(generator)
-                return cls("numpy", (name, np.asarray(keys).tobytes(), place))
+                _, keys, place, *_ = _numpy_state(generator)
+                return cls("twister", (np.asarray(keys).tobytes(), place))
             bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
             state = bits.state
             return cls("bits", repr(_plain(state)), _seed_of(state))
@@ -129,15 +129,15 @@ class GeneratorLook:
             return None
 
     def movement(self, now: GeneratorLook) -> Movement:
-        """Whether numbers were drawn from it. `UNKNOWN` where it may have been seeded anew."""
+        """Whether numbers were drawn from it. `UNKNOWN` where it may have been seeded anew, by which a Mersenne twister
+        gets other keys, as after 624 numbers."""
         if now.state == self.state:
             return Movement.NONE
         if now.kind != self.kind or now.seed != self.seed:
             return Movement.UNKNOWN
-        if self.kind == "python":
-            return Movement.MOVED if _follows_python(self.state, now.state) else Movement.UNKNOWN
-        if self.kind == "numpy":
-            return Movement.MOVED if _follows_numpy(self.state, now.state) else Movement.UNKNOWN
+        if self.kind == "twister":
+            (keys, place), (other_keys, other_place) = self.state, now.state
+            return Movement.MOVED if keys == other_keys and place < other_place else Movement.UNKNOWN
         return Movement.MOVED
 
 
@@ -152,47 +152,5 @@ def _seed_of(state: Mapping[str, Any]) -> object:
     return (state.get("bit_generator"), inner.get("inc") if isinstance(inner, Mapping) else None)
 
 
-def _follows_python(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Whether a Mersenne twister comes from one state to the other by drawing: the program may have seeded it anew."""
-    copy = random.Random()
-    copy.setstate((before[0], before[1], None))
-    keys = now[1][:-1]
-    if keys == before[1][:-1]:
-        return bool(now[1][-1] > before[1][-1])
-    for _ in range(_MOST_TWISTS):
-        if copy.getstate()[1][:-1] == keys:
-            return True
-        copy.getrandbits(32 * 624)
-    return False
-
-
 def _numpy_state(generator: np.random.RandomState) -> tuple[Any, ...]:
     return generator.get_state(legacy=True)  # type: ignore[return-value]  # a dict only without `legacy`
-
-
-def _follows_numpy(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    if before[1] == now[1]:
-        return bool(now[2] > before[2])
-    copy = np.random.RandomState()
-    copy.set_state((before[0], np.frombuffer(before[1], dtype=np.uint32), before[2], 0, 0.0))
-    for _ in range(_MOST_TWISTS):
-        if np.asarray(_numpy_state(copy)[1]).tobytes() == now[1]:
-            return True
-        copy.bytes(4 * 624)
-    return False
-
-
-@dataclass(frozen=True)
-class NumbersLook:
-    """The numbers among an object's attributes."""
-
-    numbers: Mapping[str, object]
-
-    @classmethod
-    def at(cls, attributes: Mapping[str, Any]) -> NumbersLook:
-        plain = {name: value for name, value in attributes.items() if type(value) in (int, float, bool)}
-        return cls(plain)
-
-    def moved(self, now: NumbersLook) -> list[str]:
-        """The names of those that are others now."""
-        return [name for name, value in now.numbers.items() if repr(value) != repr(self.numbers.get(name))]

@@ -14,27 +14,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from mindx_elastic.core.looks import attributes_of, text_of
-from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.core.looks import attributes_of, items_of
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.surroundings import Seen, variables_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["ReboundState", "content_of"]
+__all__ = ["ReboundState"]
 
 _KINDS: tuple[tuple[type, ...], ...] = ((torch.Tensor, np.ndarray), (list, tuple, deque), (dict,), (set, frozenset))
 _KINDS += ((nn.Module,),)
-_MOST_BYTES = 1 << 20
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _MOST_ITEMS = 32
 _DEPTH = 3
 _LONGEST_PATH = 3
@@ -97,7 +93,7 @@ class ReboundState:
             if value is holder.target or _kind(value) != _kind(holder.target):
                 holder.was_bound, holder.before = value is holder.target, None
                 continue
-            kept, content = content_of(holder.target), content_of(value)
+            kept, content = _content_of(holder.target), _content_of(value)
             before, holder.before = holder.before, (kept, content)
             if before is None or before[0] != kept or content == kept or holder.key in bound:
                 continue
@@ -115,60 +111,33 @@ def _kind(value: object) -> int:
     return next((number for number, kinds in enumerate(_KINDS, 1) if isinstance(value, kinds)), 0)
 
 
-def content_of(value: Any, depth: int = 0) -> object:
-    """What is in it, in short, to be compared."""
+def _content_of(value: Any, depth: int = 0) -> object:
+    """Some of what is in it, to be compared."""
     if isinstance(value, torch.Tensor):
-        return _of_tensor(value)
+        return value.shape, value.dtype, repr(TensorsLook.at([value]).sample)
     if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, text_of(value) if value.dtype == object else _hash(value)
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
+        every = max(1, value.size // _MOST_ITEMS)
+        return value.shape, value.dtype.str, None if value.dtype.hasobject else value.flat[::every].tobytes()
+    if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, nn.Module):
         return repr(TensorsLook.at([*value.parameters(), *value.buffers()]).sample)
-    if not _kind(value) or depth >= _DEPTH:
+    items = items_of(value)
+    if items is None or depth >= _DEPTH:
         return type(value).__name__
-    if isinstance(value, dict):
-        some: list[Any] = [item for pair in islice(dict.items(value), _MOST_ITEMS) for item in pair]
-    else:
-        some = list(islice(iter(value), _MOST_ITEMS))
-        if isinstance(value, (list, tuple, deque)):
-            some += list(islice(reversed(value), _MOST_ITEMS))
-    return len(value), tuple(content_of(item, depth + 1) for item in some)
-
-
-def _of_tensor(tensor: torch.Tensor) -> object:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    size = own.numel() * own.element_size()
-    if own.layout is not torch.strided or own.is_meta or own.is_quantized or size > _MOST_BYTES:
-        look = TensorsLook.at([own])
-        return own.shape, repr(look.sample)
-    return (
-        own.shape,
-        own.dtype,
-        _hash(np.frombuffer(memory_of(own.resolve_conj().resolve_neg().cpu().contiguous()), dtype=np.uint8)),
-    )
-
-
-def _hash(array: np.ndarray[Any, Any]) -> str:
-    if array.nbytes > _MOST_BYTES:
-        array = array.reshape(-1)[:: array.nbytes // _MOST_BYTES + 1]
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).tobytes())
+    some = items if len(items) <= 2 * _MOST_ITEMS else [*items[:_MOST_ITEMS], *items[-_MOST_ITEMS:]]
+    return len(items), [_content_of(item, depth + 1) for _, item in some]
 
 
 def _remedy(holder: _Holder, value: Any) -> str:
     name, target = holder.name, holder.target
     if isinstance(target, (torch.Tensor, np.ndarray)):
+        line = f"{name}[...] = ..." if isinstance(target, np.ndarray) else f"{name}.copy_((...).detach())"
         if value.shape != target.shape or str(value.dtype) != str(target.dtype):
-            new = ".detach()" if isinstance(value, torch.Tensor) and value.requires_grad else ""
             return (
                 f'Keep it in a dict: state = {{"{holder.path[-1]}": {name}}} before the guard, '
-                f'Guard(stateful={{"{holder.key}": state}}, ...), and state["{holder.path[-1]}"] = ...{new} in the loop'
+                f'Guard(stateful={{"{holder.key}": state}}, ...), and state["{holder.path[-1]}"] = ... in the loop'
             )
-        if isinstance(target, np.ndarray):
-            line = f"{name}[...] = ..."
-        else:
-            has_graph = isinstance(value, torch.Tensor) and value.requires_grad
-            line = f"{name}.copy_({'(...).detach()' if has_graph else '...'})"
     elif isinstance(target, nn.Module):
         line = f"{name}.load_state_dict(...)"
     elif isinstance(target, list):

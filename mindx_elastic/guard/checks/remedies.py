@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.guard.checks.surroundings import Found, Names, Seen
+from mindx_elastic.guard.checks.surroundings import Found, Seen
 
 __all__ = ["Remedies"]
 
@@ -18,14 +18,18 @@ class Remedies:
     def __init__(self, targets: Mapping[str, Any], own: Collection[str] = ()) -> None:
         """`own`: names of objects that a layer asks for their state (callbacks)."""
         self._targets, self._own = targets, own
-        self._known_names = Names()  # optimizers, schedulers and modules of the program, at entry
-        self._places: Collection[str] = ()  # where the program's variables were then
+        self._first: set[int] = set()
+        """By `id`: what the program has where it makes the guard."""
+        self._names: dict[str, str] = {}
+        """What it calls the targets there, by their own names."""
 
-    def at_entry(self, seen: Seen, places: Collection[str]) -> None:
+    def at_entry(self, seen: Seen) -> None:
         """What the program has where it makes the guard."""
         kinds = (seen.optimizers, seen.schedulers, seen.modules, seen.generators)
-        self._known_names = Names(found for kind in kinds for found in kind.values())
-        self._places = places
+        known = {key: found for kind in kinds for key, found in kind.items()}
+        self._first = set(known)
+        named = {name: known[id(target)] for name, target in self._targets.items() if id(target) in known}
+        self._names = {name: found.name for name, found in named.items() if found.place}
 
     def key(self, name: str) -> str:
         """The key in `stateful` for the variable `name`."""
@@ -46,49 +50,31 @@ class Remedies:
 
     def how_to_keep(self, found: Found) -> str:
         """What to do about an object that goes into `stateful`."""
-        known = self._known_names.of(found.value) or found
-        if known.name.partition(".")[0] in self._own:
-            known = found
-        line = self.stateful_line([known.name])
-        if found.name.partition(".")[0] in self._own:
-            return f"Write {line}"
+        line = self.stateful_line([found.name])
         return f"Make it once, before the guard, and write {line}" if self._is_later(found) else f"Write {line}"
 
-    def how_to_name(self, argument: str, seen: Seen, found: Found) -> str:
-        """What to do about an optimizer or a scheduler that is not named."""
-        names = self._names_of(argument, seen)
-        if self._is_later(found) or found.name in names:
-            own = found.name.rpartition(".")[2]
+    def how_to_name(self, argument: str, found: Found) -> str:
+        """What to do about an optimizer or a scheduler that is not named. It may have no name at all."""
+        name, names = found.name or f"the_{argument.rpartition('_')[2]}", self._names_of(argument)
+        if self._is_later(found) or name in names:
+            own = name.rpartition(".")[2]
             own = f"own_{own}" if own in names else own
-            line = f"Guard({argument}=[{', '.join([*names, own])}], ...)" if names else f"Guard({argument}={own}, ...)"
-            return f"Make it once, before the guard, in a variable of its own, and write {line}"
-        return f"Write {self.line(argument, seen, [found])}"
+            return f"Make it once, before the guard, in a variable of its own, and write {self.line(argument, [own])}"
+        return f"Write {self.line(argument, [name])}"
 
-    def line(self, argument: str, seen: Seen, added: Iterable[Found]) -> str:
+    def line(self, argument: str, added: Sequence[str]) -> str:
         """``Guard(optimizer=[opt, disc_opt], ...)``."""
-        names = self._names_of(argument, seen)
-        for found in added:
-            names.append((self._known_names.of(found.value) or found).name)
+        names = [*self._names_of(argument), *added]
         return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
 
     def _is_later(self, found: Found) -> bool:
-        """Whether it was made after the guard, in a function that the program has entered after it.
+        """Whether it was made after the guard: where that is made, no variable has it."""
+        return bool(found.place) and id(found.value) not in self._first
 
-        Such a variable does not exist where the guard is made."""
-        known = found.value in self._known_names
-        return bool(self._places) and bool(found.place) and not known and found.place not in self._places
-
-    def _names_of(self, argument: str, seen: Seen) -> list[str]:
+    def _names_of(self, argument: str) -> list[str]:
         """What the program calls the objects that the guard was given as `argument`."""
-        kinds: Mapping[str, dict[int, Found]] = {
-            "model": seen.modules, "optimizer": seen.optimizers, "lr_scheduler": seen.schedulers
-        }  # fmt: skip
-        names = []
-        for name, target in self._targets.items():
-            if name == argument or (name.startswith(f"{argument}_") and name[len(argument) + 1 :].isdigit()):
-                found = self._known_names.of(target) or kinds[argument].get(id(target))
-                names.append(found.name if found is not None and found.place else name)
-        return names
+        of_argument = re.compile(rf"{argument}(_\d+)?")
+        return [self._names.get(name, name) for name in self._targets if of_argument.fullmatch(name)]
 
 
 def _as_code(name: str) -> str:

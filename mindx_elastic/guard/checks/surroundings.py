@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,12 +30,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from mindx_elastic.core.looks import attributes_of, has_method, table_of
+from mindx_elastic.core.looks import attributes_of, table_of
 
 __all__ = [
     "GENERATORS",
     "Found",
-    "Names",
     "Seen",
     "find_bound",
     "inner_schedulers",
@@ -45,7 +44,6 @@ __all__ = [
     "locals_of",
     "look",
     "place_of",
-    "places_of",
     "program_frames",
     "reachable",
     "variables_of",
@@ -107,36 +105,12 @@ class Found:
         return f'"{self.name}" ({type(self.value).__name__}{where})'
 
 
-class Names:
-    """The names of objects, which it does not keep alive (as far as they can be referred to weakly: all large ones)."""
-
-    def __init__(self, found: Iterable[Found] = ()) -> None:
-        self._named = {id(each.value): (_weakly(each.value), Found(each.name, each.place, None)) for each in found}
-
-    def __contains__(self, value: object) -> bool:
-        return self.of(value) is not None
-
-    def of(self, value: object) -> Found | None:
-        """With None as `value`."""
-        reference, found = self._named.get(id(value), (None, None))
-        return found if reference is not None and reference() is value else None
-
-
-def _weakly(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
-
-
 @dataclass
 class Seen:
     """What `look` has found, by kind; by `id`, the nearest first."""
 
     optimizers: dict[int, Found] = field(default_factory=dict)
     schedulers: dict[int, Found] = field(default_factory=dict)
-    scheduler_likes: dict[int, Found] = field(default_factory=dict)
-    """Instances of other classes that have an attribute ``optimizer`` and a method ``step``."""
     scalers: dict[int, Found] = field(default_factory=dict)
     modules: dict[int, Found] = field(default_factory=dict)
     """Modules that are found by a variable or an attribute, and not only inside another module."""
@@ -144,8 +118,6 @@ class Seen:
     asked: dict[int, list[Found]] = field(default_factory=dict)
     """All variables, attributes and items that hold one of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
-    complete: bool = True
-    """Whether everything was looked at, within the depth."""
 
     def __post_init__(self) -> None:
         self.by_kind = {
@@ -174,13 +146,6 @@ def variables_of(frame: FrameType | None) -> Iterator[tuple[str, Mapping[str, An
     for module in _program_modules():
         file = getattr(module, "__file__", None)
         yield os.path.basename(file) if file else module.__name__, vars(module)
-
-
-def places_of(frame: FrameType | None) -> set[str]:
-    """The places (see `Found`) of the variables that `look` begins with."""
-    files = {module.__name__: getattr(module, "__file__", None) for module in _program_modules()}  # a notebook has none
-    modules = {os.path.basename(file) if file else name for name, file in files.items()}
-    return modules | set(map(place_of, program_frames(frame)))
 
 
 def reachable(value: object, *, models: bool, but: Collection[object] = ()) -> dict[int, object]:
@@ -259,7 +224,8 @@ class _Walk:
         while self._queue:
             name, place, value, depth = self._queue.popleft()
             kind = self._kinds[type(value)]
-            self._note(kind, Found(name, place, value))
+            if (of_kind := self.seen.by_kind.get(kind)) is not None:
+                of_kind[id(value)] = Found(name, place, value)
             if depth < self._depth:
                 self._meet(name, place, self._children(kind, value), depth + 1)
         return self.seen
@@ -282,18 +248,10 @@ class _Walk:
             elif (kind == "function" and value.__closure__ is None) or (kind == "class" and not _is_own_class(value)):
                 continue
             elif len(known) >= _MOST_OBJECTS:
-                self.seen.complete = False
                 return
             else:
                 known[key] = value
                 self._queue.append((f"{name}{suffix}", place, value, depth))
-
-    def _note(self, kind: str, found: Found) -> None:
-        if kind == "instance":
-            if _is_like_a_scheduler(found.value):
-                self.seen.scheduler_likes[id(found.value)] = found
-        elif (of_kind := self.seen.by_kind.get(kind)) is not None:
-            of_kind[id(found.value)] = found
 
     def _children(self, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
         if kind == "dict":
@@ -380,14 +338,6 @@ def is_of_library(kind: type) -> bool:
 
 def _is_own_class(value: type) -> bool:
     return not is_library(str(type.__getattribute__(value, "__module__")))
-
-
-def _is_like_a_scheduler(value: Any) -> bool:
-    attributes = attributes_of(value)
-    if "optimizer" not in attributes or has_method(value, "zero_grad"):
-        return False
-    is_one = has_method(value, "step") or has_method(value, "state_dict", "load_state_dict")
-    return is_one and not any(issubclass(type(held), nn.Module) for held in attributes.values())
 
 
 def _children_of_code(kind: str, value: Any) -> list[tuple[str, Any]]:

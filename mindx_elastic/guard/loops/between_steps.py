@@ -25,15 +25,14 @@ class BetweenSteps:
         unmanaged: Unmanaged,
         samples: WeightSamples,
         is_clean: Callable[[], bool],
-        at_next_batch: Callable[[], None],
         *,
         is_resumed: bool,
     ) -> None:
-        """`is_clean`: as `UpdateGate.is_clean`. `at_next_batch`: also to be called where this looks. `is_resumed`: the
-        run goes on from a boundary. It looks after other steps than the first process did, and what that process was
-        not refused for (a sample that is drawn every thousandth step) must not keep the run from going on."""
+        """`is_clean`: as `UpdateGate.is_clean`. `is_resumed`: the run goes on from a boundary. It looks after other
+        steps than the first process did, and what that process was not refused for (a sample that is drawn every
+        thousandth step) must not keep the run from going on."""
         self._collector, self._unmanaged, self._samples = collector, unmanaged, samples
-        self._is_clean, self._at_next_batch = is_clean, at_next_batch
+        self._is_clean = is_clean
         self._certain = unmanaged.risk if is_resumed else unmanaged.certain
         self.is_watching = False
         self._weights: Mapping[str, WeightSample] = {}
@@ -54,7 +53,6 @@ class BetweenSteps:
         if not self.is_watching:
             return
         self.is_watching = False
-        self._at_next_batch()
         moved, others = moved_since(self._collector)
         now = capture_rng()
         if drawn := moved_streams(self._collector.rng, now):

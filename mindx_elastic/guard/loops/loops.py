@@ -82,8 +82,6 @@ class Loops:
         self._shorter: tuple[str, str] | None = None
         """A loop that the resumed run is past already, and how far that is; another loop may go on behind it."""
         self._restore: Callable[[], None] | None = None
-        self.at_next_batch: Callable[[], None] = lambda: None
-        """Called when the loop asks for the next batch after one of the first boundaries."""
         self._is_resuming = self._restores = False
         self._empty_epoch = 0
         self.tail = EpochTail(loaders)
@@ -129,9 +127,7 @@ class Loops:
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
-        self._between = BetweenSteps(
-            collector, unmanaged, self._samples, is_clean, self.at_next_batch, is_resumed=self._is_resuming
-        )
+        self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, is_resumed=self._is_resuming)
         self._weights_in_front: Mapping[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
