@@ -196,6 +196,8 @@ def map_containers(value: Any) -> Any:
                 copied[key] = map_containers(item)
         return copied
     if kind in (list, tuple):
+        if _ATOMS.issuperset(map(type, value)):
+            return kind(value)
         return kind([map_containers(one) for one in value])
     if kind is deque:
         return deque([map_containers(one) for one in value], value.maxlen)

@@ -28,6 +28,7 @@ from mindx_elastic.capture.components import (
 )
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.parameter_names import Groups, group_lists, names_in_groups, places_in_states
+from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placement
 from mindx_elastic.core.strategy import MARKER, LaidOut, LayoutRecord, TensorSpec
 from mindx_elastic.errors import UnsupportedStateError, UsageError
@@ -92,7 +93,8 @@ def groups_inside(components: Mapping[str, Component]) -> dict[str, list[Groups]
     own = [c for c in components.values() if isinstance(c, OptimizerComponent)]
     others = {id(one) for c in own for one in (c.optimizer, c.local)}
     known = {id(one.param_groups) for c in own for one in (c.optimizer, c.local)}
-    found = {n: group_lists(c.target, others) for n, c in components.items() if isinstance(c, PlainComponent)}
+    plain = {n: c for n, c in components.items() if isinstance(c, PlainComponent)}
+    found = {n: group_lists(c.target, others) for n, c in plain.items() if not isinstance(c.target, GoesThroughData)}
     lists = {name: [groups for groups in each if id(groups) not in known] for name, each in found.items()}
     return {name: each for name, each in lists.items() if each}
 

@@ -9,6 +9,7 @@ steps make new tensors only these two are looked at: to hold the others would do
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from operator import attrgetter, ne
 from typing import Any
 
@@ -65,8 +66,8 @@ class _State:
         # At first there is none, and then more. A counter that is a number is another object after each step.
         self._replaces |= len(before) == len(now) and list(map(id, before)) != list(map(id, now))
         self._ends, self.ids = ends, list(map(id, ends))
-        every = () if self._replaces else self._optimizer.state.values()
-        self.tensors = now if self._replaces else _tensors(v for e in every if isinstance(e, dict) for v in e.values())
+        every = [] if self._replaces else [each for each in self._optimizer.state.values() if isinstance(each, dict)]
+        self.tensors = now if self._replaces else _tensors(chain.from_iterable(map(dict.values, every)))
 
     def num_changed(self) -> int:
         if list(map(id, self.look())) != self.ids:

@@ -112,14 +112,22 @@ def original_keys(value: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change`: of a key that is no plain value. No call for what most keys and items are."""
     kind = type(value)
     if kind in (list, tuple):
+        if _PLAIN.issuperset(map(type, value)):
+            return value
         items = [_with_keys(item, change) for item in value]
         return value if all(map(_is, items, value)) else kind(items)
     if not issubclass(kind, dict):
         return value
-    pairs = [(change(key), _with_keys(item, change)) for key, item in value.items()]
-    if all(key is own and item is value[own] for (key, item), own in zip(pairs, value, strict=True)):
+    pairs, is_same = [], True
+    for key, item in value.items():
+        new_key = key if type(key) in _PLAIN else change(key)
+        new_item = item if type(item) in _PLAIN else _with_keys(item, change)
+        is_same = is_same and new_key is key and new_item is item
+        pairs.append((new_key, new_item))
+    if is_same:
         return value
     return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
 
@@ -301,7 +309,8 @@ def _parts(value: Any, place: str, owner: str, depth: int) -> Iterator[tuple[str
     elif is_plain_class(kind) and not issubclass(kind, Enum):
         items, owner = attributes_of(value).items(), kind.__qualname__
     for key, item in items:
-        yield from _parts(item, f"{place}.{key}" if type(key) in (str, int) else place, owner, depth + 1)
+        if type(item) not in _PLAIN:
+            yield from _parts(item, f"{place}.{key}" if type(key) in (str, int) else place, owner, depth + 1)
 
 
 def _is_storable(kind: type) -> bool:

@@ -81,15 +81,13 @@ class Permutation:
         right = values & np.uint64((1 << right_bits) - 1)
         left = values >> np.uint64(right_bits)
         for number, key in enumerate(self._round_keys):
-            if number % 2 == 0:
-                left = left ^ _round(right, key, left_bits)
+            is_even = number % 2 == 0
+            half, bits = (right, left_bits) if is_even else (left, right_bits)
+            value = (half ^ key) * np.uint64(_MUL_A)
+            value = (value ^ (value >> np.uint64(32))) * np.uint64(_MUL_B)
+            value >>= np.uint64(64 - bits)  # the top bits, which depend on every bit below them
+            if is_even:
+                left = left ^ value
             else:
-                right = right ^ _round(left, key, right_bits)
+                right = right ^ value
         return (left << np.uint64(right_bits)) | right
-
-
-def _round(half: U64Array, key: np.uint64, bits: int) -> U64Array:
-    """`bits` pseudo random bits of (half, key). The top bits, which depend on every bit below them."""
-    value = (half ^ key) * np.uint64(_MUL_A)
-    value = (value ^ (value >> np.uint64(32))) * np.uint64(_MUL_B)
-    return value >> np.uint64(64 - bits)

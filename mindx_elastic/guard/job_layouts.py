@@ -60,8 +60,10 @@ class ByHand:
         return LaidOut(layout, whole if whole is not None else layout.global_shape(shape))
 
     def _layout_of(self, place: str, rank: int) -> Layout | None:
-        fitting = (layout for pattern, layout in self._layouts.items() if fnmatch.fnmatchcase(place, pattern))
-        return next((layout for layout in fitting if rank in layout), None)
+        for pattern, layout in self._layouts.items():
+            if fnmatch.fnmatchcase(place, pattern) and rank in layout:
+                return layout
+        return None
 
     def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Layout, tuple[int, ...]]]:
         """Those of `shapes`, the shapes of this rank's parameters, that the user describes, with their layouts."""

@@ -136,8 +136,11 @@ class _Encoder:
     def _pairs(self, value: Mapping[Any, Any], where: str, depth: int) -> list[Tree]:
         pairs = []
         for key, item in value.items():
-            place = _join(where, key)
-            pairs.append([self._key(key, place, depth + 1), self.encode(item, place, depth + 1)])
+            is_small = type(key) is int and -(1 << 63) <= key < 1 << 63  # an optimizer's parameters, by thousands
+            place = f"{where}.{key}" if is_small and where else _join(where, key)
+            handler = _Encoder._dict if type(item) is dict and depth + 1 < MAX_DEPTH else _Encoder.encode
+            node = key if is_small else self._key(key, place, depth + 1)
+            pairs.append([node, handler(self, item, place, depth + 1)])
         return pairs
 
     def _ordered(self, value: OrderedDict[Any, Any], where: str, depth: int) -> Tree:

@@ -65,13 +65,12 @@ class NotKept:
             return None
         try:
             frames = list(program_frames(sys._getframe(1)))
-            while frames and not carried(frames[0]):  # called by an iteration: its variables end with it
+            while len(frames) > 1 and not carried(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
-            names = self._carried(frames, is_ahead)  # at the first one, too: the other one finds the dataflow done
-            if self._number == _SECOND:
-                return list(dict.fromkeys([*names, *self._changed(frames, is_ahead)]))
-            self._before, self._saved_before = self._look(frames), self._saved()
-            return None
+            if self._number == _FIRST:
+                self._before, self._saved_before = self._look(frames), self._saved()
+                return None
+            return list(dict.fromkeys([*self._carried(frames, is_ahead), *self._changed(frames, is_ahead)]))
         except Exception as error:  # no look ends a program
             logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)
             return ()
@@ -89,7 +88,7 @@ class NotKept:
             while waiting:
                 place, value = waiting.pop()
                 if type(value) is dict and place.count("\0") < 4:
-                    waiting.extend((f"{place}\0{key}", item) for key, item in value.items())
+                    waiting += [(f"{place}\0{key}", item) for key, item in value.items()]
                 elif type(value) in (bool, int, float):
                     numbers[place] = repr(value)
             found.append(numbers)

@@ -236,7 +236,7 @@ class _Walk:
         for suffix, value in items:
             kind = kinds.get(type(value))
             if kind is None:
-                kind = self._kind(type(value))
+                kind = kinds[type(value)] = kind_of(type(value))
             key = id(value)
             if key in self._asked:
                 self.seen.asked.setdefault(key, []).append(Found(f"{name}{suffix}", place, value))
@@ -287,13 +287,16 @@ class _Walk:
                 found += [(f"{prefix}{n}", item) for n, item in list(held.items()) if n not in _MODULE_INTERNALS]
         return found
 
-    def _kind(self, kind: type) -> str:
-        found = self._kinds[kind] = _kinds[kind] = kind_of(kind)
-        return found
-
 
 def kind_of(kind: type) -> str:
     """How to treat the objects of a class; empty: leave them alone."""
+    found = _kinds.get(kind)
+    if found is None:
+        found = _kinds[kind] = _kind_of(kind)
+    return found
+
+
+def _kind_of(kind: type) -> str:
     if issubclass(kind, _ATOMS):
         return ""
     if issubclass(kind, torch.Tensor):
