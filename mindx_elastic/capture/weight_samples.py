@@ -14,7 +14,7 @@ from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.core.tensor_memory import memory_of
 
-__all__ = ["WeightSample", "WeightSamples"]
+__all__ = ["WeightSample", "WeightSamples", "same_elements", "sample_of"]
 
 _DIGITS = 16  # of a digest
 _STOCK = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -23,7 +23,7 @@ _PIECES = 4  # a sample has an element more, of a large parameter the first one 
 
 @dataclass(frozen=True)
 class WeightSample:
-    """Of one module."""
+    """Of one module, or other tensors."""
 
     groups: Sequence[torch.Tensor]
     """The elements, by device and type."""
@@ -42,10 +42,9 @@ class WeightSamples:
     def __init__(self, collector: Collector) -> None:
         self._modules = {n: c for n, c in collector.components.items() if isinstance(c, ModuleComponent)}
 
-    @torch.no_grad()
     def take(self) -> dict[str, WeightSample]:
         """By module, of the weights as they are now."""
-        return {name: _sample_of(component.live_parameters()) for name, component in self._modules.items()}
+        return {name: sample_of(component.live_parameters()) for name, component in self._modules.items()}
 
     def digests(self) -> dict[str, str]:
         """Of a sample of each module, the same where the elements are."""
@@ -60,7 +59,7 @@ class WeightSamples:
     def changed_since(self, before: Mapping[str, WeightSample]) -> list[str]:
         """The modules of which an element is another now."""
         now = self.take()
-        return [name for name, sample in before.items() if not _same(sample, now[name])]
+        return [name for name, sample in before.items() if not same_elements(sample, now[name])]
 
     def num_hidden(self, before: Mapping[str, WeightSample]) -> int:
         """How many parameters have other elements now though their version counters have not moved."""
@@ -68,7 +67,9 @@ class WeightSamples:
         return sum(_num_hidden(sample, now[name]) for name, sample in before.items())
 
 
-def _sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
+@torch.no_grad()
+def sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
+    """A few elements of each, as they are now."""
     groups: dict[Any, list[torch.Tensor]] = {}
     owners: dict[Any, list[tuple[int, int]]] = {}
     for number, parameter in enumerate(parameters):
@@ -97,7 +98,7 @@ def _piece(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.as_strided((1 + min(_PIECES, last // step),), (step,), tensor.storage_offset())
 
 
-def _same(one: WeightSample, other: WeightSample) -> bool:
+def same_elements(one: WeightSample, other: WeightSample) -> bool:
     """Bit for bit, so that nan equals nan."""
     return _fit(one, other) and all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one.groups, other.groups, strict=True)

@@ -441,10 +441,7 @@ REFUSED = {
         new = torch.optim.Adam(net.parameters(), lr=0.1)
         def step(): update(net(x).square().mean(), new)
         """,
-        (
-            'optimizer "new" (Adam, train.py) steps, and optimizer "opt", which the guard was given for the same '
-            "parameters, never does: it was made anew after the guard. Make the optimizer before the guard, and once"
-        ),
+        ('optimizer "new" (Adam, train.py) steps and is not named. Write Guard(optimizer=[opt, new], ...)'),
     ),
     "a scheduler of each step": (
         """

@@ -41,7 +41,7 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
-from mindx_elastic.guard.checks.movements import Movement, TensorsLook, is_sharded_in_part
+from mindx_elastic.guard.checks.movements import TensorsLook, is_sharded_in_part
 from mindx_elastic.guard.checks.rebound import ReboundState
 from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
@@ -53,7 +53,6 @@ from mindx_elastic.guard.checks.surroundings import (
     inner_schedulers,
     kind_of,
     look,
-    reachable,
 )
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -186,7 +185,6 @@ class Checks:
 
     def _look_again(self, frame: FrameType | None) -> None:
         self._collector.devices.wait_for_update()  # a look reads from them
-        self._strangers.look_again()
         self._compare()
         if self._boundaries > _FIRST_LOOKS:
             self._search(frame)
@@ -204,13 +202,6 @@ class Checks:
         own = {id(t) for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)}
         own |= {id(o) for c in components.values() if isinstance(c, OptimizerComponent) for o in (c.optimizer, c.local)}
         return own | self._strangers.covered_ids()
-
-    def _name_of(self, target: str, seen: Seen) -> str:
-        """``optimizer "opt"``: by the program's variable where there is one."""
-        found = seen.optimizers.get(id(self._targets[target])) or seen.optimizers.get(
-            id(self._named_optimizers().get(target))
-        )
-        return f'optimizer "{target if found is None or not found.place else found.name}"'
 
     # --- parameters ---
 
@@ -242,7 +233,9 @@ class Checks:
                 names.append(f"one of shape {list(parameter.shape)}")
         optimizer = loose[0][0]
         count = "1 parameter" if len(loose) == 1 else f"{len(loose)} parameters"
-        what = f"{self._name_of(optimizer, seen)} trains {count} that none of the guard's objects holds: "
+        what = (
+            f'optimizer "{self._remedies.name_of(optimizer)}" trains {count} that none of the guard\'s objects holds: '
+        )
         what += listed(names, 3)
         if owners:
             remedy = f"Write {self._remedies.line('model', [found.name for found in owners.values()])}"
@@ -258,33 +251,15 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        others = [t for t in self._targets.values() if kind_of(type(t)) == "instance"]
-        for optimizer in self._strangers.at_boundary(self._collector.optimizers(), others):
+        owners = [*self._collector.optimizers(), *(t for t in self._targets.values() if kind_of(type(t)) == "instance")]
+        for optimizer in self._strangers.at_boundary(owners):
             seen = look(frame, self._roots)
             found = seen.optimizers.get(id(optimizer))
             number = sum(len(group["params"]) for group in optimizer.param_groups)
             shown = str(found) if found is not None else f"of {number} parameters ({type(optimizer).__name__})"
-            idle = self._replaced_by(optimizer)
-            if idle:
-                what = (
-                    f"optimizer {shown} steps, and {self._name_of(idle, seen)}, which the guard was given for the same "
-                    "parameters, never does: it was made anew after the guard"
-                )
-                remedy = "Make the optimizer before the guard, and once"
-            else:
-                what = f"optimizer {shown} steps and is not named"
-                remedy = self._remedies.how_to_name("optimizer", found or Found("", "", optimizer))
+            what = f"optimizer {shown} steps and is not named"
+            remedy = self._remedies.how_to_name("optimizer", found or Found("", "", optimizer))
             self._unmanaged.certain(what, remedy)
-
-    def _replaced_by(self, optimizer: torch.optim.Optimizer) -> str:
-        """The named optimizer that has never stepped and has parameters of `optimizer`, which does not hang on it."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, target in self._named_optimizers().items():
-            if id(target) in self._strangers.stepped or id(optimizer) in reachable(target, models=True):
-                continue
-            if any(id(p) in own for group in target.param_groups for p in group["params"]):
-                return name
-        return ""
 
     # --- schedulers ---
 
@@ -369,9 +344,7 @@ class Checks:
             watched.look, watched.epoch = tuple(map(TensorsLook.at, kept.missing(module))), self._epoch()
             if before is None or not tells or self.refreshed.is_set(module):
                 continue
-            trained, other = (
-                old.movement(new) is Movement.MOVED for old, new in zip(before, watched.look, strict=True)
-            )
+            trained, other = (old.has_moved(new) for old, new in zip(before, watched.look, strict=True))
             if trained and epoch == watched.epoch:
                 watched.has_moved = True
                 self._unmanaged.certain(

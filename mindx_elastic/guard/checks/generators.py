@@ -9,14 +9,14 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from mindx_elastic.guard.checks.kept import Kept
-from mindx_elastic.guard.checks.movements import GeneratorLook, Movement
 from mindx_elastic.guard.checks.remedies import Remedies
-from mindx_elastic.guard.checks.surroundings import Found, Seen, reachable
+from mindx_elastic.guard.checks.surroundings import Found, Seen
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Generators"]
@@ -27,13 +27,48 @@ _MOST_NAMES = 3
 """More generators are told by the objects that have them."""
 
 
+@dataclass(frozen=True)
+class _Look:
+    """At a generator's state."""
+
+    state: Any
+    seed: object
+    """What is the same as long as the generator has not been seeded anew. Of a Mersenne twister: the 624 words that the
+    next numbers are made of, which go on to others, too."""
+
+    def shows_draws(self, now: _Look) -> bool:
+        """Whether numbers were drawn until `now`, for certain."""
+        if self.seed != now.seed:
+            return False
+        return bool(self.state < now.state) if type(self.state) is int else self.state != now.state
+
+
+def _look_at(generator: Any) -> _Look | None:
+    """None for a generator whose state cannot be read."""
+    try:
+        if isinstance(generator, torch.Generator):
+            return _Look(bytes(generator.get_state().numpy()), generator.initial_seed())
+        if isinstance(generator, random.Random):
+            *words, place = random.Random.getstate(generator)[1]
+            return _Look(place, words)
+        if isinstance(generator, np.random.RandomState):
+            _, words, place, *_ = generator.get_state(legacy=True)
+            return _Look(place, np.asarray(words).tobytes())
+        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+        state = bits.state
+        inner = state.get("state")
+        return _Look(repr(state), (type(bits), inner.get("inc") if isinstance(inner, dict) else None))
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+        return None
+
+
 @dataclass
 class _Watched:
     """Some cannot be referred to weakly, so they are held, as small as they are, until a search does not find them."""
 
     found: Found
     remedy: str
-    look: GeneratorLook | None = None
+    look: _Look | None = None
     epoch: int = 0
     moves: int = 0
 
@@ -51,8 +86,7 @@ class Generators:
         """Watch those of `seen` that are not kept. The next comparison is the first look at a new one."""
         before, self._watched = self._watched, {}
         own = [(k, f) for k, f in seen.generators.items() if k not in self._global and not kept.has_object(f.value)]
-        in_loaders = _in_loaders(seen, kept) if own else set()
-        for key, found in [(k, f) for k, f in own if k not in in_loaders][:_MOST]:
+        for key, found in own[:_MOST]:
             self._watched[key] = before.get(key) or _Watched(found, self._remedies.how_to_keep(found))
 
     def compare(self, epoch: int, *, tells: bool) -> None:
@@ -60,10 +94,10 @@ class Generators:
         often = []
         for watched in self._watched.values():
             old, old_epoch = watched.look, watched.epoch
-            watched.look, watched.epoch = GeneratorLook.at(watched.found.value), epoch
+            watched.look, watched.epoch = _look_at(watched.found.value), epoch
             if not tells or old is None or watched.look is None or old_epoch != epoch:
                 continue
-            if old.movement(watched.look) is Movement.MOVED:
+            if old.shows_draws(watched.look):
                 watched.moves += 1
                 if watched.moves >= _MOVES:
                     often.append(watched)
@@ -92,15 +126,6 @@ class Generators:
 
 def _is_in(name: str, holder: str) -> bool:
     return name.startswith(holder) and name[len(holder) :][:1] in ("", ".", "[")
-
-
-def _in_loaders(seen: Seen, kept: Kept) -> set[int]:
-    """What hangs on loaders is their own business."""
-    found: set[int] = set()
-    for key, loader in seen.loaders.items():
-        if key not in found and not kept.has_object(loader.value):
-            found |= reachable(loader.value, models=False).keys()
-    return found
 
 
 def _global_generators() -> set[int]:

@@ -21,15 +21,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from mindx_elastic.capture.weight_samples import sample_of
 from mindx_elastic.core.looks import attributes_of, items_of
-from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.surroundings import Seen, variables_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ReboundState"]
 
-_KINDS: tuple[tuple[type, ...], ...] = ((torch.Tensor, np.ndarray), (list, tuple, deque), (dict,), (set, frozenset))
-_KINDS += ((nn.Module,),)
+_KINDS = (torch.Tensor, np.ndarray, list, deque, dict, set, nn.Module)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _MOST_ITEMS = 32
 _DEPTH = 3
@@ -75,7 +74,7 @@ class ReboundState:
         self._holders = [
             _Holder(key, target, found.place, path)
             for key, target in targets.items()
-            if _kind(target) and not isinstance(target, nn.Parameter)
+            if isinstance(target, _KINDS) and not isinstance(target, nn.Parameter)
             for found in seen.asked.get(id(target), ())
             if found.place and all(map(str.isidentifier, path := found.name.split("."))) and len(path) <= _LONGEST_PATH
         ]
@@ -90,7 +89,7 @@ class ReboundState:
         values = [(holder, holder.value(places)) for holder in self._holders]
         bound = {holder.key for holder, value in values if value is holder.target}
         for holder, value in values:
-            if value is holder.target or _kind(value) != _kind(holder.target):
+            if value is holder.target or type(value) is not type(holder.target):
                 holder.was_bound, holder.before = value is holder.target, None
                 continue
             kept, content = _content_of(holder.target), _content_of(value)
@@ -106,27 +105,27 @@ class ReboundState:
         self.unmanaged.risk(f"{what}change: checkpoints hold the first one", _remedy(holder, value))
 
 
-def _kind(value: object) -> int:
-    """0: none of those whose variable counts."""
-    return next((number for number, kinds in enumerate(_KINDS, 1) if isinstance(value, kinds)), 0)
-
-
 def _content_of(value: Any, depth: int = 0) -> object:
     """Some of what is in it, to be compared."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, repr(TensorsLook.at([value]).sample)
+        return value.shape, value.dtype, _elements([value])
     if isinstance(value, np.ndarray):
         every = max(1, value.size // _MOST_ITEMS)
         return value.shape, value.dtype.str, None if value.dtype.hasobject else value.flat[::every].tobytes()
     if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, nn.Module):
-        return repr(TensorsLook.at([*value.parameters(), *value.buffers()]).sample)
+        return _elements([*value.parameters(), *value.buffers()])
     items = items_of(value)
     if items is None or depth >= _DEPTH:
         return type(value).__name__
     some = items if len(items) <= 2 * _MOST_ITEMS else [*items[:_MOST_ITEMS], *items[-_MOST_ITEMS:]]
     return len(items), [_content_of(item, depth + 1) for _, item in some]
+
+
+def _elements(tensors: Sequence[torch.Tensor]) -> str:
+    """As text: NaN is NaN."""
+    return repr([group.tolist() for group in sample_of(tensors).groups])
 
 
 def _remedy(holder: _Holder, value: Any) -> str:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mindx_elastic.guard.checks.movements import TensorsLook, is_sharded_in_part
+from mindx_elastic.capture.weight_samples import WeightSample, same_elements, sample_of
+from mindx_elastic.guard.checks.movements import is_sharded_in_part
 
 __all__ = ["RefreshedModules"]
 
@@ -29,7 +30,7 @@ class _Step:
 
     module: weakref.ref[nn.Module]
     handle: RemovableHandle
-    named: str
+    named: WeightSample
     """Elements of the named module, at the boundary before."""
     is_set: bool | None = None
     """None: the module has not been called."""
@@ -58,9 +59,9 @@ class RefreshedModules:
                 continue  # the latter: a hook would compile it anew
             shapes = [parameter.shape for parameter in module.parameters()]
             like = next((one for one in known if shapes and [p.shape for p in one.parameters()] == shapes), None)
-            if like is None or (elements := _elements(like)) == _elements(module):
+            if like is None or same_elements(named_before := _elements(like), _elements(module)):
                 continue
-            step = _Step(weakref.ref(module), module.register_forward_pre_hook(_at_call), elements)
+            step = _Step(weakref.ref(module), module.register_forward_pre_hook(_at_call), named_before)
             self.steps[id(module)] = _called[id(module)] = step
 
     def at_boundary(self) -> None:
@@ -85,9 +86,8 @@ def _at_call(module: nn.Module, args: Any) -> None:
     """A function of this module: a model that is copied or saved in that step can take it along."""
     step = _called.get(id(module))
     if step is not None and step.is_set is None and step.module() is module:
-        step.is_set = _elements(module) == step.named
+        step.is_set = same_elements(_elements(module), step.named)
 
 
-def _elements(module: nn.Module) -> str:
-    """As text: NaN is NaN."""
-    return repr(TensorsLook.at(list(module.parameters())).sample)
+def _elements(module: nn.Module) -> WeightSample:
+    return sample_of(list(module.parameters()))

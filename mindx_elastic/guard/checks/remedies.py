@@ -31,6 +31,10 @@ class Remedies:
         named = {name: known[id(target)] for name, target in self._targets.items() if id(target) in known}
         self._names = {name: found.name for name, found in named.items() if found.place}
 
+    def name_of(self, target: str) -> str:
+        """What the program calls the object that the guard knows as `target`."""
+        return self._names.get(target, target)
+
     def key(self, name: str) -> str:
         """The key in `stateful` for the variable `name`."""
         last = name.rpartition(".")[2]
@@ -74,7 +78,7 @@ class Remedies:
     def _names_of(self, argument: str) -> list[str]:
         """What the program calls the objects that the guard was given as `argument`."""
         of_argument = re.compile(rf"{argument}(_\d+)?")
-        return [self._names.get(name, name) for name in self._targets if of_argument.fullmatch(name)]
+        return [self.name_of(name) for name in self._targets if of_argument.fullmatch(name)]
 
 
 def _as_code(name: str) -> str:

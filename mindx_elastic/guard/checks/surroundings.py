@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from mindx_elastic.core.looks import attributes_of, table_of
+from mindx_elastic.core.looks import attributes_of, items_of, table_of
 
 __all__ = [
     "GENERATORS",
@@ -51,7 +51,7 @@ __all__ = [
 
 _MOST_OBJECTS = 6000
 _DEPTH = 4
-_MOST_ITEMS = 64
+_MOST_ITEMS = 256
 _OURS = __name__.partition(".")[0]
 _OPTIMIZED = 0x1  # code flag: the locals are a snapshot, not a namespace
 
@@ -254,11 +254,9 @@ class _Walk:
                 self._queue.append((f"{name}{suffix}", place, value, depth))
 
     def _children(self, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
-        if kind == "dict":
-            items = _items(value, self._most)
+        if kind in ("dict", "sequence"):
+            items = items_of(value, self._most) or ()
             return [(f"[{key!r}]" if type(key) in (str, int) else "[...]", item) for key, item in items]
-        if kind == "sequence":
-            return [(f"[{number}]", item) for number, item in enumerate(_elements(value, self._most))]
         if kind == "module":
             return self._children_of_module(value)
         if kind == "optimizer":
@@ -358,23 +356,6 @@ def _children_of_code(kind: str, value: Any) -> list[tuple[str, Any]]:
     elif kind == "class":
         found += [(f".{name}", item) for name, item in list(value.__dict__.items()) if not name.startswith("__")]
     return found
-
-
-def _items(value: Mapping[Any, Any], most: int = 4) -> list[tuple[Any, Any]]:
-    try:
-        return list(islice(dict.items(value), most))  # type: ignore[arg-type]
-    except RuntimeError:  # another thread changes it
-        return []
-
-
-def _elements(value: Any, most: int = 4) -> list[Any]:
-    for base in (list, tuple, deque, set, frozenset):
-        if isinstance(value, base):
-            try:
-                return list(islice(base.__iter__(value), most))  # type: ignore[arg-type]
-            except RuntimeError:
-                return []
-    return []
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

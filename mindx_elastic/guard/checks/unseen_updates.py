@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.guard.checks.movements import Movement, TensorsLook
+from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["UnseenUpdates"]
@@ -43,7 +43,7 @@ class UnseenUpdates:
         self._collector.devices.wait_for_update()  # a look reads from them
         before, now = self._before, TensorsLook.at(weights)
         self._before = now if before is None else None
-        if before is not None and before.movement(now) is Movement.MOVED:
+        if before is not None and before.has_moved(now):
             self._unmanaged.certain(
                 f"in {self._num_steps} steps no optimizer has stepped, there are gradients, and weights have changed "
                 "without torch's knowledge (through .data, or by code in C++ or CUDA): each step looks like a part of "
