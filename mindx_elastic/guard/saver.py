@@ -153,8 +153,7 @@ class Saver:
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
-        root = self._resolved.get(directory, directory)
-        return rank_folder(root, self.ranks.rank, self.ranks.world_size)
+        return rank_folder(self._root(directory), self.ranks.rank, self.ranks.world_size)
 
     def save_dying(
         self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf, agreed: bool = False
@@ -167,12 +166,6 @@ class Saver:
         be gone; a third of it may be spent on what policies do once the file is durable, and as much of the rest on
         copies of it. Raises SaveError.
         """
-        with self.collector.devices.reading(dying=True):
-            return self._save_dying(policies, reason, time_left_s, agreed=agreed)
-
-    def _save_dying(
-        self, policies: Sequence[ExitPolicy], reason: str, time_left_s: float, *, agreed: bool
-    ) -> SaveResult:
         began = time.monotonic()
         if self.reserve is not None:
             self.reserve.release()
@@ -180,7 +173,6 @@ class Saver:
         self.flags.answer()
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
-        state = self._state(dying=True)
         finishing = dict(zip(paths, policies, strict=True))
         write = partial(
             self._write,
@@ -190,11 +182,13 @@ class Saver:
             dying=True,
         )
         together = self.together
-        if together is None or not together.is_possible or not agreed:
-            result = write(state, info)
-        else:
-            root = self._resolved.get(policies[0].directory, policies[0].directory)
-            result = self._write_together(together, write, state, info, (paths, root), began + time_left_s)
+        with self.collector.devices.reading(dying=True):
+            state = self.collector.state()
+            if together is None or not together.is_possible or not agreed:
+                result = write(state, info)
+            else:
+                root = self._root(policies[0].directory)
+                result = self._write_together(together, write, state, info, (paths, root), began + time_left_s)
         if self._mirror is not None:
             self._mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
@@ -214,51 +208,53 @@ class Saver:
         paths, root = places
         tree, tensors = flatten(state)
         agreed = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, (end - began) / 4)))
-        flat = _with_small((tree, tensors), agreed.small)
-
-        def cover(held: Held) -> None:
-            covers = [cover_path(path) for path in paths]
-            for path in covers:
-                make_directory_durable(path.parent)
-            layout = self.collector.layout()
-            result = write_checkpoint(covers[0], state, info, layout=layout, also=covers[1:], held=held, flat=flat)
-            self.events.emit(
-                "cover",
-                step=info.step,
-                reason=info.reason,
-                duration_s=result.duration_s,
-                nbytes=result.nbytes,
-                path=str(result.path),
-                outcome=f"parts {', '.join(str(part + 1) for part in held.parts)} of {held.division.count}",
-            )
-
-        settle = partial(together.settle, agreed, info.step, began=began, time_left_s=lambda: end - time.monotonic())
-        held = agreed.held
+        flat, held = _with_small((tree, tensors), agreed.small), agreed.held
         try:
             result = write(state, info, held=held, flat=flat)
         except BaseException:
-            settle(saved=False, find=list, cover=cover)
+            together.decline()
             raise
+
+        def scarce() -> Sequence[int]:
+            return [] if held is None else together.scarce_parts(held, info.moment, paths[0], root)
+
         try:
-            settle(
-                saved=True,
-                find=lambda: [] if held is None else together.scarce_parts(held, info.moment, paths[0], root),
-                cover=cover,
-            )
+            if lacking := together.wait_for_others(agreed, info.step, began, end, scarce):
+                self._cover(lacking, [cover_path(path) for path in paths], state, info, flat)
         except (OSError, UnsupportedStateError) as error:
             self._report(error, info, remedy=f"this rank's own share is durable in {result.path}")
         return result
 
-    def _state(self, *, copy: bool = False, dying: bool = False) -> Any:
+    def _cover(self, held: Held, paths: Sequence[Path], state: Any, info: CheckpointInfo, flat: Flat) -> None:
+        """Write parts of the state that other ranks have not made durable into a second file."""
+        for path in paths:
+            make_directory_durable(path.parent)
+        layout = self.collector.layout()
+        result = write_checkpoint(paths[0], state, info, layout=layout, also=paths[1:], held=held, flat=flat)
+        self.events.emit(
+            "cover",
+            step=info.step,
+            reason=info.reason,
+            duration_s=result.duration_s,
+            nbytes=result.nbytes,
+            path=str(result.path),
+            outcome=f"parts {', '.join(str(part + 1) for part in held.parts)} of {held.division.count}",
+        )
+
+    def _root(self, directory: Path) -> Path:
+        """`directory` as it was resolved at the start."""
+        return self._resolved.get(directory, directory)
+
+    def _state(self, *, copy: bool = False) -> Any:
         """The state of the last boundary. Without a `copy`, in host memory, it must not change until it is written."""
-        with self.collector.devices.reading(dying=dying):
+        with self.collector.devices.reading():
             state = self.collector.state()
             return to_host(state) if copy else state
 
     def _path(self, policy: ExitPolicy, position: Position) -> Path:
         if policy.place is None:
             return self.folder(policy.directory) / policy.name(position)
-        return policy.place(self._resolved.get(policy.directory, policy.directory), position, self.ranks)
+        return policy.place(self._root(policy.directory), position, self.ranks)
 
     def _finish(self, policy: ExitPolicy, path: Path, timeout_s: float) -> Path:
         if policy.finish is None:
@@ -392,7 +388,7 @@ class Saver:
         setting = SavingSettings.from_env().page_cache
         self._always_cached = setting == "always"
         if setting == "auto" and self.expected_bytes >= LEAST_BYTES:
-            root = self._resolved.get(directory, directory)
+            root = self._root(directory)
             self._chooser = DiskChooser(root, measures=self.ranks.local_rank == 0 and self.ranks.rank <= MOST_RANK)
             self._chooser.start()
 
@@ -549,7 +545,7 @@ class Saver:
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
         folder = self.folder(policy.directory)
-        root = self._resolved.get(policy.directory, policy.directory)
+        root = self._root(policy.directory)
         known = self._entries.get(root, ())
         entries = self._entries[root] = read_entries(root, known=known, owners=self.trust.of(root))
         facts = [

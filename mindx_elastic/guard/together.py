@@ -228,7 +228,7 @@ class _Said:
 
 
 class Together:
-    """One per guard. `agree` and `settle` are called by the thread that has the claim to save, once in this order."""
+    """One per guard. The thread that has the claim to save calls `agree` and `wait_for_others`, once in this order."""
 
     def __init__(
         self, exchange: Exchange, ranks: RankInfo, collector: Collector, trust: Trust, part: SavesPart
@@ -351,40 +351,28 @@ class Together:
 
     # --- after it ---
 
-    def settle(
-        self,
-        agreed: Agreed,
-        step: int,
-        *,
-        saved: bool,
-        began: float,
-        time_left_s: Callable[[], float],
-        find: Callable[[], Collection[int]],
-        cover: Callable[[Held], None],
-    ) -> None:
-        """Wait until the others are durable, and cover those who are not.
+    def wait_for_others(
+        self, agreed: Agreed, step: int, began: float, end: float, find: Callable[[], Collection[int]]
+    ) -> Held | None:
+        """This rank's file is durable: wait until the others' are. Returns what has to be written for those whose are
+        not; None: nothing.
 
-        saved: this rank's own file is durable. began: when its save began (`time.monotonic`). find: the parts that lie
-        on the disk in too few files. cover: write parts of the state into a second file.
+        began, end: when its save began, when the process must be gone (`time.monotonic`). find: the parts that lie on
+        the disk in too few files.
         """
         if agreed.held is None:
-            self._exchange.announce(_DURABLE, step if saved else CANNOT)
-            return
-        if not saved:
-            self._exchange.announce(_DURABLE, CANNOT)
-            return
+            self._exchange.announce(_DURABLE, step)
+            return None
         now = time.monotonic()
-        own_s, left = now - began, time_left_s()
+        own_s, left = now - began, end - now
         # Half of the time that was left when the save began; a short grace period leaves at least the time that this
         # rank's own share has taken once more, since the others write to the same disk.
         patience = max((left + own_s) / 2 - own_s, min(own_s + _FASTEST_S, left - own_s - _MARGIN_S), 0.05)
         decision = self._exchange.decide(_DURABLE, step, patience)
-        if decision.step == step:
-            return
-        lacking = sorted(set(find()) - set(agreed.held.parts))
+        lacking = [] if decision.step == step else sorted(set(find()) - set(agreed.held.parts))
         if not lacking:
-            return
-        left = time_left_s()
+            return None
+        left = end - time.monotonic()
         if left < own_s + _MARGIN_S:
             logger.warning(
                 "step %d: parts %s of the state are in too few files (%s), and %.1f s may be too short for them",
@@ -394,7 +382,7 @@ class Together:
                 left,
             )
         logger.warning("step %d: writing what other ranks have not made durable (%s)", step, decision.reason)
-        cover(Held(agreed.held.division, tuple(lacking), agreed.held.sample))
+        return Held(agreed.held.division, tuple(lacking), agreed.held.sample)
 
     def scarce_parts(self, held: Held, moment: Moment, path: Path, root: Path) -> list[int]:
         """The parts that are in too few files, of those that the group's ranks have beside `path`, this rank's own."""

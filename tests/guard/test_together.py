@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer
-from mindx_elastic.agreement.stop_step import CANNOT, Decision
+from mindx_elastic.agreement.stop_step import Decision
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.division import Division
@@ -139,10 +139,10 @@ class _Exchange:
 HELD = Held(Division.of({"a": ("F32", (64, 8), 2048), "b": ("F32", (32, 8), 1024)}, 3), (0, 1), "sample")
 
 
-def settle(
-    decision: Decision, lacking: list[int], *, left_s: float = 10.0, **other: Any
-) -> tuple[list[Held], _Exchange]:
-    exchange, covered = _Exchange(decision), list[Held]()
+def missing(
+    decision: Decision, lacking: list[int], *, left_s: float = 10.0, held: Held | None = HELD
+) -> tuple[Held | None, _Exchange]:
+    exchange = _Exchange(decision)
     together = Together(
         cast("Exchange", exchange),
         RankInfo(rank=0, world_size=3),
@@ -150,43 +150,29 @@ def settle(
         cast("Trust", None),
         SavesPart([], [], [], 0, can=False),
     )
-    arguments: dict[str, Any] = {"saved": True, "began": time.monotonic(), **other}
-    together.settle(
-        arguments.pop("agreed", Agreed(HELD)),
-        7,
-        time_left_s=lambda: left_s,
-        find=lambda: lacking,
-        cover=covered.append,
-        **arguments,
-    )
-    return covered, exchange
+    now = time.monotonic()
+    return together.wait_for_others(Agreed(held), 7, now, now + left_s, lambda: lacking), exchange
 
 
 def test_nothing_is_covered_where_all_are_durable() -> None:
-    covered, _ = settle(Decision(7), [0, 1, 2])
-    assert covered == []
+    assert missing(Decision(7), [0, 1, 2])[0] is None
 
 
 def test_what_others_lack_is_covered_and_what_this_rank_has_is_not() -> None:
-    covered, exchange = settle(Decision(None, "rank 2 is gone"), [1, 2])
-    assert [each.parts for each in covered] == [(2,)]
+    held, exchange = missing(Decision(None, "rank 2 is gone"), [1, 2])
+    assert held is not None and held.parts == (2,)
     assert 4.0 < exchange.patience_s <= 5.0, "half of the time that is left"
 
 
 def test_a_short_time_leaves_the_others_as_long_as_this_rank_took() -> None:
-    covered, exchange = settle(Decision(None, "late"), [2], left_s=0.2)
-    assert [each.parts for each in covered] == [(2,)]
+    held, exchange = missing(Decision(None, "late"), [2], left_s=0.2)
+    assert held is not None and held.parts == (2,)
     assert exchange.patience_s > 0
 
 
-def test_a_rank_that_has_not_saved_says_so_and_covers_nobody() -> None:
-    covered, exchange = settle(Decision(7), [2], saved=False)
-    assert covered == [] and exchange.announced == [("durable", CANNOT)]
-
-
 def test_a_rank_that_has_written_all_waits_for_nobody() -> None:
-    covered, exchange = settle(Decision(None), [2], agreed=Agreed(None))
-    assert covered == [] and exchange.announced == [("durable", 7)]
+    held, exchange = missing(Decision(None), [2], held=None)
+    assert held is None and exchange.announced == [("durable", 7)]
 
 
 # --- the small states of neighbours ---
