@@ -42,20 +42,12 @@ _DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionChec
 
 def breakpoint_name(prefix: str) -> Callable[[Position], str]:
     """The documented name of a dying-gasp checkpoint: ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors``."""
-
-    def name(position: Position) -> str:
-        return f"{prefix}-{position.epoch}_{position.step_in_epoch}_breakpoint.safetensors"
-
-    return name
+    return lambda position: f"{prefix}-{position.epoch}_{position.step_in_epoch}_breakpoint.safetensors"
 
 
 def final_name(prefix: str) -> Callable[[Position], str]:
     """The name of what a finished training leaves: ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``."""
-
-    def name(position: Position) -> str:
-        return f"{prefix}-{position.epoch}_{position.step_in_epoch}_final.safetensors"
-
-    return name
+    return lambda position: f"{prefix}-{position.epoch}_{position.step_in_epoch}_final.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)

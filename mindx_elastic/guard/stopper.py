@@ -47,7 +47,6 @@ __all__ = ["LAST_MOMENT_S", "Stopper"]
 LAST_MOMENT_S = 0.3
 """How long before the deadline a settled process ends, whatever its training thread does."""
 _PATIENCE_S = 3.0  # a salvaged rank's training thread may come out by itself for so long
-_CONNECTED_S = 0.3  # what ranks take for that in a recovery in place, if all of them are there
 _RECHECK_S = 1.0
 _DYING_S = 0.25
 _NOTHING = "nothing is saved"
@@ -497,17 +496,11 @@ class Stopper:
     def _be_patient(self, alarm: Alarm) -> None:
         """After a salvage: the training thread may come out by itself."""
         self.step_gate.open_until(0)
-        now, latest = time.monotonic(), alarm.deadline.at - LAST_MOMENT_S
-        self.watcher.call_at(min(now + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
-        if self._wants_out:
-            self.watcher.call_at(
-                min(now + _CONNECTED_S, latest), lambda: self._lose_patience(alarm, if_connecting=True)
-            )
+        latest = alarm.deadline.at - LAST_MOMENT_S
+        self.watcher.call_at(min(time.monotonic() + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
 
-    def _lose_patience(self, alarm: Alarm, *, if_connecting: bool = False) -> None:
-        """Watcher thread. `if_connecting`: to ranks of a recovery that do not come any more, only then."""
-        is_connecting = self._member is not None and self._member.is_connecting
-        if not self.is_coming_out and (is_connecting or not if_connecting):
+    def _lose_patience(self, alarm: Alarm) -> None:
+        if not self.is_coming_out:
             self.leave_behind(alarm)
 
     def leave_behind(self, alarm: Alarm, why: str = "the training thread does not come back") -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.ready_thread import ReadyThread
 
 __all__ = ["SaveQueue"]
 
@@ -21,17 +21,13 @@ class SaveQueue:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], bool] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._thread = ReadyThread("mindx-persist")
         self._idle = threading.Condition()
         self._num_open = 0
 
     def start(self) -> None:
         """Start the thread now: later the process may be at its limit. Raises RuntimeError."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
-            thread.start()
-            self._thread = thread
+        self._thread.start()
 
     def reserve(self) -> None:
         """Training thread, before it copies: wait until there is room for one more. `submit` or `give_up` follows."""
@@ -47,8 +43,17 @@ class SaveQueue:
 
     def submit(self, job: Callable[[], bool]) -> None:
         """Training thread, after `reserve`: run `job` in the thread. Raises RuntimeError if no thread can start."""
-        self.start()
-        self._jobs.put(job)
+        waiting = [job]
+
+        def run() -> None:
+            try:
+                waiting.pop()()  # whose copy goes before `reserve` allows the next one
+            except Exception:
+                logger.exception("a background save met an unexpected error")
+            finally:
+                self.give_up()
+
+        self._thread.submit(run)
 
     def drain(self, timeout_s: float | None) -> bool:
         """Wait for all saves; False when they were not done in `timeout_s` seconds. Any thread."""
@@ -57,18 +62,5 @@ class SaveQueue:
 
     def close(self, timeout_s: float | None) -> None:
         """Training thread: wait for all saves, then end the thread. Gives up waiting after `timeout_s` seconds."""
-        if self._thread is not None and self.drain(timeout_s):
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        job: Callable[[], bool] | None
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:
-                logger.exception("a background save met an unexpected error")
-            finally:
-                job = None  # frees the copy before `reserve` allows the next one
-                self.give_up()
+        if self.drain(timeout_s):
+            self._thread.close()

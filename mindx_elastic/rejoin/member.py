@@ -147,8 +147,6 @@ class Member:
         self._lock = threading.Lock()
         self._wants_out = threading.Event()
         self._is_out = threading.Event()
-        self.is_connecting = False
-        """The training thread waits for the other ranks in torch, where a stop cannot reach it."""
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
         self._orders: Mapping[str, Sequence[int]] = {}
@@ -321,11 +319,7 @@ class Member:
             there = [f"{generation}/there/{rank}" for rank in verdict.dead]
             self._wait(board, there, host, unless=f"{generation}/state", look_s=_LOOK_S, more_s=_END_S)
         # Before the state is copied: the new process opens its guard meanwhile.
-        self.is_connecting = True
-        try:
-            groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
-        finally:
-            self.is_connecting = False
+        groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         if self._donates(verdict):
             self._donate(board, host, generation, verdict)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,22 +305,6 @@ def test_a_training_thread_that_comes_out_has_until_the_deadline(parts: Parts, e
 def test_a_training_thread_that_hangs_is_left_behind(parts: Parts, exit_codes: list[int]) -> None:
     salvage(parts)
     parts.watcher.ordered[-1][1]()
-    assert exit_codes == [143]
-
-
-@pytest.mark.parametrize("is_connecting", [True, False])
-def test_a_rank_that_waits_for_a_recovery_is_left_behind_sooner(
-    make_parts: Make, exit_codes: list[int], is_connecting: bool
-) -> None:
-    """A new process that the stop has ended never comes; nothing wakes torch's connecting before its time-out."""
-    parts = make_parts(member=SimpleNamespace(wants_out=True, is_connecting=is_connecting))
-    salvage(parts)
-    (late, lose_patience), (early, look) = parts.watcher.ordered[-2:]
-    assert early < late and not exit_codes
-    look()
-    assert exit_codes == ([143] if is_connecting else [])
-    exit_codes.clear()
-    lose_patience()
     assert exit_codes == [143]
 
 
