@@ -37,7 +37,8 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, without_streams
 from mindx_elastic.guard.observer import Observed, ProofObserver, observers
 from mindx_elastic.guard.options import GuardOptions
-from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy, age_of_run, job_names
+from mindx_elastic.guard.periodic import PeriodicSave
+from mindx_elastic.guard.policy import age_of_run, job_names
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
@@ -240,17 +241,17 @@ class Opening:
         )
 
     def _begin_schedules(self) -> None:
-        """Periodic policies may depend on the clock, and on how the job has fared."""
-        page, place = self.around.page, self._place
+        """Periodic saves may depend on the clock, and on how the job has fared."""
+        page, place, start = self.around.page, self._place, self.start
 
         def tell(seconds: int) -> None:
             if self._ranks.rank == 0:
                 page.set(save_every_s=seconds)
 
         for number, policy in enumerate(self.periodic):
-            if isinstance(policy, ScheduledPolicy):
+            if isinstance(policy, PeriodicSave):
                 name = "" if place is None else f"{place.name}/{number}"
-                policy.begin(JobSoFar(self.start.attempt, age_of_run(self.start.run_id), self._ranks, name, tell))
+                policy.begin(self._ranks, tell, deaths=start.attempt, lived_s=age_of_run(start.run_id), name=name)
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))

@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.policy import JobSoFar, ScheduledPolicy
 from mindx_elastic.guard.save_clock import SaveClock, open_clock
 from mindx_elastic.guard.save_interval import SaveInterval
 
@@ -51,7 +50,7 @@ def parse_save_every(value: object) -> SaveEvery | None:
     return SaveEvery(seconds=float(found[1]) * _UNITS[found[2]])
 
 
-class PeriodicSave(ScheduledPolicy):
+class PeriodicSave:
     """By steps a function of the position, else see `save_clock`."""
 
     def __init__(
@@ -75,21 +74,25 @@ class PeriodicSave(ScheduledPolicy):
         """The boundary that was found due last."""
         self._clock: SaveClock | None = None
 
-    def begin(self, job: JobSoFar) -> None:
-        """Open the clock, if one decides."""
-        seconds: float | SaveInterval = self.every.seconds
-        if self.every.adapts:
-            seconds = SaveInterval(deaths=job.deaths, lived_s=job.lived_s)
-        rank, world_size = job.ranks.rank, job.ranks.world_size
-        told = partial(self._tell, job)
-        self.newest, self._clock = None, open_clock(seconds, rank, world_size, job.name, on_change=told)
+    def begin(
+        self, ranks: RankInfo, tell: Callable[[int], None], *, deaths: int, lived_s: float, name: str = ""
+    ) -> None:
+        """A guard is being entered, or is entered again: open the clock, if one decides. Main thread, all ranks
+        together, before the first step.
 
-    def _tell(self, job: JobSoFar, interval: SaveInterval) -> None:
-        logger.info(
-            "a checkpoint every %.0f s: one costs %.2f s, and the job is taken to die every %.1f h",
-            *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
-        )
-        job.tell(round(interval.seconds))
+        tell: shows the seconds between two saves, where they are measured. deaths, lived_s: as of `SaveInterval`. name:
+        of the policy in this entry, the same on all ranks; empty: all ranks' processes are as old, and count alike.
+        """
+
+        def on_change(interval: SaveInterval) -> None:
+            logger.info(
+                "a checkpoint every %.0f s: one costs %.2f s, and the job is taken to die every %.1f h",
+                *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
+            )
+            tell(round(interval.seconds))
+
+        seconds = SaveInterval(deaths=deaths, lived_s=lived_s) if self.every.adapts else self.every.seconds
+        self.newest, self._clock = None, open_clock(seconds, ranks.rank, ranks.world_size, name, on_change=on_change)
 
     def due(self, position: Position) -> bool:
         if self._clock is not None:

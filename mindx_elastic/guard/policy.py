@@ -21,9 +21,7 @@ from mindx_elastic.errors import UsageError
 
 __all__ = [
     "ExitPolicy",
-    "JobSoFar",
     "PeriodicPolicy",
-    "ScheduledPolicy",
     "age_of_run",
     "breakpoint_name",
     "breakpoint_policy",
@@ -193,34 +191,11 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
     return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
 
 
-@dataclass(frozen=True)
-class JobSoFar:
-    """What a schedule may depend on."""
-
-    deaths: int
-    """How often the job has been started again."""
-    lived_s: float
-    """Since its first start."""
-    ranks: RankInfo
-    name: str
-    """Of the policy in this entry, the same on all ranks; empty: all ranks' processes are as old, and count alike."""
-    tell: Callable[[int], None]
-    """Shows the seconds between two saves to `mindx-elastic status`. Any thread."""
-
-
 def age_of_run(run_id: str) -> float:
     """Seconds since a run's first start, with whose time its id begins; 0 for any other id."""
     with suppress(ValueError, OverflowError):
         return max(0.0, time.time() - time.mktime(time.strptime(run_id.partition("-")[0], "%Y%m%dT%H%M%S")))
     return 0.0
-
-
-class ScheduledPolicy:
-    """Base of periodic policies whose schedule is not a function of the position alone."""
-
-    def begin(self, job: JobSoFar) -> None:
-        """A guard is being entered, or is entered again; before its first step. Main thread, all ranks together."""
-        raise NotImplementedError
 
 
 class PeriodicPolicy(Protocol):

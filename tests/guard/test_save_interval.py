@@ -7,7 +7,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +211,9 @@ def test_a_training_measures_its_saves(
     callback = ModelCheckpoint(directory="out", config=config)
     told: list[int] = []
     begin = callback.policy.begin
-    monkeypatch.setattr(callback.policy, "begin", lambda job: begin(replace(job, deaths=3, tell=told.append)))
+    monkeypatch.setattr(
+        callback.policy, "begin", lambda ranks, tell, **more: begin(ranks, told.append, **{**more, "deaths": 3})
+    )
     with caplog.at_level("INFO", logger="mindx_elastic"):
         make_model().train(40, make_loader(), callback, progress=False)
     files = [read_header(path).info for path in Path("out").glob("*.safetensors")]
