@@ -48,6 +48,9 @@ class LastLines:
         self._run_dir = run_dir
         self._paths = [folder / f"stderr_{local}" for local in range(num_ranks)]
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         try:
             with ExitStack() as stack:
                 self._start(stack)
@@ -57,6 +60,7 @@ class LastLines:
     def _start(self, stack: ExitStack) -> None:
         pairs = []
         for path in self._paths:
+            path.unlink(missing_ok=True)
             os.mkfifo(path, 0o600)
             for flags in (os.O_RDONLY | os.O_NONBLOCK, os.O_WRONLY):
                 fd = os.open(path, flags | os.O_CLOEXEC)
@@ -77,6 +81,9 @@ class LastLines:
 
     def send_here(self, dest: LogsDest) -> None:
         """An attempt begins with these outputs."""
+        if self._keeper is not None and not all(path.is_fifo() for path in self._paths):  # somebody has removed them
+            self.finish()
+            self._begin()
         if self._keeper is None or self._keeper.poll() is not None:  # opening a pipe that nobody reads would block
             return
         for local, path in enumerate(self._paths):

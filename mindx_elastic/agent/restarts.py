@@ -10,7 +10,9 @@ Then the checkpoint itself may be the cause; it is set aside and an older one is
 the same failure again clears the checkpoint of suspicion and stops the job; a later step starts all counts anew.
 Nothing is set aside a second time in between, or a broken program would use up one good checkpoint after another.
 
-A training that its guard has refused (`UnmanagedStateError`) is stopped at once: every attempt would be refused.
+A training that its guard has refused (`UnmanagedStateError`) is stopped at once: every attempt would be refused. So is
+a program that makes a wrong call (`UsageError`: no process group, say), or names a directory of others
+(`UnsafeDirectoryError`).
 
 Pure: no clock, no files. One thread.
 """
@@ -85,6 +87,11 @@ class Failure:
         return _REFUSAL in self.cause
 
     @property
+    def is_usage(self) -> bool:
+        """Whether the program has to be corrected, or its directory, before any attempt can begin."""
+        return _USAGE.search(self.cause) is not None
+
+    @property
     def leaves_nothing(self) -> bool:
         """Whether what is in memory is of no use: it was begun by a refused attempt, and the corrected program has
         state that is not in it."""
@@ -122,6 +129,8 @@ class CrashLoop:
         """Take one more failure into account and say what to do. Failures only: a stop that was asked for is none."""
         if failure.is_refusal:
             return Verdict("stop", _explain_refusal(failure))
+        if failure.is_usage:
+            return Verdict("stop", "no restart: every attempt would end with this error")
         if not self._repeats or not failure.guarded:
             return Verdict("restart", "")
         suspect = self._set_aside
@@ -154,6 +163,8 @@ class CrashLoop:
 
 
 _REFUSAL = "UnmanagedStateError: "
+_USAGE = re.compile(r"(?<![\w.])(?:UsageError|UnsafeDirectoryError): ")
+"""Of this package: one of another has the name of its module in front of it."""
 _VARYING = (
     (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),  # UUIDs
     (

@@ -52,6 +52,8 @@ class AgentRun:
     """None: it runs, or it was killed."""
     outcome: str = ""
     """How it ended, in its own words."""
+    reason: str = ""
+    """Why, at its end; empty: not known."""
     command: str = ""
     """That started it, as a line for a shell; empty: not known."""
     summary: dict[str, Any] | None = None
@@ -175,7 +177,7 @@ def _add(run: AgentRun, line: dict[str, Any]) -> None:
         run.directories = [each for each in told if isinstance(each, str)] if isinstance(told, list) else []
         run.outcome = text(line.get("outcome")) or run.outcome
     elif event == _END:
-        run.ended = real(line.get("time"))
+        run.ended, run.reason = real(line.get("time")), text(line.get("reason"))
         run.outcome = text(line.get("outcome")) or run.outcome
     elif event == REJOIN:
         _add_recovery(run, line)

@@ -67,13 +67,15 @@ from mindx_elastic.config import RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.errors import UsageError
+from mindx_elastic.memory.agent_folder import AgentFolder, LostFolderError
 from mindx_elastic.rejoin.board import Board, board_key
 
 __all__ = ["Supervisor"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
+_OWN_ERRORS, _MOST_OF_ERROR = f"{UsageError.__module__}.", 300
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
 _END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
@@ -175,6 +177,9 @@ class Supervisor(LocalElasticAgent):
                 self._stops_for_notice()
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
+        except LostFolderError as error:
+            cause = f"{self.ending.cause}; then {error}"
+            self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause)
         finally:
             self._forks.close()
             self._progress.close()
@@ -385,7 +390,8 @@ class Supervisor(LocalElasticAgent):
         is_free = self._shrinking is not None and self._shrinking.has_fallen_back
         allowed = verdict.action != "stop" and (is_free or self._restarts.take(time.monotonic()))
         if verdict.explanation and (allowed or verdict.action == "stop"):
-            logger.error("%s", verdict.explanation)
+            for line in verdict.explanation.splitlines():  # a record is one line
+                logger.error("%s", line)
             self._events.emit("crash_loop", reason=verdict.explanation, outcome=verdict.action, path=verdict.path)
         if not allowed:
             self.is_hopeless = verdict.action == "stop"
@@ -506,7 +512,9 @@ class Supervisor(LocalElasticAgent):
         return agree_on_highest(group, "attempts", self._number + 1, _MOST_ATTEMPTS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._folder.forget_workers()
+        if self._folder.forget_workers() and self._held is not None:
+            self._held.close()
+            self._held = HeldSockets(self._folder.path)
         self._number = max(self._number + 1, self._least_number)
         place = None
         if self._nodes is not None:
@@ -596,4 +604,4 @@ class Supervisor(LocalElasticAgent):
             with open(self._error_file(local[rank]), "rb") as file:
                 message = json.loads(file.read(_MAX_ERROR_BYTES))["message"]
             said = str(message["message"] if isinstance(message, dict) else message)
-        return printable(said.strip().partition("\n")[0][:300])
+        return printable(said.strip().partition("\n")[0].removeprefix(_OWN_ERRORS)[:_MOST_OF_ERROR])

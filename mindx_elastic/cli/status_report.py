@@ -49,6 +49,7 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
         "started": run.started,
         "ended": run.ended,
         "outcome": run.outcome or None,
+        "reason": run.reason or None,
         "command": run.command or None,
         "agent_dir": run.agent_dir or None,
         "age_s": None if run.started is None else round(now - run.started, 3),
@@ -132,6 +133,9 @@ def agent_line(agent: dict[str, Any]) -> str:
     age = "" if agent["age_s"] is None else f", begun {human_age(agent['age_s'])} ago"
     if agent["ended"] is not None:
         outcome = f": {agent['outcome']}" if agent["outcome"] else ""
+        if outcome.startswith(": failed") and agent["reason"]:
+            code = outcome.rpartition(", ")[2]  # which the reason may begin with, too
+            outcome += f": {agent['reason'].removeprefix(f'{code}: ')}"
         return f"{name} has ended{age}{outcome}"
     if agent["running"] is None:
         return f"{name} has not recorded its end{age}; whether it runs can be seen on that machine only"

@@ -38,7 +38,7 @@ from mindx_elastic.memory.folders import (
     user_folders,
 )
 
-__all__ = ["CONTROL_FILE", "PAUSE", "REJOIN", "RESUME", "AgentFolder", "modules_path"]
+__all__ = ["CONTROL_FILE", "PAUSE", "REJOIN", "RESUME", "AgentFolder", "LostFolderError", "modules_path"]
 
 CONTROL_FILE = "control.json"
 PAUSE, RESUME = "pause", "resume"
@@ -51,6 +51,10 @@ _KEY = "job.key"
 def modules_path(agent_dir: Path, rank: int) -> Path:
     """The file in which rank `rank` tells which modules it has imported, one a line, in the order of their imports."""
     return agent_dir / f"rank_{rank}.modules"
+
+
+class LostFolderError(OSError):
+    """The agent's folder is gone, and cannot be made again. Another agent uses another one."""
 
 
 class AgentFolder:
@@ -67,6 +71,7 @@ class AgentFolder:
             fallback = Path(tempfile.gettempdir())
             logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
             self.path = _create(fallback)
+        self._identity, self._has_key = identity, False
         (self.path / AGENT_FILE).write_text(identity)
         for parent in user_folders(self.path.parent.parent):
             _let_stopped_go_on(parent)
@@ -92,14 +97,38 @@ class AgentFolder:
 
     def make_key(self) -> Path:
         """A new secret for the workers to seal their messages with. Once. Raises OSError."""
-        path = self.path / _KEY
+        path, self._has_key = self.path / _KEY, True
         write_key_file(path)
         return path
 
-    def forget_workers(self) -> None:
-        """Remove the pages and orders of the old workers, before new ones start."""
+    def forget_workers(self) -> bool:
+        """Remove the pages and orders of the old workers, before new ones start. Whether this folder had to be made
+        once more, because somebody has emptied the shared memory (systemd's RemoveIPC at a log-out). Raises
+        LostFolderError, which names what is in the way."""
+        is_new = self._make_again()
         for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), self.path / CONTROL_FILE]:
             path.unlink(missing_ok=True)
+        return is_new
+
+    def _make_again(self) -> bool:
+        try:
+            for folder in (self.path.parent, self.path):
+                with suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                if not is_own_folder(folder):
+                    raise LostFolderError(f"the agent's folder was removed, and {folder} is no folder of this user's")
+            has_key = not self._has_key or (self.path / _KEY).exists()
+            if has_key and (self.path / AGENT_FILE).exists():
+                return False
+            (self.path / AGENT_FILE).write_text(self._identity)
+            if not has_key:
+                self.make_key()
+        except LostFolderError:
+            raise
+        except OSError as error:
+            raise LostFolderError(f"the agent's folder was removed, and cannot be made again ({error})") from error
+        logger.warning("%s was emptied while the job ran: the restart makes what it needs there anew", self.path)
+        return True
 
     def remove(self) -> None:
         """Never raises: the next agent removes what is left."""

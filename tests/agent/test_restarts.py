@@ -247,3 +247,12 @@ def test_kills_of_a_job_that_advances_never_stop_it(kills: list[tuple[int, int]]
         failure = replace(KILL, rank=rank, resumed_step=step, step=step + boundaries, boundaries=boundaries)
         assert loop.judge(failure).action == "restart"
         step = failure.step
+
+
+@pytest.mark.parametrize("name", ["UsageError", "UnsafeDirectoryError"])
+def test_an_error_that_no_restart_can_mend_stops_the_job_at_once(name: str) -> None:
+    for cause in (f"exit code 1: {name}: call init_process_group()", f"exit code 1: PeerStartError: rank 1: {name}: x"):
+        verdict = CrashLoop().judge(replace(BUG, cause=cause, guarded=False))
+        assert verdict.action == "stop" and verdict.explanation
+    other = replace(BUG, cause=f"exit code 1: click.exceptions.{name}: no such option")
+    assert CrashLoop().judge(other).action == "restart"

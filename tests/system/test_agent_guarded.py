@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from mindx_elastic.cli.main import app
 from tests.harness import Job, events, start_agent
 from tests.system.test_agent import free_port, nothing_left
 
@@ -62,6 +67,45 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert (first["reason"], first["cause_rank"], first["step"], first["saved_step"]) == ("killed by SIGKILL", 0, 7, 7)
     assert 0 <= first["detect_s"] < first["first_step_s"] < 60
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
+
+
+@pytest.mark.parametrize("squatted", [False, pytest.param(True, marks=pytest.mark.drill)])
+def test_shared_memory_that_was_emptied_under_the_agent_costs_no_restart(squatted: bool) -> None:
+    """As systemd does it at a user's log-out (RemoveIPC). Where another one has the agent's folder, that is named."""
+    base = Path("shm").absolute() / f"mindx-elastic-{os.geteuid()}"
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
+        job.wait_for("HOLD", 2)
+        shutil.rmtree(base)
+        if squatted:
+            base.symlink_to("elsewhere")
+        job.signal_rank(0, signal.SIGKILL)
+        job.expect(75 if squatted else 0)
+    if squatted:
+        assert job.matches(rf"the job has failed: .*{re.escape(str(base))}"), job.report()
+        assert not job.matches("Traceback"), job.report()
+        return
+    assert resumed(job)[2:] == ["7", "7"], job.report()
+    assert len(job.matches(r"agent-\d+-\w+ was emptied while the job ran")) == 1, job.report()
+    assert attempts() == [("failed", 0), ("finished", None)]
+    assert nothing_left()
+
+
+@pytest.mark.parametrize("what", ["no process group", pytest.param("unsafe directory", marks=pytest.mark.drill)])
+def test_an_error_that_no_restart_can_mend_is_told_and_not_restarted(what: str) -> None:
+    ranks = 2 if what == "no process group" else 1
+    words = {2: "UsageError: WORLD_SIZE=2 but", 1: "UnsafeDirectoryError: .*ckpt"}[ranks]
+    if ranks == 1:
+        Path("ckpt").mkdir()
+        Path("ckpt").chmod(0o777)
+    with agent(SMALL, "ckpt", ranks=ranks) as job:
+        job.expect(1)
+    assert not job.matches("restart 1"), job.report()
+    assert len(job.matches(f"the job has failed: exit code 1: {words}")) == 1, job.report()
+    result = json.loads((RUN / "result.json").read_text())
+    assert re.search(words, result["reason"]) and not result["retry"], result
+    status = CliRunner().invoke(app, ["status", str(RUN)]).output.replace("\n", " ")
+    assert re.search(f"has ended.*: failed, exit code 1: {words}", status), status
+    assert len(attempts()) == 1
 
 
 @pytest.mark.drill
@@ -124,6 +168,7 @@ def test_the_same_failure_again_and_again_stops_the_job() -> None:
         job.expect(1)
     assert len(job.matches("READY")) == 3
     assert job.matches("The last 3 attempts failed the same way at the same step")
+    assert len(job.matches(r"^\[mindx_elastic agent\] ERROR   (what|to go on): ")) == 2, "each line is one"
     assert job.matches("exit code 1: ValueError: a bad sample")
     assert events(RUN, "crash_loop")[0]["outcome"] == "stop"
 
