@@ -44,6 +44,7 @@ from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settin
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UsageError
+from mindx_elastic.inventory.remains import find_remains, remarks
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
@@ -348,8 +349,22 @@ def _write_result(result: ResultFile, supervisor: Supervisor | None, early: str,
         if cause is not None:  # else an error is on its way out
             result.write(early, code, cause)
         return
-    progress = find_progress(supervisor.ledger.records)
-    result.write(supervisor.ending.outcome, code, cause or "", progress, final=supervisor.is_hopeless)
+    in_memory, why = _kept_in_memory(supervisor)
+    progress = find_progress(supervisor.ledger.records, in_memory)
+    reason = "; ".join(filter(None, (cause, *why)))
+    result.write(supervisor.ending.outcome, code, reason, progress, final=supervisor.is_hopeless)
+
+
+def _kept_in_memory(supervisor: Supervisor) -> tuple[int, list[str]]:
+    """The newest step that is in shared memory and could not be brought to disk (-1: none), and why, in words."""
+    step, why = -1, list[str]()
+    if any(os.path.exists(arena) for arena in supervisor.arenas):
+        newest = find_progress(supervisor.ledger.records).saved_step
+        for directory in sorted(supervisor.directories):
+            remains = find_remains(directory)
+            why += remarks(remains, newest)
+            step = max(step, -1 if remains["in_memory"] is None else remains["in_memory"]["step"])
+    return step, why
 
 
 def _hand_on_error(file: str, code: int) -> None:

@@ -96,11 +96,12 @@ class Progress:
     attempts: int = 0
 
 
-def find_progress(records: Sequence[AttemptRecord]) -> Progress:
-    """From the attempts of one agent, the oldest first."""
+def find_progress(records: Sequence[AttemptRecord], in_memory: int = -1) -> Progress:
+    """From the attempts of one agent, the oldest first. `in_memory`: the newest step of which the disk had no room."""
     began = next((r.resumed_step for r in records if r.resumed_step is not None), None)
     # Of the last attempt that knows one: a checkpoint may have been set aside meanwhile.
     newest = next((max(steps) for record in reversed(records) if (steps := _safe_steps(record))), -1)
+    newest = max(newest, in_memory)
     reached = newest
     if records and records[-1].outcome == FINISHED:
         reached = max(newest, records[-1].step_reached or 0)

@@ -7,6 +7,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,40 @@ def test_shared_memory_that_was_emptied_under_the_agent_costs_no_restart(squatte
     assert len(job.matches(r"agent-\d+-\w+ was emptied while the job ran")) == 1, job.report()
     assert attempts() == [("failed", 0), ("finished", None)]
     assert nothing_left()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 1 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.drill
+def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_disk: Path) -> None:
+    with agent(SMALL, small_disk / "ckpt", "--steps", 1000, "--step-s", 0.2) as job:
+        job.wait_for("READY")
+        with suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as file:
+            while file.write(b"x"):
+                pass
+        assert os.statvfs(small_disk).f_bavail == 0, "the fault has fired"
+        job.process.terminate()
+        job.expect(143)
+    result = json.loads((RUN / "result.json").read_text())
+    assert result["saved_step"] >= 0 and result["retry"], result
+    assert "No space left on device" in result["reason"] and "in this machine's shared memory" in result["reason"]
+    for arguments in (["status", str(RUN)], ["plan", str(small_disk / "ckpt")], ["inspect", str(small_disk / "ckpt")]):
+        shown = CliRunner().invoke(app, arguments, env={"MINDX_ARENA_DIR": str(Path("shm").absolute())}).output
+        assert "No space left on device" in shown and "in this machine's shared memory" in shown, shown
+    (small_disk / "fill").unlink()
+    with agent(SMALL, small_disk / "ckpt", "--steps", result["saved_step"] + 1) as job:
+        job.expect(0)
+    assert resumed(job) == [str(result["saved_step"])], job.report()
 
 
 @pytest.mark.parametrize("what", ["no process group", pytest.param("unsafe directory", marks=pytest.mark.drill)])
