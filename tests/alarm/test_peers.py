@@ -17,7 +17,6 @@ import pytest
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import RejoinSettings
-from tests.harness import no_descriptor_left, wait_until
 
 WAIT_S = 120.0
 _PEER = """
@@ -94,13 +93,6 @@ def changed(identity: str, **fields: object) -> str:
     return json.dumps({**json.loads(identity), **fields})
 
 
-def test_the_identity_of_this_process() -> None:
-    content = json.loads(own_identity())
-    assert content["pid"] == os.getpid() and int(content["started"]) > 0
-    assert "pid:[" in content["space"]
-    assert own_identity() == own_identity()
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, "exit"])
 def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher: Watcher, how: Any) -> None:
     peers = [start(), start()]
@@ -151,13 +143,6 @@ def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher
     watch.close()
 
 
-def test_a_number_that_was_given_to_another_process(start: Callable[[], Peer]) -> None:
-    peer = start()
-    watch = PeerWatch(dict(enumerate([own_identity(), changed(peer.identity, started="12345")])), rank=0)
-    assert (watch.gone, watch.look()) == ([1], [1])
-    watch.close()
-
-
 @pytest.mark.parametrize("space", ["another-machine/pid:[1]", ""])
 def test_ranks_elsewhere_are_not_watched(start: Callable[[], Peer], space: str) -> None:
     peer = start()
@@ -202,15 +187,6 @@ def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], P
     assert heard.empty()
     watcher.stop()
     watch.close()
-
-
-def test_closing_gives_the_descriptors_back(start: Callable[[], Peer]) -> None:
-    peer = start()
-    with no_descriptor_left():
-        watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-        watch.close()
-        watch.close()
-    wait_until(lambda: watch.look() == [], "nothing")
 
 
 @pytest.mark.parametrize(

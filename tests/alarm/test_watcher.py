@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from queue import SimpleQueue
 
 import pytest
@@ -48,11 +46,6 @@ def test_posts_run_in_order_in_one_thread_of_its_own(ears: Ears) -> None:
     assert {thread for _, thread in ran} == {ears.watcher.ident} != {threading.get_ident()}
 
 
-def test_a_byte_in_the_descriptor_is_a_signal(ears: Ears) -> None:
-    os.write(ears.watcher.wakeup_fd, bytes([15, 10]))
-    assert [ears.signals.get(timeout=WAIT_S) for _ in range(2)] == [15, 10]
-
-
 def test_timers_run_by_their_time_not_by_their_order(ears: Ears) -> None:
     now, ran = time.monotonic(), []
 
@@ -66,19 +59,6 @@ def test_timers_run_by_their_time_not_by_their_order(ears: Ears) -> None:
     assert last.wait(WAIT_S)
     assert ran == [-3.0, -2.0, -1.0, 0.02]
     assert time.monotonic() >= now + 0.05, "not before its time"
-
-
-def test_timers_of_the_same_moment_keep_their_order(ears: Ears) -> None:
-    ran: list[int] = []
-
-    def set_timers() -> None:
-        for number in range(5):
-            ears.watcher.call_at(0.0, lambda number=number: ran.append(number))  # type: ignore[misc]
-
-    ears.watcher.post(set_timers)
-    ears.settle()
-    ears.settle()
-    assert ran == list(range(5))
 
 
 def test_a_callback_that_raises_is_logged_and_the_thread_lives_on(ears: Ears, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,25 +93,6 @@ def test_a_full_descriptor_blocks_nobody_and_loses_no_post(ears: Ears) -> None:
     ears.watcher.post(ran.set)
     leave.set()
     assert ran.wait(WAIT_S)
-
-
-def test_descriptors_beyond_1024_work() -> None:
-    """A job with many open files must not have a deaf watcher."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
-        pytest.skip("this system does not allow so many open files")
-    with ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, limits[1]))
-        while (fd := os.open(os.devnull, os.O_RDONLY)) < 1100:
-            stack.callback(os.close, fd)
-        stack.callback(os.close, fd)
-        ears = Ears()
-        stack.callback(ears.watcher.stop)
-        ears.watcher.start()
-        assert ears.watcher.wakeup_fd > 1024
-        os.write(ears.watcher.wakeup_fd, bytes([15]))
-        assert ears.signals.get(timeout=WAIT_S) == 15
 
 
 def test_stop_finishes_the_callback_in_progress_and_drops_the_rest() -> None:

@@ -45,19 +45,6 @@ def test_a_resumed_module_broadcasts_no_more_than_the_saved_one_would_have() -> 
     assert not broadcasts(after)
 
 
-def test_files_say_nothing_where_all_broadcast() -> None:
-    module = wrapped()
-    collector = collector_of(module)
-    train(module)
-    collector.copy(Position())
-    assert "buffer_broadcasts" not in collector.state()
-    with module.no_sync():
-        train(module)
-    assert "buffer_broadcasts" not in collector.state(), "it is that of the boundary"
-    collector.load_flags(collector.state())
-    assert broadcasts(module)
-
-
 def test_an_evaluation_leaves_it_as_it_was() -> None:
     module = wrapped()
     collector = collector_of(module)
@@ -82,9 +69,3 @@ def test_in_front_of_the_code_behind_an_epoch_it_is_as_it_was_there(is_behind: b
     assert broadcasts(module) != in_front
     collector.load_flags(collector.compose(collector.state(), front))
     assert broadcasts(module) == in_front
-
-
-def test_modules_that_never_broadcast_are_left_alone() -> None:
-    module = wrapped()
-    module.broadcast_buffers = False
-    assert BufferBroadcasts([("model", module)]).look() == []

@@ -64,28 +64,6 @@ def test_another_rate_and_length(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "T_max is 20 in the program and 9 in it" in caplog.text and "base_lrs is [0.5]" in caplog.text
 
 
-def test_other_milestones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 2, milestones(3, 5), lr=0.1)
-    train(tmp_path, 4, milestones(3, 6), lr=0.1)
-    assert "lr_scheduler goes on with the settings of the checkpoint: milestones is [3, 6] in" in caplog.text
-    assert "the program and [3, 5] in it" in caplog.text
-
-
-def warm_up(steps: int) -> Callable[[Any], Any]:
-    def make(optimizer: Any) -> Any:
-        first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-        return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, steps)], [2])
-
-    return make
-
-
-def test_another_length_behind_a_warm_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 3, warm_up(9), lr=0.1)
-    train(tmp_path, 4, warm_up(20), lr=0.1)
-    assert "T_max of scheduler 1 is 20 in the program and 9 in it" in caplog.text
-    assert "optimizer goes on" not in caplog.text
-
-
 def moved_by_hand(optimizer: Any) -> None:
     """As programs do that have no scheduler: by a hook, so that the loop above stays as it is."""
 
@@ -96,40 +74,17 @@ def moved_by_hand(optimizer: Any) -> None:
     optimizer.register_step_post_hook(move)
 
 
-def test_another_rate_without_a_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 3, moved_by_hand, lr=0.1, weight_decay=0.1)
-    train(tmp_path, 5, moved_by_hand, lr=0.1, weight_decay=0.1)
-    assert "goes on with the settings" not in caplog.text
-    optimizer = train(tmp_path, 6, moved_by_hand, lr=0.3, weight_decay=0.2)
-    assert "lr is 0.3 in the program and 0.059" in caplog.text
-    assert "weight_decay is 0.2 in the program and 0.1 in it" in caplog.text
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**6)
-
-
-def test_the_training_keeps_what_it_began_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 2, lambda _: None, lr=0.1)
-    for steps in (3, 4):
-        caplog.clear()
-        train(tmp_path, steps, lambda _: None, lr=0.3)
-        assert "lr is 0.3 in the program and 0.1 in it" in caplog.text
-    caplog.clear()
-    train(tmp_path, 5, lambda _: None, lr=0.1)
-    assert "goes on with the settings" not in caplog.text
-
-
 @pytest.mark.parametrize(
     "make",
     [
         cosine(9),
         milestones(1, 3),
-        lambda optimizer: None,
         moved_by_hand,
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9),
         lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, T_mult=2),
         lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
         lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
         lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9)]),
-        warm_up(9),
     ],
 )
 def test_the_same_settings(make: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -47,29 +46,6 @@ def test_one_object_has_its_name_and_a_list_has_numbers() -> None:
 def test_a_name_that_is_taken_is_refused(name: object) -> None:
     with pytest.raises(UsageError, match="is taken or not a string"):
         names(model=object(), optimizer=[object()], stateful={name: object()})
-
-
-def test_names_of_ours_are_kept_apart() -> None:
-    thing = object()
-    assert names(stateful={"rng": thing, "module_extras": thing}) == ["stateful.rng", "stateful.module_extras"]
-
-
-def test_the_boundary_is_whole_and_later_changes_do_not_reach_it() -> None:
-    model = network()
-    collector = Collector({"model": model})
-    position = Position(step=7, epoch=2, step_in_epoch=3, batch_num=4)
-    collector.copy(position)
-    saved = through_format(collector.state())
-    assert saved["progress"] == {"step": 7, "epoch": 2, "step_in_epoch": 3, "batch_num": 4}
-    model(torch.randn(4, 2))  # buffers and the random stream
-    random.random()
-    assert_same(through_format(collector.state()), saved)
-
-
-def test_parameters_of_every_module_are_watched_and_buffers_not() -> None:
-    first, second = network(), network()
-    collector = Collector({"model_0": first, "model_1": second, "sgd": torch.optim.SGD(first.parameters(), lr=0.1)})
-    assert [id(p) for p in collector.parameters] == [id(p) for m in (first, second) for p in m.parameters()]
 
 
 def test_load_puts_back_everything_and_names_what_is_not_used() -> None:

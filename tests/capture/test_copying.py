@@ -54,28 +54,11 @@ def change_everything(value: Any) -> None:
         value.add("new")
 
 
-def test_a_copy_is_equal_and_of_the_same_types() -> None:
-    original, copy = sample(), copy_tree(sample())
-    assert_same(copy, original)
-    assert [type(v) for v in copy.values()] == [type(v) for v in original.values()]
-    assert copy["deque"].maxlen == 5 and copy["default"].default_factory is list
-
-
 def test_changes_do_not_reach_the_copy() -> None:
     value = sample()
     copy = copy_tree(value)
     change_everything(value)
     assert_same(copy, sample())
-
-
-def test_what_it_does_not_know_is_returned_for_the_format_to_refuse() -> None:
-    thing = object()
-    assert copy_tree([thing])[0] is thing
-
-
-def test_a_tensor_that_requires_grad_is_copied_without_its_graph() -> None:
-    copy = copy_tree(torch.ones(2, requires_grad=True) * 2)
-    assert copy.grad_fn is None
 
 
 plain = st.recursive(
@@ -114,19 +97,6 @@ def test_every_tensor_is_replaced_wherever_it_lies() -> None:
     assert one.tolist() == [1, 1] and state["a"][0] is one  # type: ignore[index]
 
 
-def test_a_copy_is_independent_and_equal() -> None:
-    state: dict[str, Any] = {
-        "w": torch.arange(6.0).reshape(2, 3).t(),
-        "empty": torch.empty(0),
-        "scalar": torch.tensor(3),
-    }
-    copy = to_host(state)
-    assert_same(copy, state)
-    assert copy["w"].stride() == state["w"].stride()
-    state["w"].zero_()
-    assert copy["w"].sum() == 15
-
-
 def test_tied_weights_stay_tied_in_a_copy() -> None:
     """`state_dict` gives a new tensor object for each name of a tied weight; they must be stored once all the same."""
     embedding, head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
@@ -141,9 +111,3 @@ def test_neighbours_in_one_storage_are_not_tied() -> None:
     block = torch.arange(12.0)
     state = {"a": block[:4], "b": block[4:8], "c": block[:4].view(2, 2), "d": torch.empty(0), "e": torch.empty(0, 2)}
     assert_same(to_host(state), state)
-
-
-def test_a_conjugate_view_is_not_its_base() -> None:
-    base = torch.tensor([1 + 2j])
-    copy = to_host({"a": base, "b": base.conj()})
-    assert copy["a"].item() == 1 + 2j and copy["b"].item() == 1 - 2j

@@ -93,22 +93,6 @@ def test_a_device_that_has_done_all_holds_the_newest(device: Device, progress: D
     assert progress.comes_here(0.0) and landed(progress) == 2
 
 
-def test_a_device_that_waits_before_an_update_holds_the_boundary_before(
-    device: Device, progress: DeviceProgress
-) -> None:
-    pass_steps(progress, 0, 1, 2)
-    for done, held in {5: 2, 3: 1, 1: 0}.items():
-        device.done = done
-        assert landed(progress) == held
-
-
-def test_in_the_middle_of_an_update_it_holds_none(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0, 1, 2)
-    for done in (0, 2, 4):
-        device.done = done
-        assert landed(progress) is None
-
-
 def test_an_update_that_the_program_has_begun_and_the_device_has_not(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1)
     progress.begin_update()
@@ -135,36 +119,6 @@ def test_it_waits_for_the_newest_for_as_long_as_it_is_told(device: Device, progr
 
     found = progress.newest_held(waits, has_updated=False)
     assert found is not None and found.step == 1 and asked == 2
-
-
-def test_a_boundary_waits_for_its_update_to_begin(device: Device, progress: DeviceProgress) -> None:
-    for step in range(4):
-        progress.end_forward()
-        pass_steps(progress, step)
-        progress.end_step()
-    assert device.waited_for == [2, 4, 6]
-
-
-def test_a_forward_that_fits_the_queue_is_queued_before_the_wait(device: Device, progress: DeviceProgress) -> None:
-    progress.waits_in_forward = True
-    pass_steps(progress, 0, 1)
-    progress.end_step()
-    assert device.waited_for == []
-    progress.end_forward()
-    assert device.waited_for == [2]
-    pass_steps(progress, 2)
-    progress.end_step()
-    assert device.waited_for == [2, 2], "again before the update: layers can be called one by one"
-    progress.end_forward()
-    assert device.waited_for == [2, 2, 4]
-
-
-def test_what_is_captured_in_a_graph_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
-    progress.waits_in_forward = device.is_capturing = True
-    pass_steps(progress, 0, 1)
-    progress.end_forward()
-    progress.begin_update()
-    assert device.waited_for == []
 
 
 @pytest.mark.parametrize("in_forward", [False, True])
@@ -202,24 +156,6 @@ def test_which_updates_these_are(count: int, foreach: bool | None, long: bool) -
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1)) for _ in range(count)], foreach=foreach)
     assert fills_queue(optimizer) == long
     assert not fills_queue(None)
-
-
-class OneByOne(torch.optim.Optimizer):
-    """An optimizer of a user's, which has no options for several tensors at once."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-
-def test_an_optimizer_of_a_users_own_is_one() -> None:
-    assert fills_queue(OneByOne([nn.Parameter(torch.zeros(1)) for _ in range(40)]))
-
-
-def test_a_boundary_without_an_update_waits_for_nothing(device: Device, progress: DeviceProgress) -> None:
-    for step in range(3):
-        progress.at_boundary(step, None)
-        progress.wait_for_update()
-    assert device.waited_for == []
 
 
 def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
@@ -326,22 +262,6 @@ def test_going_back_gives_what_was_in_host_memory_then() -> None:
     assert torch.equal(state["rng"]["torch"], stream)
 
 
-def test_state_that_only_the_program_has_made_is_left_out() -> None:
-    """A parameter that is updated for the first time gets its state then: its device has not filled it yet."""
-    job = Job()
-    for parameter in job.model[1].parameters():
-        parameter.requires_grad_(False)
-    job.step(1)
-    kept = job.collector.devices.newest
-    assert kept is not None
-    for parameter in job.model[1].parameters():
-        parameter.requires_grad_(True)
-    job.update()
-    assert len(job.optimizer.state) == 4
-    job.collector.go_back(kept)
-    assert list(job.collector.state()["optimizer"]["state"]) == [0, 1]
-
-
 def test_numbers_and_tensors_of_the_optimizer_are_those_of_then() -> None:
     """Also where an optimizer counts in Python numbers, or puts new tensors in the place of older ones."""
     job = Job()
@@ -368,16 +288,6 @@ def test_parameters_with_other_memory_are_refused() -> None:
     weight.data = weight.data.clone()
     with pytest.raises(UnsupportedStateError, match="have got other memory since the boundary"):
         job.collector.go_back(kept)
-
-
-def test_a_change_by_hand_before_the_update_leaves_the_boundary(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0, 1)
-    progress.begin_update(lambda: "2 parameters were changed")
-    progress.at_boundary(2, "kept 2")
-    device.done = 3
-    assert landed(progress) is None
-    device.done = 5
-    assert landed(progress) == 2
 
 
 def test_much_on_the_device_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

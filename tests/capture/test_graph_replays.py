@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,11 +75,6 @@ def test_a_graph_that_changes_weights_is_an_update(job: Job) -> None:
             assert problem is None
 
 
-def test_a_graph_that_changes_optimizer_state_alone_is_an_update(job: Job) -> None:
-    Graph(lambda: job.momentum.add_(1.0)).replay()
-    assert job.state is GateState.DIRTY
-
-
 def test_weights_that_begin_to_change_later_are_seen_at_a_power_of_two(job: Job) -> None:
     rates = iter([0.0] * 5 + [0.1] * 5)  # a warm-up that begins at 0
     graph = Graph(lambda: job.weight.mul_(1.0 - next(rates)))
@@ -90,16 +84,6 @@ def test_weights_that_begin_to_change_later_are_seen_at_a_power_of_two(job: Job)
         states.append(job.state)
         job.end_step()
     assert states == [GateState.CLEAN] * 7 + [GateState.DIRTY] * 3
-
-
-def test_a_forward_moves_the_counters_of_its_buffers(job: Job) -> None:
-    graph = Graph(lambda: job.mean.add_(1.0))
-    buffer, weight = job.buffer, job.linear.weight
-    for _ in range(5):
-        before = buffer._version, weight._version
-        graph.replay()
-        assert (buffer._version > before[0], weight._version) == (True, before[1])
-        assert job.state is GateState.CLEAN and job.gate.window_open()
 
 
 def test_what_it_does_not_change_may_still_be_in_a_backward(job: Job) -> None:
@@ -112,44 +96,6 @@ def test_what_it_does_not_change_may_still_be_in_a_backward(job: Job) -> None:
     Graph(lambda: job.weight.mul_(0.5)).replay()
     loss.backward()
     replays.unwatch()
-
-
-def test_looks_of_two_threads_leave_the_gate_as_it_was(job: Job) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def work() -> None:
-        inside.set()
-        assert leave.wait(60)
-
-    thread = threading.Thread(target=Graph(work).replay)
-    thread.start()
-    assert inside.wait(60)
-    Graph(leave.set).replay()
-    thread.join(60)
-    assert job.state is GateState.CLEAN and job.gate.window_open()
-
-
-def test_a_graph_that_changes_nothing_of_the_job_stays_unseen(job: Job) -> None:
-    versions = [tensor._version for tensor in job.collector.stable_tensors()]
-    graph = Graph(lambda: torch.zeros(3).add_(1.0))
-    for _ in range(9):
-        graph.replay()
-    assert job.state is GateState.CLEAN
-    assert [tensor._version for tensor in job.collector.stable_tensors()] == versions
-
-
-def test_readers_are_waited_for_also_before_it_is_known_as_an_update(job: Job) -> None:
-    seen: list[GateState] = []
-
-    def work() -> None:
-        seen.append(job.state)
-        job.weight.mul_(0.5)
-
-    graph = Graph(work)
-    graph.replay()
-    job.end_step()
-    graph.replay()
-    assert seen == [GateState.UPDATING] * 2
 
 
 def test_what_fails_in_a_look_leaves_the_gate_as_it_was(job: Job) -> None:
@@ -210,17 +156,6 @@ def test_a_load_fills_the_tensors_that_were_there(kind: Any) -> None:
     for key, tensor in before.items():
         assert after[key] is tensor and torch.equal(tensor, wanted["state"][0][key])
     assert live.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.03)
-
-
-def test_weights_that_the_state_refers_to_are_not_written() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    optimizer.state[parameter]["momentum_buffer"] = parameter.data
-    component = Collector({"optimizer": optimizer}).components["optimizer"]
-    wanted = component.state()
-    wanted["state"] = {0: {"momentum_buffer": torch.full((2,), 7.0)}}
-    component.load(wanted)
-    assert parameter.tolist() == [1.0, 1.0] and optimizer.state[parameter]["momentum_buffer"].tolist() == [7.0, 7.0]
 
 
 def test_an_optimizer_that_makes_its_state_when_it_loads_keeps_that() -> None:

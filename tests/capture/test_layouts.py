@@ -100,20 +100,6 @@ def test_a_plain_job_says_little() -> None:
     assert (moment.shape, moment.parameter, moment.dtype) == ((2, 3), "model.0.weight", "F32")
 
 
-def test_the_record_follows_the_optimizer_and_is_kept_otherwise() -> None:
-    network = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(network.parameters())
-    one = recorder({"model": network, "optimizer": optimizer}, world_size=1)
-    first = one.record()
-    assert one.record() is first, "not worked out anew at every save"
-    network(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert one.record() is not first
-    later = one.record()
-    one.set_job_layouts([TensorSpec("model.weight", (2, 3), Layout.from_json(EVERYWHERE))])
-    assert one.record().json["job"] == [["model.weight", 1, [2, 3]]] and one.record() != later
-
-
 def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
     network = nn.Linear(3, 2)
     one = recorder({"model": network}, rank=1)
@@ -125,14 +111,6 @@ def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
 
 
 # --- DDP, and nothing at all ---
-
-
-def test_replicas_are_on_the_ranks_of_the_group() -> None:
-    network = nn.Linear(3, 2)
-    targets = {"model": network, "optimizer": stepped(network.parameters())}
-    record = recorder(targets, rank=2, replicas=[0, 2]).record().json
-    assert record["layouts"] == [{"mesh": [2], "placements": ["R"], "ranks": [0, 2]}]
-    assert (record["default"], record["assumed"], record["tensors"]) == (0, [], {})
 
 
 def test_without_ddp_each_rank_has_its_own() -> None:
@@ -237,23 +215,6 @@ def test_hsdp_is_replicas_of_shards(join: Join) -> None:
     assert strategy.replica_groups() == [(0, 2), (1, 3)]
 
 
-def test_a_mesh_without_names_is_taken_as_it_is(join: Join) -> None:
-    join(2)
-    wide, narrow = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [2, 3])
-    network = Laid(w=part(wide, [Shard(0), Shard(1)], 2, 2), n=part(narrow, [Shard(0)], 2))
-    record = recorder({"model": network}, 2).record().json
-    assert layout_at(record, "model.n") == ({"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (4,))
-
-
-def test_pipeline_stages_have_meshes_of_their_own(join: Join) -> None:
-    join(3)
-    network = Laid(w=part(DeviceMesh("cpu", [1, 3]), [Shard(0)], 2, 2), b=torch.zeros(3))
-    targets = {"model": network, "optimizer": stepped(network.parameters())}
-    record = recorder(targets, 3).record().json
-    assert layout_at(record, "model.w") == ({"mesh": [2], "placements": ["S(0)"], "ranks": [1, 3]}, (4, 2))
-    assert record["layouts"][record["default"]]["ranks"] == [1, 3], "the largest mesh that this rank is in"
-
-
 def test_a_sum_that_is_not_done_is_refused(join: Join) -> None:
     join(0)
     mesh = init_device_mesh("cpu", (4,))
@@ -297,13 +258,6 @@ def test_layouts_by_hand(rank: int) -> None:
     assert set(step.layout.ranks) == {0, 1, 2, 3}, "a counter goes with its parameter"
 
 
-def test_a_layout_for_other_ranks_is_not_ours() -> None:
-    network = nn.Linear(3, 2)
-    layouts = {"*": Layout((2,), ("shard(0)",), ranks=(0, 1))}  # type: ignore[arg-type]
-    assert layout_at(by_hand(network, layouts, 1)[1].record().json, "model.weight")[1] == (4, 3)
-    assert by_hand(network, layouts, 2)[1].record().json["tensors"] == {}
-
-
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
@@ -315,16 +269,6 @@ def test_a_layout_for_other_ranks_is_not_ours() -> None:
 def test_layouts_by_hand_that_are_none(layouts: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         by_hand(nn.Linear(3, 2), layouts, 0)
-
-
-def test_by_hand_goes_before_dtensor(join: Join) -> None:
-    join(1)
-    network = Laid(w=part(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3))
-    _, one = by_hand(network, {"model.w": Layout((4,), ("shard(1)",))}, 1)  # type: ignore[arg-type]
-    assert layout_at(one.record().json, "model.w") == (
-        {"mesh": [4], "placements": ["S(1)"], "ranks": [[0, 4]]},
-        (2, 12),
-    )
 
 
 # --- names, blueprints ---
@@ -356,15 +300,6 @@ def test_tied_weights_buffers_and_extra_state() -> None:
     assert blueprint.volatile == {"model": ["count", "_extra_state"]}
     assert blueprint.optimizers == {"optimizer": [["model.embedding.weight"]]}
     assert one.shapes() == {"model.embedding.weight": (5, 3), "model.head.weight": (5, 3)}
-
-
-def test_groups_and_two_models() -> None:
-    one_model, other = nn.Linear(3, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": [other.weight, one_model.bias]}, {"params": [one_model.weight]}], lr=0.1)
-    one = recorder({"a": one_model, "b": other, "optimizer": optimizer}, world_size=1)
-    names = [["b.weight", "a.bias"], ["a.weight"]]
-    assert one.blueprint().optimizers == {"optimizer": names}
-    assert one.record().json["parameters"] == {"optimizer": [*names[0], *names[1]]}
 
 
 def test_a_parameter_of_no_model_is_known_by_its_number() -> None:

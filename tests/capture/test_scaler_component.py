@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from mindx_elastic.capture.components import component_for
@@ -22,17 +21,6 @@ def used_scaler(**options: Any) -> torch.amp.GradScaler:
     return scaler
 
 
-@pytest.mark.parametrize("options", [{}, {"growth_factor": 4.0, "backoff_factor": 0.25}, {"growth_interval": 100}])
-def test_its_state_is_that_of_the_scaler(options: dict[str, Any]) -> None:
-    scaler = used_scaler(**options)
-    component = component_for("scaler", scaler)
-    assert isinstance(component, ScalerComponent)
-    assert component.state() == scaler.state_dict()
-    fresh = torch.amp.GradScaler("cpu", **{"init_scale": 8.0, "growth_interval": 2, **options})
-    component_for("scaler", fresh).load(component.state())
-    assert fresh.state_dict() == scaler.state_dict()
-
-
 def test_a_boundary_keeps_the_values_of_then() -> None:
     scaler = used_scaler()
     component = component_for("scaler", scaler)
@@ -44,12 +32,6 @@ def test_a_boundary_keeps_the_values_of_then() -> None:
     assert component.state()["scale"] == 1024.0
     component.go_back(kept)
     assert component.state() == before
-
-
-def test_an_unused_or_disabled_one_is_as_torch_says() -> None:
-    for options in ({}, {"enabled": False}):
-        scaler = torch.amp.GradScaler("cpu", **options)
-        assert component_for("scaler", scaler).state() == scaler.state_dict()
 
 
 def test_one_with_a_state_of_its_own_is_asked_for_it() -> None:

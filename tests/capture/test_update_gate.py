@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from tests.harness import wait_until
@@ -48,11 +47,6 @@ def start(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_forward_and_backward_leave_the_boundary_intact(gate: UpdateGate, layer: nn.Linear) -> None:
-    backward(layer)
-    assert (gate.state, problem(gate)) == (GateState.CLEAN, None)
-
-
 def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     backward(layer)
@@ -82,42 +76,6 @@ def test_a_named_optimizer_is_seen_whatever_it_changes(gate: UpdateGate) -> None
     gate.named = {id(optimizer)}
     optimizer.step()
     assert gate.state is GateState.DIRTY
-
-
-class Inspecting(torch.optim.SGD):
-    """Looks at the gate in the middle of its update."""
-
-    gate: UpdateGate
-    seen: list[GateState]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.seen.append(self.gate.state)
-        return super().step(closure)
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, as lookahead and loss-scaling wrappers are."""
-
-    def __init__(self, inner: Inspecting) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-        self.after: list[GateState] = []
-
-    def step(self, closure: Any = None) -> Any:
-        self.inner.step()
-        self.after.append(self.inner.gate.state)
-
-
-def test_a_nested_optimizer_is_updating_until_the_outer_one_ends(gate: UpdateGate, layer: nn.Linear) -> None:
-    inner = Inspecting(layer.parameters(), lr=0.1)
-    inner.gate, inner.seen = gate, []
-    outer = Wrapper(inner)
-    backward(layer)
-    outer.step()
-    assert set(inner.seen) == set(outer.after) == {GateState.UPDATING}
-    assert gate.state is GateState.DIRTY
-    assert gate.pass_boundary(lambda: None)
 
 
 def test_an_optimizer_inside_backward_is_seen(gate: UpdateGate, layer: nn.Linear) -> None:
@@ -204,27 +162,6 @@ def test_an_exception_in_the_copy_leaves_the_gate_usable_and_not_clean(gate: Upd
     assert gate.pass_boundary(lambda: None)
 
 
-def test_a_step_waits_for_whoever_holds_the_gate(gate: UpdateGate, layer: nn.Linear) -> None:
-    backward(layer)
-    before = layer.weight.clone()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    started, entered = threading.Event(), threading.Event()
-    optimizer.register_step_pre_hook(lambda *_: entered.set())  # runs after the gate's global hook
-
-    def step() -> None:
-        started.set()
-        optimizer.step()
-
-    with gate.hold(WAIT_S) as found:
-        assert found is None
-        thread = start(step)
-        assert started.wait(WAIT_S)
-        assert not entered.wait(0.05)  # not for ordering: the longer, the surer
-        assert torch.equal(layer.weight, before)
-    thread.join(WAIT_S)
-    assert entered.is_set() and not torch.equal(layer.weight, before)
-
-
 def test_hold_waits_for_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
     backward(layer)
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
@@ -281,29 +218,6 @@ def test_whoever_asks_while_the_boundary_is_copied_waits_with_a_bound(gate: Upda
     assert problem(gate) is None
 
 
-def test_a_writer_that_waits_is_let_in_however_many_have_read(gate: UpdateGate, layer: nn.Linear) -> None:
-    backward(layer)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    stop = threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            with gate.hold(0.0):
-                pass
-            stop.wait(0.001)
-
-    readers = [start(read) for _ in range(3)]
-    try:
-        for _ in range(50):
-            optimizer.step()
-            gate.pass_boundary(lambda: None)
-    finally:
-        stop.set()
-        for thread in readers:
-            thread.join(WAIT_S)
-    assert gate.waited_s >= 0 and problem(gate) is None
-
-
 def test_a_forked_child_waits_for_no_reader_of_its_parent(gate: UpdateGate, layer: nn.Linear) -> None:
     backward(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -325,15 +239,6 @@ def test_an_exception_while_holding_lets_go(gate: UpdateGate) -> None:
     with pytest.raises(ValueError, match="injected"), gate.hold(0.0):
         raise ValueError("injected")
     assert problem(gate) is None
-
-
-def test_unwatch_removes_every_hook() -> None:
-    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
-    gate = UpdateGate()
-    gate.watch([])
-    gate.unwatch()
-    gate.unwatch()
-    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
 
 
 class _Replacing(torch.optim.SGD):

@@ -58,12 +58,6 @@ def test_a_chain_is_bounded_and_stays_sound() -> None:
     assert len(odd[0]) < 1024 and read_chain(odd), "whatever the words are, a header takes it"
 
 
-def test_an_entry_takes_the_place_of_one_after_the_same_boundary() -> None:
-    chain = added(chain_of(2), after=30, last=30, outcome=NOT_COMPARED, why="no witness", **FACTS)
-    chain = added(chain, after=30, last=31, outcome="verified", **FACTS)
-    assert chain == chain_of(3)
-
-
 @pytest.mark.parametrize(
     ("forge", "place"),
     [

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,18 +107,6 @@ def test_the_folder_of_a_dead_agent_is_removed(run: Callable[..., Any], base: Pa
     assert not user_folder(base).exists()  # it was the last
 
 
-def test_a_living_agent_stays(run: Callable[..., Any], base: Path) -> None:
-    folder = make_agent(base, os.getpid())
-    (entry,) = clean(run, base, "--all")["agents"]
-    assert (entry["action"], entry["why"]) == ("in use", f"agent {os.getpid()} runs") and folder.exists()
-
-
-def test_a_process_that_has_inherited_the_number_is_no_agent(run: Callable[..., Any], base: Path) -> None:
-    folder = make_agent(base, os.getpid())
-    os.utime(folder, (0, time.time() - 86400 * 365))
-    assert clean(run, base)["agents"][0]["action"] == "removed"
-
-
 def test_the_folder_of_a_dead_proof_is_removed(run: Callable[..., Any], base: Path, dead_pid: int) -> None:
     living, dead = make_proof_folder(base), base / f"mindx-prove-{dead_pid}-00ff"
     dead.mkdir(mode=0o700)
@@ -194,35 +181,6 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(
     (entry,) = clean(run, base, "--all")["arenas"]
     assert entry["action"] == "removed" and entry["newest_step"] == 17 and not user_folder(base).exists()
     assert directory.exists()
-
-
-def test_all_says_what_is_lost(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
-    make_arena(base, tmp_path, [(3, 4)])
-    lines = run("clean", "--base", base, "--all", "--yes").stdout.splitlines()
-    assert lines[0].startswith("removed  ") and f"snapshot of step 4 for {tmp_path}, run run-a, 1 rank, " in lines[0]
-    assert lines[-1].endswith(" freed")
-
-
-def test_snapshots_whose_directory_has_gone_are_removed(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
-    make_arena(base, tmp_path / "gone", [(3, 4)])
-    make_arena(base, tmp_path, [(3, 4)])
-    actions = {entry["directory"]: entry["action"] for entry in clean(run, base)["arenas"]}
-    assert actions == {str(tmp_path / "gone"): "removed", str(tmp_path): "kept"}
-
-
-@pytest.mark.parametrize(
-    "owner", [None, "", "[]", '{"directory": 3}', '{"directory": "ckpt"}', '{"directory": "/a\\u0000"}']
-)
-def test_an_arena_of_nobody_known_is_kept(
-    run: Callable[..., Any], base: Path, tmp_path: Path, owner: str | None
-) -> None:
-    folder = make_arena(base, tmp_path, [(-1, -1)])
-    (folder / "owner.json").unlink()
-    if owner is not None:
-        (folder / "owner.json").write_text(owner)
-    (entry,) = clean(run, base)["arenas"]
-    assert (entry["action"], entry["directory"], entry["newest_step"]) == ("kept", None, None)
-    assert "no snapshot of all ranks for an unknown directory" in run("clean", "--base", base, "--all", "--yes").stdout
 
 
 def test_an_arena_in_use_is_never_removed(

@@ -91,13 +91,6 @@ def test_memory_is_no_place_for_checkpoints(run: Callable[..., Any], tmp_path: P
     assert not os.path.exists("/dev/shm/mindx-doctor-test")
 
 
-def test_narrow_terminals(run: Callable[..., Any], tmp_path: Path) -> None:
-    for columns in (40, 80):
-        lines = run("doctor", tmp_path, "--measure", 0, columns=columns).stdout.splitlines()
-        words = max((len(word) for line in lines[1:] for word in line.split()), default=0)
-        assert max(map(len, lines[1:-1])) <= max(columns, words + 30)
-
-
 @pytest.mark.parametrize("words", [("--grace", "0"), ("--state", "18"), ("--measure", "100")])
 def test_wrong_usage_is_2(run: Callable[..., Any], tmp_path: Path, words: tuple[str, str]) -> None:
     assert run("doctor", tmp_path, *words).exit_code == 2

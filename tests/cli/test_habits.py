@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.cli.terminal import run_in_terminal
 
 SLOW_VERIFY = """
 import sys, time
@@ -36,32 +33,6 @@ def verify(tree: Path, *, seconds: float, delay: float) -> list[str]:
 
 
 # --- progress bars ---
-
-
-def test_long_work_shows_a_bar_on_the_terminal_and_nothing_of_it_in_the_pipe(tree: Path) -> None:
-    code, printed, shown = run_in_terminal(verify(tree, seconds=0.5, delay=0.05), env={**os.environ, "TERM": "xterm"})
-    assert code == 0
-    assert json.loads(printed)["bad"] == 0
-    assert "verifying" in shown
-    assert shown.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the bar is wiped out at the end"
-
-
-def test_short_work_shows_nothing(tree: Path) -> None:
-    code, _, shown = run_in_terminal(verify(tree, seconds=0, delay=600), env={**os.environ, "TERM": "xterm"})
-    assert (code, shown) == (0, "")
-
-
-def test_no_bar_in_a_pipe_even_where_ci_forces_colours(tree: Path) -> None:
-    env = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "CI": "1", "TERM": "xterm"}
-    done = subprocess.run(
-        verify(tree, seconds=0.5, delay=0.05), env=env, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_dumb_terminal_gets_no_bar(tree: Path) -> None:
-    code, _, shown = run_in_terminal(verify(tree, seconds=0.5, delay=0.05), env={**os.environ, "TERM": "dumb"})
-    assert (code, shown) == (0, "")
 
 
 # --- errors ---

@@ -105,17 +105,6 @@ def test_version(run: Callable[..., Any]) -> None:
     assert re.fullmatch(r"mindx-elastic \d+\.\d+\S*\n", result.stdout)
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["-h"], ["inspect", "--help"], ["verify", "-h"], ["status", "-h"], ["clean", "-h"]]
-)
-def test_help_has_examples_and_exit_codes(run: Callable[..., Any], words: list[str]) -> None:
-    result = run(*words, columns=100)
-    assert result.exit_code == 0
-    assert "Examples" in result.stdout and "mindx-elastic inspect" in result.stdout + "mindx-elastic inspect"
-    assert "mindx-elastic" in result.stdout
-    assert re.search(r"[Ee]xit codes?", result.stdout) and "no checkpoint" in result.stdout
-
-
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--nproc-per-node", "2", "-h", "train.py"]])
 def test_help_of_run_shows_ten_options_and_then_the_others(run: Callable[..., Any], words: list[str]) -> None:
     result = run("run", *words, columns=100)
@@ -125,16 +114,6 @@ def test_help_of_run_shows_ten_options_and_then_the_others(run: Callable[..., An
     assert len(names[0]) == 10 and {"--nproc-per-node", "--max-restarts", "--run-dir"} < set(names[0])
     assert {"--spares", "--metrics-port"} < set(names[1]) and {"--rdzv-backend", "--tee"} < set(names[2])
     assert "--help" not in names[2] and not set(names[0]) & {*names[1], *names[2]}
-
-
-def test_examples_keep_their_lines(run: Callable[..., Any]) -> None:
-    lines = [line.strip() for line in run("verify", "--help", columns=100).stdout.splitlines()]
-    assert "mindx-elastic verify ckpt" in lines and "mindx-elastic verify ckpt/rank_0" in lines
-
-
-def test_without_arguments_the_help_is_shown(run: Callable[..., Any]) -> None:
-    result = run()
-    assert "inspect" in result.stdout + result.stderr and "verify" in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("words", [["inspct"], ["inspect"], ["inspect", "--jsn", "."], ["verify", "a", "b"]])
@@ -169,17 +148,6 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
     )
-
-
-def test_as_a_process(tree: Path) -> None:
-    command = [sys.executable, "-m", "mindx_elastic.cli.main"]
-    done = subprocess.run([*command, "inspect", str(tree)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0 and done.stderr == ""
-    assert "newest complete step: 17" in done.stdout
-    missing = subprocess.run(
-        [*command, "verify", str(tree / "no")], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert missing.returncode == 2 and "Traceback" not in missing.stderr
 
 
 def test_a_package_error_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

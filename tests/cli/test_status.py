@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,20 +51,6 @@ def record_job(run_dir: Path, *, finished: bool = True) -> None:
         ledger.update(1, outcome=FINISHED, step_reached=9)
         ledger.close("finished")
         log.emit("agent_end", outcome="finished", pid=os.getpid())
-
-
-def test_a_finished_job(run: Callable[..., Any], run_dir: Path) -> None:
-    record_job(run_dir)
-    result = run("status", run_dir)
-    assert result.exit_code == 0 and result.stderr == ""
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith(f"agent {os.getpid()} on {socket.gethostname()} has ended, begun ")
-    assert lines[0].endswith(": finished")
-    assert any(line.split()[:8] == ["0", "2", "fresh", "4", "rank", "1:", "killed", "by"] for line in lines)
-    assert lines[-1] == "1 failure, 0 steps lost, 2.5 s not training"
-    same = run("status", run_dir / "events.jsonl").stdout.splitlines()
-    assert same[0].endswith(": finished"), "how long ago it began may be another second by now"
-    assert same[1:] == lines[1:]
 
 
 def test_json(run: Callable[..., Any], run_dir: Path) -> None:
@@ -203,12 +188,6 @@ def test_a_killed_agent(run: Callable[..., Any], run_dir: Path, dead_pid: int) -
     assert "is gone without recording its end: it was killed" in lines[0] and "no end recorded" in "".join(lines[1:])
 
 
-def test_a_process_that_has_inherited_the_number(run: Callable[..., Any], run_dir: Path, sleeper: int) -> None:
-    started = {"time": time.time() - 3600, "event": "agent_start", "pid": sleeper, "host": socket.gethostname()}
-    (run_dir / "events.jsonl").write_text(json.dumps(started) + "\n")
-    assert json.loads(run("status", run_dir, "--json").stdout)["agent"]["running"] is False
-
-
 def test_an_agent_of_another_machine(run: Callable[..., Any], run_dir: Path) -> None:
     log = EventLog(run_dir / "events.jsonl")
     log.emit("agent_start", pid=1, host="another-machine", agent_dir=str(run_dir))
@@ -239,10 +218,3 @@ def test_wrong_usage_is_2(run: Callable[..., Any], run_dir: Path) -> None:
     (run_dir / "events.jsonl").mkdir()
     result = run("status", run_dir)
     assert result.exit_code == 2 and "cannot be read" in result.stderr
-
-
-def test_the_table_fits_its_terminal(run: Callable[..., Any], run_dir: Path) -> None:
-    record_job(run_dir)
-    for columns in (60, 100):
-        lines = run("status", run_dir, columns=columns).stdout.splitlines()[1:]
-        assert lines and max(map(len, lines)) <= columns

@@ -125,14 +125,6 @@ def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path, mon
     assert any("more; all ranks: step 27 to 27" in line for line in text)
 
 
-def test_a_job_that_has_ended_has_one_frame(run: Callable[..., Any], run_dir: Path) -> None:
-    EventLog(run_dir / "events.jsonl").emit("agent_end", outcome="finished", pid=os.getpid())
-    result = run("top", run_dir)
-    assert result.exit_code == 0 and "has ended" in result.stdout.splitlines()[0]
-    assert "\x1b" not in result.stdout, "plain where the output is no terminal"
-    assert run("status", run_dir, "--watch").stdout.split(" ", 1)[1] != ""
-
-
 @pytest.mark.parametrize("words", [["top"], ["status", "--watch"]])
 def test_it_waits_for_a_job_that_is_not_started_yet(
     run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -161,13 +153,6 @@ def test_without_a_directory_nothing_is_claimed() -> None:
     found = expect({0: page(step=9)}, DiskWatch())
     assert (found.step, found.lost_if_killed, found.lost_if_machine_lost) == (9, None, None)
     assert expect({}, DiskWatch()) == Outlook() == expect({0: page()}, DiskWatch())
-
-
-def test_ranks_with_parts_have_a_snapshot_together(arena: Path) -> None:
-    second = arena / "rank_1"
-    second.mkdir(mode=0o700)
-    (second / "commit").write_bytes(SlotRecord(SlotState.SEALED, step=21, sequence=1).pack().ljust(128, b"\0"))
-    assert expect({0: page(step=30, arena=str(arena))}, DiskWatch()).memory_step == 21
 
 
 def test_rates_follow_the_steps() -> None:

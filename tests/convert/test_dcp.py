@@ -91,27 +91,6 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "ck")
 
 
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [((0, 0), (8, 6))],
-        QUARTERS,
-        [((0, 0), (3, 6)), ((3, 0), (3, 6)), ((6, 0), (2, 6)), ((8, 0), (0, 6))],
-        [((0, 0), (8, 1)), ((0, 1), (2, 5)), ((2, 1), (6, 5))],
-    ],
-)
-def test_chunks_of_several_ranks(folder: Folder, boxes: list[Box]) -> None:
-    found = read(folder.add("w", WHOLE, boxes).path)
-    assert torch.equal(found["w"], WHOLE)
-
-
-def test_a_large_tensor_goes_through_a_file(folder: Folder) -> None:
-    large = torch.randn(1024, 512)
-    found = read(folder.add("w", large, [((0, 0), (500, 512)), ((500, 0), (524, 512))]).path)
-    assert torch.equal(found["w"], large)
-    assert [p.name for p in folder.path.parent.iterdir()] == ["ck"]
-
-
 def test_lists_and_numbers_as_torch_writes_them(tmp_path: Path) -> None:
     state = {
         "a": [torch.ones(1), {"b": torch.zeros(2)}],
@@ -282,11 +261,3 @@ def test_the_optimizer_in_a_folder_of_torchtitan_is_not_the_model(tmp_path: Path
     assert list(torch.load(made, weights_only=True)) == ["layers.0.weight"]
     convert(Request(source=tmp_path / "step-3", destination=made, everything=True, force=True))
     assert set(torch.load(made, weights_only=True)) == {"model", "optimizer", "train_state"}
-
-
-def test_names_of_megatrons_optimizer_are_told(tmp_path: Path) -> None:
-    Folder(tmp_path / "iter").add("optimizer.state.exp_avg.w", torch.ones(2), [((0,), (2,))]).add(
-        "w", torch.ones(2), [((0,), (2,))]
-    )
-    result = convert(Request(source=tmp_path / "iter", destination=tmp_path / "w.pt"))
-    assert result.notes == ["1 names begin with `optimizer.`, as in Megatron's folders; they are no weights"]

@@ -128,28 +128,11 @@ def test_folders_without_an_index(folder: Path) -> None:
         converted(folder)
 
 
-def test_a_number_without_end_is_refused_at_once(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(1)}, tmp_path / "model-000000001-of-999999999.safetensors")
-    with pytest.raises(CorruptCheckpointError, match=r"there is model-000000002-of-999999999\.safetensors"):
-        converted(tmp_path)
-
-
 def test_two_indexes(folder: Path) -> None:
     index = write_index(folder / "model.fp16.safetensors.index.json", {"layer.0": FILES["layer.0"]})
     with pytest.raises(UsageError, match=r"has 2 indexes: model.fp16.* give one"):
         converted(folder)
     assert list(converted(index)[0]) == ["layer.0"]
-
-
-@pytest.mark.parametrize("nested", [True, False])
-def test_an_index_of_mindspore(folder: Path, nested: bool) -> None:
-    (folder / "model.safetensors.index.json").unlink()
-    save_file({"step_num": torch.ones(1)}, folder / "hyper_param.safetensors")
-    content: Any = {"weight_map": FILES} if nested else FILES
-    (folder / "param_name_map.json").write_text(json.dumps(content))
-    found, result = converted(folder)
-    assert_layers(found)
-    assert result.notes == ["not in param_name_map.json, left out: hyper_param.safetensors"]
 
 
 def test_an_index_of_torch_files(tmp_path: Path) -> None:

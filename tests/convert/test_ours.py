@@ -19,7 +19,6 @@ from mindx_elastic.errors import (
     NoUsableCheckpointError,
     UsageError,
 )
-from mindx_elastic.persist.reader import read_checkpoint
 from tests.checkpoint_files import flip_bit_in_data, flip_bit_in_header
 from tests.convert.samples import part, write_rank
 
@@ -85,15 +84,6 @@ def test_any_layout(
     assert torch.equal(model["w"], whole)
 
 
-def test_a_large_sharded_tensor(tmp_path: Path) -> None:
-    whole, layout = torch.randn(1000, 600), Layout((3,), ("S(0)",))  # type: ignore[arg-type]
-    for rank in range(3):
-        state = {"model": {"w": part(whole, layout, rank)}}
-        write_rank(tmp_path / "ckpt", rank, 3, state, layouts=[layout], tensors={"model.w": [0, [1000, 600]]})
-    model, _ = run(tmp_path / "ckpt")
-    assert torch.equal(model["w"], whole)
-
-
 def test_a_replica_stands_in(tmp_path: Path) -> None:
     write_job(tmp_path / "ckpt", ROWS)  # ranks 0 and 2 hold the same, 1 and 3 do
     shutil.rmtree(tmp_path / "ckpt" / "rank_0")
@@ -101,19 +91,6 @@ def test_a_replica_stands_in(tmp_path: Path) -> None:
     model, result = run(tmp_path / "ckpt")
     assert torch.equal(model["weight"], WEIGHT)
     assert result.notes == ["step 17 is not complete: ranks 0, 1 of 4 missing"]
-
-
-def test_the_newest_step_whose_tensors_are_all_there(tmp_path: Path) -> None:
-    """An older complete one was taken before, and training that was there thrown away."""
-    root = tmp_path / "ckpt"
-    write_job(root, ROWS, step=16, name="a.safetensors")
-    write_job(root, ROWS, step=17, name="b.safetensors")
-    (root / "rank_0" / "b.safetensors").unlink()  # rank 2 has the same
-    write_job(root, ROWS, step=18, name="c.safetensors")
-    for rank in (1, 3):
-        (root / f"rank_{rank}" / "c.safetensors").unlink()
-    _, result = run(root)
-    assert (result.step, result.notes) == (17, ["step 17 is not complete: rank 0 of 4 missing"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -131,26 +108,6 @@ def test_damaged_tensors_come_from_another_rank(tmp_path: Path) -> None:
         flip_bit_in_data(tmp_path / "ckpt" / f"rank_{rank}" / "m-1_7.safetensors")  # the bias, the narrowest
     model, _ = run(tmp_path / "ckpt")
     assert torch.equal(model["bias"], BIAS)
-
-
-def test_a_second_file_of_the_rank_stands_in(tmp_path: Path) -> None:
-    write_job(tmp_path / "ckpt", COLUMNS)
-    path = tmp_path / "ckpt" / "rank_2" / "m-1_7.safetensors"
-    shutil.copy(path, path.with_name("second.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[4096:] = bytes(len(data) - 4096)
-    path.write_bytes(data)
-    model, _ = run(tmp_path / "ckpt")
-    assert torch.equal(model["weight"], WEIGHT)
-
-
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    write_job(tmp_path / "ckpt", ROWS)
-    for rank in (1, 3):
-        shutil.rmtree(tmp_path / "ckpt" / f"rank_{rank}")
-    with pytest.raises(CorruptCheckpointError, match=r"model.weight: part 2 of 2 .*rank 1: no file.*rank 3: no file"):
-        run(tmp_path / "ckpt")
-    assert not (tmp_path / "made.pt").exists()
 
 
 def test_one_rank_s_file_is_not_a_model(tmp_path: Path) -> None:
@@ -293,14 +250,3 @@ def test_damage_without_a_stand_in(tmp_path: Path) -> None:
     flip_bit_in_header(path)
     with pytest.raises(CorruptCheckpointError, match="digest does not match"):
         run(tmp_path / "ckpt")
-
-
-def test_the_converted_file_says_what_it_is(tmp_path: Path) -> None:
-    write_job(tmp_path / "ckpt", ROWS)
-    made = tmp_path / "whole.safetensors"
-    convert(Request(source=tmp_path / "ckpt", destination=made, destination_kind="mindx"))
-    found = read_checkpoint(made)
-    assert torch.equal(found.state["model"]["weight"], WEIGHT) and found.layout == {}
-    info = found.info
-    assert (info.step, info.epoch, info.step_in_epoch, info.batch_num) == (17, 2, 7, 10)
-    assert (info.world_size, info.resumable, info.kind) == (1, False, "manual") and info.run_id != "run-a"

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -54,17 +53,6 @@ def test_settings_are_kept() -> None:
     assert len(made) == len(plain) == 4
 
 
-def test_a_stock_order_becomes_resumable() -> None:
-    ordered = from_loader(DataLoader(DATA, 5))
-    assert isinstance(ordered, ResumableLoader)
-    assert indices(ordered) == list(range(22))
-    shuffled = from_loader(DataLoader(DATA, 5, shuffle=True), seed=3)
-    assert isinstance(shuffled, ResumableLoader)
-    assert (shuffled.seed, len(shuffled)) == (3, 5)
-    assert sorted(indices(shuffled)) == list(range(22))
-    assert indices(from_loader(DataLoader(DATA, 22, sampler=RandomSampler(DATA)), seed=3)) != indices(ordered)
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_distributed_sampler_is_kept(drop_last: bool) -> None:
     samplers: list[DistributedSampler[Any]] = [
@@ -104,21 +92,14 @@ class Own(DataLoader[Any]):
         return super().__iter__()
 
 
-class OwnBatches(BatchSampler):
-    pass
-
-
 @pytest.mark.parametrize(
     "loader",
     [
         DataLoader(DATA, 5, sampler=SubsetRandomSampler(range(9))),
         DataLoader(DATA, 5, sampler=RandomSampler(DATA, replacement=True)),
-        DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=9)),
         DataLoader(DATA, 5, sampler=RandomSampler(range(9))),
         DataLoader(DATA, 5, sampler=SequentialSampler(range(9))),
         DataLoader(DATA, None),
-        DataLoader(DATA, batch_sampler=OwnBatches(range(9), 3, False)),
-        DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]),
         DataLoader(NoisyStream(9), 3),
         Own(DATA, 5),
         [[torch.zeros(2, 2)]],
@@ -130,12 +111,6 @@ def test_anything_else_is_replayed(loader: Any) -> None:
     assert isinstance(made, ReplayLoader)
     assert made.loader is loader
     assert len(list(made)) == len(list(loader))
-
-
-def test_a_batch_sampler_of_torchs_own_is_a_stock_order() -> None:
-    made = from_loader(DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, True)))
-    assert isinstance(made, ResumableLoader)
-    assert (made.batch_size, made.drop_last, len(made)) == (4, True, 5)
 
 
 def test_a_loader_that_resumes_comes_back_unchanged() -> None:

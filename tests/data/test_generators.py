@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
-from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.generators import find_generators
-from mindx_elastic.data.random_streams import capture_streams
 
 _module_rng = np.random.default_rng(11)
 
@@ -67,30 +66,10 @@ class Augmented(Dataset[torch.Tensor]):
         return self.transform(x) + float(self.lazy.random()) + float(_module_rng.random())
 
 
-class AugmentedStream(IterableDataset[torch.Tensor]):
-    def __init__(self) -> None:
-        self.transform = Compose(Jitter(np.random.default_rng(0)))
-
-    def __iter__(self) -> Any:
-        for index in range(12):
-            yield self.transform(torch.tensor(float(index), dtype=torch.float64))
-
-
 def test_every_place_is_found() -> None:
     found = find_generators([Augmented(), None])
     assert {type(one).__name__ for one in found.values()} == {"Generator", "RandomState", "Random"}
     assert len(found) == 6, found.keys()
-
-
-def test_the_global_streams_are_not_among_them() -> None:
-    class Holder:
-        streams = None
-
-        def __init__(self) -> None:
-            numpy: Any = np.random.mtrand._rand
-            self.mine = [random._inst, numpy, torch.default_generator, random.SystemRandom()]
-
-    assert find_generators(Holder()) == {}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -104,34 +83,6 @@ def test_a_resumed_epoch_is_augmented_the_same(workers: int, done: int) -> None:
     second.load_state_dict(first.state_dict())
     assert torch.equal(torch.cat(begun + list(second)), torch.cat(whole))
     first.shutdown()
-
-
-def test_in_the_main_process_they_go_on_as_if_nothing_was_loaded() -> None:
-    dataset = Augmented()
-    dataset[0]
-    before = {name: repr(rng) for name, rng in find_generators(dataset).items()}
-    states = {name: capture_streams() for name in before}
-    drawn = _module_rng.bit_generator.state
-    list(ResumableLoader(dataset, 2))
-    assert _module_rng.bit_generator.state == drawn
-    assert states.keys() == before.keys()
-
-
-@pytest.mark.parametrize("done", [1, 4])
-def test_a_stream_with_a_nested_generator_is_replayed(done: int) -> None:
-    def loader() -> ReplayLoader:
-        return ReplayLoader(DataLoader(AugmentedStream(), batch_size=2))
-
-    one = loader()
-    whole = list(one) + list(one)
-    first = loader()
-    list(first)
-    iterator = iter(first)
-    begun = [next(iterator) for _ in range(done)]
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(torch.cat(whole[6 : 6 + done]), torch.cat(begun))
-    assert torch.equal(torch.cat(whole[6 + done :]), torch.cat(list(second)))
 
 
 class Flip:

@@ -26,15 +26,6 @@ from mindx_elastic.data.sample_starts import Start
 from tests.data.datasets import Batched, Noisy, draw, noisy_collate
 
 
-def test_streams_come_back_as_they_were() -> None:
-    random.gauss(0, 1)  # leaves half a pair behind, which is part of the state
-    np.random.randn()
-    kept = capture_streams()
-    expected = [*draw(), random.gauss(0, 1), np.random.randn()]
-    restore_streams(kept)
-    assert [*draw(), random.gauss(0, 1), np.random.randn()] == expected
-
-
 def test_a_seed_sets_all_three_streams() -> None:
     with preserved_streams():
         seed_streams(2**64 - 1)
@@ -43,16 +34,6 @@ def test_a_seed_sets_all_three_streams() -> None:
         assert all(a != b for a, b in zip(first, draw(), strict=True))
         seed_streams(2**64 - 1)
         assert draw() == first
-
-
-def test_what_is_drawn_while_loading_is_not_seen_outside() -> None:
-    dataset = SeededDataset(Noisy(4), noisy_collate)
-    kept = capture_streams()
-    expected = draw()
-    restore_streams(kept)
-    dataset.__getitems__([(1, 0), (2, 1)])
-    assert SeededDataset(Noisy(4), as_collated)[(3, 2)] is not None
-    assert draw() == expected
 
 
 def test_streams_come_back_after_an_error() -> None:
@@ -69,32 +50,11 @@ def test_streams_come_back_after_an_error() -> None:
     assert draw() == expected
 
 
-def test_a_sample_does_not_depend_on_its_neighbours() -> None:
-    dataset = SeededDataset(Noisy(9), default_collate)
-    together = dataset.__getitems__([(11, 1), (12, 2), (13, 3)])
-    assert torch.equal(together[2], dataset.__getitems__([(99, 8), (13, 3)])[1])
-    assert torch.equal(together[1], SeededDataset(Noisy(9), as_collated)[(12, 2)])
-
-
-def test_collating_is_seeded_too() -> None:
-    dataset = SeededDataset(Noisy(9), noisy_collate)
-    first = dataset.__getitems__([(11, 1), (12, 2)])
-    draw()
-    assert torch.equal(first, dataset.__getitems__([(11, 1), (12, 2)]))
-
-
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(Subset(d, range(9)), range(9))])
 def test_a_batched_getter_is_used_and_seeded_once(wrap: Callable[[Any], Dataset[Any]]) -> None:
     batch = SeededDataset(wrap(Batched(9)), default_collate).__getitems__([(11, 1), (12, 2)])
     assert torch.equal(batch[0, 1:], batch[1, 1:])
     assert torch.equal(batch[:1], SeededDataset(wrap(Batched(9)), default_collate).__getitems__([(11, 1)]))
-
-
-def test_torchs_subset_does_not_count_as_a_batched_getter() -> None:
-    plain = SeededDataset(Noisy(9), default_collate).__getitems__([(11, 1), (12, 2)])
-    subset = Subset(Noisy(9), list(range(9)))
-    assert torch.equal(plain, SeededDataset(subset, default_collate).__getitems__([(11, 1), (12, 2)]))
-    assert not torch.equal(plain[0, 1:], plain[1, 1:])
 
 
 class OwnTensors(torch.Tensor):
@@ -266,17 +226,6 @@ def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
     stopped_by(deviates_collate)
 
 
-def test_a_quiet_data_set_is_loaded_once_and_leaves_the_streams_alone() -> None:
-    use, inner = StreamUse(), Quiet(12)
-    dataset = SeededDataset(inner, default_collate, use)
-    for first in range(0, 12, 3):
-        before = capture_streams()
-        dataset.__getitems__([(index, index) for index in range(first, first + 3)])
-        assert_same_streams(before)
-    assert dataset._is_watched and not use.drawn and not use.may_read
-    assert inner.loaded == 12
-
-
 def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
     use, inner = StreamUse(), Quiet(12, noisy=(4, 7, 10))
     dataset = SeededDataset(inner, default_collate, use)
@@ -304,17 +253,6 @@ class Counted(Quiet):
 def test_a_collate_function_that_always_draws_causes_no_second_load(collate_fn: Any) -> None:
     inner = Counted({})
     batches_of(SeededDataset(inner, collate_fn, StreamUse()))
-    assert inner.loaded == 12
-
-
-def test_a_collate_function_that_begins_to_draw_is_seeded_from_then_on() -> None:
-    def collate(batch: list[torch.Tensor]) -> torch.Tensor:
-        late = batch[0][0] > 5.5
-        return torch.stack(batch) + (random.random() if late else 0.0)
-
-    inner, use = Counted({}), StreamUse()
-    expected = batches_of(SeededDataset(Counted({}), collate))
-    assert repr(batches_of(SeededDataset(inner, collate, use))) == repr(expected)
     assert inner.loaded == 12
 
 

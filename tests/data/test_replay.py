@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.data import PositionedLoader, ReplayLoader
 from mindx_elastic.data.random_streams import capture_streams, restore_streams, seed_streams
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.unflatten import unflatten
-from tests.data.datasets import Noisy, NoisyStream, draw, noisy_collate, same
+from tests.data.datasets import Noisy, NoisyStream, noisy_collate, same
 
 SIZE = 30
 
@@ -189,18 +188,6 @@ def test_an_epoch_that_begins_again_with_other_samples_is_told(
     assert [line.partition(":")[0] for line in told] == ["not bit for bit the uninterrupted run"] * (not is_fixed)
 
 
-def test_augmentation_of_map_style_data_does_not_depend_on_workers() -> None:
-    seed_streams(7)
-    whole = list(ReplayLoader(plain("weighted", 0)))
-    seed_streams(7)
-    source = ReplayLoader(plain("weighted", 1))
-    iterator = iter(source)
-    before = [next(iterator) for _ in range(2)]
-    resumed = ReplayLoader(plain("weighted", 0))
-    resumed.load_state_dict(source.state_dict())
-    assert same(before + list(resumed), whole)
-
-
 @pytest.mark.parametrize("kind", MAP_STYLE)
 def test_the_state_can_be_saved(kind: str) -> None:
     source = ReplayLoader(plain(kind))
@@ -209,28 +196,6 @@ def test_the_state_can_be_saved(kind: str) -> None:
     resumed = ReplayLoader(plain(kind))
     resumed.load_state_dict(unflatten(*flatten(source.state_dict())))
     assert same(before + list(resumed), before + list(iterator))
-
-
-def test_skipping_loads_nothing() -> None:
-    loaded: list[int] = []
-
-    class Listening(Noisy):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            loaded.append(index)
-            return super().__getitem__(index)
-
-    def make() -> ReplayLoader:
-        return ReplayLoader(DataLoader(Listening(SIZE), batch_sampler=[[0, 1], [2, 3], [4, 5]]))
-
-    source = make()
-    iterator = iter(source)
-    next(iterator)
-    next(iterator)
-    resumed = make()
-    resumed.load_state_dict(source.state_dict())
-    loaded.clear()
-    assert len(list(resumed)) == 1
-    assert loaded == [4, 5]
 
 
 @pytest.mark.parametrize("kind", ["shared generator", "iterable"])
@@ -252,40 +217,6 @@ def test_persistent_workers(kind: str) -> None:
     assert same(before + list(resumed), whole[1])
     assert same(list(resumed), whole[2])
     resumed.shutdown()
-
-
-def test_any_iterable_of_batches() -> None:
-    batches = [torch.tensor([number]) for number in range(5)]
-    source = ReplayLoader(batches)
-    assert len(source) == 5
-    iterator = iter(source)
-    next(iterator)
-    resumed = ReplayLoader(batches)
-    resumed.load_state_dict(source.state_dict())
-    assert same(list(resumed), batches[1:])
-    assert same(list(resumed), batches)
-
-
-def test_a_generator_function_object_without_length() -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[float]:
-            while True:
-                yield random.random()
-
-    seed_streams(3)
-    expected = [random.random() for _ in range(4)]
-    seed_streams(3)
-    source = ReplayLoader(Endless())
-    iterator = iter(source)
-    assert [next(iterator) for _ in range(2)] == expected[:2]
-    resumed = ReplayLoader(Endless())
-    resumed.load_state_dict(source.state_dict())
-    streams = capture_streams()
-    resumed.on_iterator_ready = lambda: restore_streams(streams)
-    iterator = iter(resumed)
-    assert [next(iterator) for _ in range(2)] == expected[2:]
-    with pytest.raises(TypeError):
-        len(source)
 
 
 def test_break_and_epochs_follow_the_same_rules() -> None:
@@ -315,49 +246,6 @@ def test_set_epoch_reaches_the_sampler_and_the_users_own_choice_comes_back() -> 
     resumed.set_epoch(3)
     list(resumed)
     assert resumed.sampler.epoch == 2
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_hook_comes_before_the_first_fetch(workers: int) -> None:
-    calls: list[int] = []
-    source = ReplayLoader(plain("python", workers))
-    source.on_iterator_ready = lambda: calls.append(source.state_dict()["batch"])
-    iterator = iter(source)
-    next(iterator)
-    assert calls == [0]
-    state = source.state_dict()
-    source.load_state_dict({**state, "batch": 8, "finished": True})
-    assert list(source) == []
-    assert calls == [0, 8]
-
-
-def test_a_replay_does_not_touch_the_global_streams() -> None:
-    source = ReplayLoader(plain("python"))
-    iterator = iter(source)
-    next(iterator)
-    resumed = ReplayLoader(plain("python"))
-    resumed.load_state_dict(source.state_dict())
-    kept = capture_streams()
-    expected = draw()
-    restore_streams(kept)
-    list(resumed)
-    assert draw() == expected
-
-
-def test_the_wrapped_loader_is_left_as_it_is() -> None:
-    wrapped = plain("python", 1)
-    before = dict(vars(wrapped))
-    list(ReplayLoader(wrapped))
-    assert vars(wrapped) == before
-
-
-def test_a_subclass_is_shielded_too() -> None:
-    wrapped = plain("subclass", 1)
-    source = ReplayLoader(wrapped)
-    list(source)
-    list(source)
-    assert isinstance(wrapped.worker_init_fn, WorkerShield)
-    assert not isinstance(wrapped.worker_init_fn.user_init, WorkerShield)
 
 
 def test_persistent_workers_of_a_subclass_are_left_alone() -> None:

@@ -184,17 +184,6 @@ def test_no_pattern_within_and_between_samples(stream: int) -> None:
     assert abs(chi2 - 255) < 6 * np.sqrt(2 * 255)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-def test_seeds_that_differ_in_one_bit_have_nothing_in_common(stream: int) -> None:
-    seeds = [mix(8, number // 65) ^ ((1 << number % 65) & MASK) for number in range(65 * 40)]  # 65th: as it is
-    bits = (table(stream, seeds, 32) * 2.0**32).astype(np.uint64)
-    bits = bits.reshape(40, 65, 32)
-    flipped = (bits[:, :64] ^ bits[:, 64:])[..., None] >> np.arange(32, dtype=np.uint64) & np.uint64(1)
-    shares = flipped.mean(axis=(0, 3))  # by the bit of the seed and the place of the number
-    assert np.abs(shares - 0.5).max() < 0.5, "each has some effect"
-    assert np.abs(flipped.mean(axis=(0, 2, 3)) - 0.5).max() < 0.06, "of a seed's bit on all numbers"
-
-
 def test_numbers_are_not_repeated() -> None:
     """In no other sample, epoch, rank or stream: what each rank gets is another sample, and its seed another hash."""
     from mindx_elastic.data import ResumableLoader

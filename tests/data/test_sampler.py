@@ -62,26 +62,6 @@ def test_every_sample_comes_exactly_once(size: int, batch_size: int, world_size:
         assert plan.padding == 0
 
 
-@given(size=sizes, batch_size=batch_sizes, world_size=worlds)
-def test_drop_last_keeps_full_steps_only(size: int, batch_size: int, world_size: int) -> None:
-    plan = EpochPlan(size, batch_size, world_size, drop_last=True)
-    assert plan.num_batches == size // (batch_size * world_size)
-    seen = [p for rank in range(world_size) for batch in positions(plan, rank) for p in batch]
-    assert sorted(seen) == list(range(plan.num_batches * batch_size * world_size))
-
-
-@given(size=sizes, batch_size=batch_sizes, world_size=worlds, drop_last=st.booleans(), data=st.data())
-def test_a_plan_begun_in_the_middle_is_the_rest_of_the_plan(
-    size: int, batch_size: int, world_size: int, drop_last: bool, data: st.DataObject
-) -> None:
-    plan = EpochPlan(size, batch_size, world_size, drop_last)
-    done = data.draw(st.integers(0, plan.num_batches))
-    rest = EpochPlan(size, batch_size, world_size, drop_last, plan.consumed(done))
-    for rank in range(world_size):
-        assert positions(rest, rank) == positions(plan, rank, done)
-    assert rest.consumed(rest.num_batches) == plan.consumed(plan.num_batches)
-
-
 @given(size=sizes, batch_size=batch_sizes, old=worlds, new=worlds, data=st.data())
 def test_other_ranks_can_finish_the_epoch(size: int, batch_size: int, old: int, new: int, data: st.DataObject) -> None:
     plan = EpochPlan(size, batch_size, old)
@@ -102,24 +82,6 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(size: int, batch_size:
     alone = [index for batch in make_sampler(size, batch_size) for index in batch]
     assert together[:size] == alone
     assert together[size:] == [alone[place % size] for place in range(size, len(together))]
-
-
-@pytest.mark.parametrize(("size", "batch_size"), [(10_000, 3), (10_000, 5000), (9000, 1)])
-def test_blocks_join(size: int, batch_size: int) -> None:
-    ordered = [index for batch in make_sampler(size, batch_size, shuffle=False) for index in batch]
-    assert ordered == list(range(size))
-    shuffled = [index for batch in make_sampler(size, batch_size) for index in batch]
-    assert sorted(shuffled) == ordered
-    assert shuffled != ordered
-
-
-def test_an_iterator_keeps_the_position_that_it_was_made_at() -> None:
-    cursor = Cursor()
-    sampler = make_sampler(20, 4, cursor=cursor, shuffle=False)
-    iterator = iter(sampler)
-    cursor.samples = 8
-    assert next(iterator) == [0, 1, 2, 3]
-    assert next(iter(sampler)) == [8, 9, 10, 11]
 
 
 def test_epochs_differ_and_come_back() -> None:
@@ -154,17 +116,6 @@ def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.Monkey
 # The position's state machine, without any loader.
 
 
-def test_cursor_goes_to_the_next_epoch_after_an_end_or_a_break() -> None:
-    cursor = Cursor()
-    token = cursor.begin()
-    cursor.advance(token, 4, False)
-    assert (cursor.epoch, cursor.batch, cursor.next_epoch) == (1, 1, 1)
-    cursor.end(token, exhausted=False)
-    assert (cursor.epoch, cursor.batch, cursor.next_epoch, cursor.finished) == (1, 1, 2, False)
-    cursor.begin()
-    assert (cursor.epoch, cursor.batch, cursor.samples) == (2, 0, 0)
-
-
 def test_cursor_keeps_a_loaded_position_when_told_its_epoch() -> None:
     cursor = Cursor()
     cursor.move_to(3, batch=5, samples=20)
@@ -183,17 +134,6 @@ def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> 
     assert (cursor.epoch, cursor.batch) == (1, 1)
     cursor.begin()
     assert (cursor.epoch, cursor.batch) == (1, 0)
-
-
-def test_cursor_ignores_an_older_iteration() -> None:
-    cursor = Cursor()
-    old = cursor.begin()
-    new = cursor.begin()
-    cursor.advance(old, 4, False)
-    cursor.end(old, exhausted=True)
-    assert (cursor.epoch, cursor.batch, cursor.live, cursor.finished) == (2, 0, True, False)
-    cursor.advance(new, 4, False)
-    assert cursor.batch == 1
 
 
 def test_cursor_can_take_back_a_beginning() -> None:

@@ -13,7 +13,7 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import LaidOut, LayoutRecord
 from mindx_elastic.inventory.facts import Strategies, facts_of
 from mindx_elastic.persist.catalog import read_entry
-from mindx_elastic.persist.format import DATA_ALIGNMENT, CheckpointInfo
+from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.writer import write_checkpoint
 from tests.persist.test_format import forge
@@ -92,13 +92,3 @@ def test_damage_behind_what_is_known_is_found(files: list[Path]) -> None:
     for _ in range(2):
         entry = read_entry(files[1], shared=shared)
         assert entry is not None and entry.problem is not None and "nested deeper" in entry.problem
-
-
-def test_one_scan_keeps_one_copy_of_what_headers_share(files: list[Path]) -> None:
-    """The trees of 16,384 files would not fit into memory."""
-    shared = SharedJson()
-    headers = [entry.header for path in files[:4] if (entry := read_entry(path, shared=shared)) is not None]
-    trees = [header.tree for header in headers if header is not None]
-    assert len(trees) == 4 and all(tree["model"] is trees[0]["model"] for tree in trees)
-    assert len({id(header.entries) for header in headers if header is not None}) == 1
-    assert all(header is not None and header.data_start % DATA_ALIGNMENT == 0 for header in headers)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import save_file
 
-from mindx_elastic.core.events import EVENTS_FILE, EventLog, older_generation
-from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.inventory import findings as module
 from mindx_elastic.inventory.findings import Findings, list_files, put_aside, scan
@@ -45,28 +42,6 @@ def test_shares_add_up_and_no_header_is_read_twice(tmp_path: Path, monkeypatch: 
     assert len(read) == len(set(read)) == 8
 
 
-def test_the_disk_is_another_when_a_file_is_another(tmp_path: Path) -> None:
-    write_step(tmp_path, 3)
-    first = list_files([tmp_path]).disk
-    assert list_files([tmp_path]).disk == first
-    os.utime(tmp_path / "rank_0" / "resnet-1_3.safetensors", (0, 0))
-    assert list_files([tmp_path]).disk != first
-
-
-def test_the_disk_is_the_same_while_the_event_log_grows(tmp_path: Path) -> None:
-    """Every rank of a start writes into it while they meet."""
-    write_step(tmp_path, 3)
-    log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit("fallback", text="once")
-    first = list_files([tmp_path])
-    assert tmp_path / EVENTS_FILE in first.files
-    log.emit("fallback", text="twice")
-    assert list_files([tmp_path]).disk == first.disk
-    (tmp_path / EVENTS_FILE).rename(older_generation(tmp_path / EVENTS_FILE))
-    log.emit("fallback", text="in a new generation")
-    assert list_files([tmp_path]).disk == first.disk
-
-
 def test_everything_survives_the_wire(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     write_step(machine.directory, 3, coordinates={"base_attempt": 0, "base_step": 1, "replicas": 2})
@@ -93,14 +68,8 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("facts", [[0, 0, 3, 0, "p", 2, 2, "periodic", 0.0, 1, 1, 1, 0, {}, None]]),
-        ("facts", [[0, 0, 3, 0, "p", 0, MAX_RANKS + 1, "periodic", 0.0, 1, 1, 1, 0, {}, None]]),
-        ("facts", [[0, 0, 3, 0, "p", 0, 2, "periodic", "now", 1, 1, 1, 0, {}, None]]),
-        ("facts", [[0, 0, 3, 0, "p", 0, 2, "periodic", 0.0, 1, 1, 1, 0, {"model|0": 1}, None]]),
-        ("facts", [[0, 0, 3, 9, "p", 0, 2, "periodic", 0.0, 1, 1, 1, 0, {}, None]]),
-        ("facts", [[0, 0, -3, 0, "p", 0, 2, "periodic", 0.0, 1, 1, 1, 0, {}, None]]),
         ("facts", [[0, 0, 3]]),
         ("share", [2, 2]),
-        ("share", [0, 0]),
         ("strategies", ["none of ours"]),
         ("own", [[-1, "run-a", 0, 3, False, True]]),
         ("unforeseen", [["run-a", 0]]),
@@ -121,14 +90,6 @@ def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) 
         Findings.decode(text, found.strategies)
 
 
-def test_equal_strategies_are_sent_once(tmp_path: Path) -> None:
-    for step in (3, 5, 7):
-        write_step(tmp_path, step, world_size=4, coordinates={"replicas": 4})
-    found = find(tmp_path)
-    assert len(found.facts) == 12 and len(found.strategies) == 1
-    assert found.encode().count(next(iter(found.strategies))) == 1
-
-
 def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_step(tmp_path, 3)
     victim = write(tmp_path / "rank_0" / "cut-1_4.safetensors", step=4, world_size=2)
@@ -144,13 +105,6 @@ def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest
     assert (tmp_path / "bert.safetensors").exists()
     assert {"is put aside" in m or "is left alone" in m for m in caplog.messages} == {True}
     assert find(tmp_path).other, "what lies in quarantine may have been anything"
-
-
-def test_only_one_moment_but_all_attempts(tmp_path: Path) -> None:
-    write_step(tmp_path, 3)
-    write_step(tmp_path, 9, attempt=4)
-    found = find(tmp_path, only=("run-a", 0, 3))
-    assert {fact.moment[2] for fact in found.facts} == {3} and found.attempts == {"run-a": 4}
 
 
 def test_notes_of_ranks_that_never_saved(tmp_path: Path) -> None:

@@ -37,23 +37,6 @@ def fact_at(inventory: Inventory, path: Path) -> FileFact:
 # --- what several ranks see ---
 
 
-def test_on_one_disk_all_see_everything(tmp_path: Path) -> None:
-    write_step(tmp_path, 7, world_size=4)
-    inventory = merged([tmp_path] * 4)
-    assert [fact.visible_to for fact in inventory.facts] == [None] * 4 and inventory.unread == []
-    assert planned(inventory.plan(World(4))).step == 7
-
-
-def test_files_of_one_name_on_two_disks_are_two(tmp_path: Path) -> None:
-    nodes = [tmp_path / "node0", tmp_path / "node1"]
-    for rank, node in enumerate(nodes):
-        write(node / f"rank_{rank}" / "a-1_7.safetensors", step=7, rank=rank, world_size=2)
-    inventory = merged(nodes)
-    assert [(fact.rank, fact.visible_to) for fact in inventory.facts] == [(0, frozenset({0})), (1, frozenset({1}))]
-    assert isinstance(inventory.plan(World(2)), ResumePlan)
-    assert isinstance(merged(nodes[::-1]).plan(World(2)), Refusal)
-
-
 def test_a_copy_elsewhere_counts_for_its_own_rank_when_it_can_be_fetched(tmp_path: Path) -> None:
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for rank in range(2):
@@ -200,12 +183,6 @@ def test_what_there_would_be_without_some_files(tmp_path: Path) -> None:
     assert planned(older.plan(World(2))).step == 5 and planned(inventory.plan(World(2))).step == 7
 
 
-def test_the_next_attempt_is_above_all_that_were_seen(tmp_path: Path) -> None:
-    write_step(tmp_path, 5, attempt=3)
-    assert merged([tmp_path] * 2).next_attempt("run-a") == 4
-    assert merged([tmp_path] * 2, attempt=9).next_attempt("run-a") == 9
-
-
 def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}").mkdir()
@@ -240,14 +217,6 @@ def test_a_long_list_of_missing_ranks_stays_one_line(tmp_path: Path) -> None:
     assert step.why_incomplete == "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more of 1000 missing"
 
 
-def test_a_state_that_cannot_be_resumed_from_does_not_count(tmp_path: Path) -> None:
-    write(tmp_path / "rank_0" / "a-1_1.safetensors", rank=0, world_size=2)
-    write(tmp_path / "rank_1" / "a-1_1.safetensors", rank=1, world_size=2, resumable=False)
-    step = only_step(look_alone(tmp_path))
-    assert step.missing_ranks == (1,) and len(step.entries) == 2
-    assert step.why_incomplete == "rank 1 saved a state that cannot be resumed from"
-
-
 def test_a_step_of_which_nothing_can_be_resumed_from_is_listed(tmp_path: Path) -> None:
     write(tmp_path / "a-1_1.safetensors", resumable=False)
     inventory = look_alone(tmp_path)
@@ -263,13 +232,6 @@ def test_two_world_sizes_in_one_step_are_never_complete(tmp_path: Path) -> None:
     assert only_step(look_alone(tmp_path)).why_incomplete == "its files disagree on the world size (2, 3)"
 
 
-def test_a_useless_file_of_another_world_spoils_nothing(tmp_path: Path) -> None:
-    """A start does not look at it; `inspect` said that the step was not complete."""
-    write_step(tmp_path, 1)
-    write(tmp_path / "rank_2" / "a-1_1.safetensors", step=1, rank=2, world_size=3, resumable=False)
-    assert only_step(look_alone(tmp_path)).is_complete
-
-
 def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     write_step(machine.directory, 3, **REPLICAS)
@@ -283,23 +245,6 @@ def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp
     assert step.is_complete and step.missing_ranks == (1,) and step.why_incomplete is None
 
 
-def test_ranks_of_different_steps_and_attempts_do_not_add_up(tmp_path: Path) -> None:
-    for step in (100, 200):
-        write_step(tmp_path, step)
-    write_step(tmp_path, 150, attempt=2)
-    write(tmp_path / "rank_0" / "a-1_200.safetensors", step=200, world_size=2, attempt=2, created=2e9)
-    inventory = look_alone(tmp_path)
-    assert [(*step.moment[1:], step.is_complete) for step in inventory.steps] == [
-        (2, 200, False),  # rank 1 has a file of step 200, but of another attempt
-        (2, 150, True),
-        (0, 200, True),
-        (0, 100, True),
-    ]
-    newest = inventory.newest_complete()
-    assert newest is not None and newest.moment == ("run-a", 2, 150)
-    assert inventory.newest_complete("nobody") is None
-
-
 def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
     for step in (3, 5, 7):
         write_step(tmp_path, step, world_size=3)
@@ -311,16 +256,6 @@ def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
     inventory.forget(None, fact, "a bit has flipped")
     newest = inventory.newest_complete()
     assert newest is not None and newest.moment[2] == 3
-
-
-def test_the_newest_complete_step_is_of_the_run_that_a_start_tries_first(tmp_path: Path) -> None:
-    write(tmp_path / "a.safetensors", run_id="a", step=10, created=2e9)
-    write(tmp_path / "b.safetensors", run_id="b", step=50, created=1e9)
-    write(tmp_path / "c.safetensors", run_id="b", step=60, created=3e9, resumable=False)
-    inventory = look_alone(tmp_path)
-    newest = inventory.newest_complete()
-    assert newest is not None and planned(inventory.plan(World(1))).moment == newest.moment == ("a", 0, 10)
-    assert [step.moment[2] for step in inventory.steps] == [60, 50, 10], "listed by the newest file of any kind"
 
 
 # --- for retention ---
@@ -382,9 +317,3 @@ def test_retention_judges_a_step_once_and_anew_when_it_has_other_files(
     for path in tmp_path.glob("rank_*/*_[35].safetensors"):
         path.unlink()
     assert newest() == 7 and set(notes) == {("run-a", 0, 7)}, "nothing is noted of steps that are gone"
-
-
-def test_a_later_attempt_is_newer_for_retention_too(tmp_path: Path) -> None:
-    write_step(tmp_path, 9)
-    write_step(tmp_path, 5, attempt=1)
-    assert newest_complete(read_entries(tmp_path), "run-a") == ("run-a", 1, 5)

@@ -30,13 +30,6 @@ def test_it_is_private_and_goes_with_the_agent(tmp_path: Path) -> None:
     folder.remove()
 
 
-def test_two_agents_of_one_process_do_not_meet(tmp_path: Path) -> None:
-    one, two = AgentFolder(tmp_path), AgentFolder(tmp_path)
-    assert one.path != two.path
-    one.remove()
-    assert two.path.is_dir()
-
-
 def test_the_key_of_the_workers_is_private_and_outlives_their_restarts(tmp_path: Path) -> None:
     folder = AgentFolder(tmp_path)
     path = folder.make_key()
@@ -105,17 +98,6 @@ def make_dead(place: Path, name: str, **changes: object) -> Path:
     folder.mkdir(mode=0o700, parents=True)
     (folder / "agent.json").write_text(json.dumps({**dead_identity(), **changes}))
     return folder
-
-
-def test_what_killed_agents_left_is_removed(tmp_path: Path) -> None:
-    place = user_folder(tmp_path)
-    place.mkdir(mode=0o700)
-    gone = make_dead(place, "agent-1-aa")
-    reused = make_dead(place, "agent-2-bb", pid=os.getpid(), started="1")
-    folder = AgentFolder(tmp_path)
-    assert sorted(path.name for path in place.iterdir()) == [folder.path.name]
-    assert not gone.exists() and not reused.exists()
-    folder.remove()
 
 
 def test_what_was_in_use_at_the_start_is_removed_at_the_end(tmp_path: Path) -> None:

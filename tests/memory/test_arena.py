@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory import arena as arena_module
@@ -76,17 +75,6 @@ def holder(base: Path, directory: Path, how: str) -> Iterator[tuple[subprocess.P
 # --- names and rights ---
 
 
-def test_names_are_a_function_of_user_directory_and_rank(base: Path, directory: Path) -> None:
-    with open_arena(base, directory, 3) as arena:
-        assert arena.job == job_folder(base, directory)
-        assert arena.job.parent == base / f"mindx-elastic-{os.geteuid()}"
-        assert len(arena.job.name) == 16 and int(arena.job.name, 16) >= 0
-        assert arena.folder == arena.job / "rank_3"
-        assert rank_folders(arena.job) == {3: arena.folder}
-    assert job_folder(base, directory / "other") != arena.job
-    assert rank_folders(base / "nothing") == {}
-
-
 def test_nobody_else_may_look_whatever_the_umask(base: Path, directory: Path) -> None:
     before = os.umask(0)
     try:
@@ -141,11 +129,6 @@ def test_a_link_in_place_of_a_file_is_not_followed(base: Path, directory: Path, 
     with pytest.raises(OSError, match="symbolic links"), open_arena(base, directory) as arena:
         arena.slots[0].resize(10)
     assert target.read_text() == "precious"
-
-
-def test_no_base_says_so(tmp_path: Path, directory: Path) -> None:
-    with pytest.raises(ArenaError, match="cannot be created: No such file"):
-        RankArena(tmp_path / "nothing", directory, 0)
 
 
 # --- the lock ---
@@ -223,16 +206,6 @@ def test_a_failed_opening_gives_the_lock_back(base: Path, directory: Path, monke
 RECORD = SlotRecord(SlotState.SEALED, attempt=2, step=70, sequence=9, nbytes=4096, header_bytes=4096)
 
 
-def test_records_outlive_the_process(base: Path, directory: Path) -> None:
-    with open_arena(base, directory) as arena:
-        assert [arena.record(i) for i in (0, 1)] == [SlotRecord(), SlotRecord()]
-        assert (arena.oldest(), arena.newest()) == (0, SlotRecord())
-        arena.set_record(1, RECORD)
-    with open_arena(base, directory) as arena:
-        assert [arena.record(i) for i in (0, 1)] == [SlotRecord(), RECORD]
-        assert (arena.oldest(), arena.newest()) == (0, RECORD)
-
-
 def test_a_torn_record_is_none_at_every_byte() -> None:
     data, other = RECORD.pack(), SlotRecord(SlotState.COPIED, 3, 71, 10, 8192, 4096).pack()
     assert SlotRecord.unpack(data) == RECORD and SlotRecord.unpack(other).step == 71
@@ -242,11 +215,6 @@ def test_a_torn_record_is_none_at_every_byte() -> None:
         assert torn == SlotRecord() or other[:cut] + data[cut:] in (data, other)
     assert SlotRecord.unpack(b"\0" * 64) == SlotRecord()
     assert SlotRecord.unpack(b"") == SlotRecord()
-
-
-def test_an_unknown_state_is_empty() -> None:
-    body = arena_module._RECORD.pack(7, 0, 1, 1, 1, 1)
-    assert SlotRecord.unpack(body + xxhash.xxh3_64_digest(body)) == SlotRecord()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -271,22 +239,6 @@ def test_what_the_job_goes_on_from_is_overwritten_last(base: Path, directory: Pa
 
 def no_room(fd: int, offset: int, length: int) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_no_room_names_the_remedy_and_leaves_the_rest(
-    base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_arena(base, directory) as arena:
-        arena.slots[1].resize(3)[:] = b"abc"
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", no_room)
-            with pytest.raises(ArenaError, match="no room for a snapshot of 1,234,567 bytes") as caught:
-                arena.slots[0].resize(1_234_567)
-        for remedy in ("--shm-size", "medium: Memory", "MINDX_ARENA_DIR", "--snapshot-every 0"):
-            assert remedy in str(caught.value)
-        assert arena.slots[0].path.stat().st_size == 0, "no memory is held for it"
-        assert arena.slots[1].path.read_bytes() == b"abc"
-        assert len(arena.slots[0].resize(10)) == 10, "a later one may fit"
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import signal
@@ -24,8 +23,6 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
 from mindx_elastic.core.position import Position
-from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory import boundaries
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryLog, BoundaryRecord, BoundaryRing, read_ring
 from mindx_elastic.memory.memory_files import OwnState, own_states
@@ -74,57 +71,11 @@ def test_the_newest_records_come_first_and_the_oldest_go(path: Path) -> None:
     assert facts(read_ring(path)) == [(0, step, False) for step in (7, 6, 5, 4)]
 
 
-def test_the_last_of_several_forecasts_of_a_step_comes_first(path: Path) -> None:
-    """A step with two forwards draws in both."""
-    ring = BoundaryRing(path, RUN, 64)
-    for number in range(5):
-        assert ring.write(0, 3, f"forward {number}".encode(), forecast=True)
-        newest, *_ = read_ring(path)
-        assert newest.content == f"forward {number}".encode()
-    assert own_states(path)[RUN, 0, 3].content == b"forward 4"
-
-
-def test_forecasts_have_places_of_their_own(path: Path) -> None:
-    ring = BoundaryRing(path, RUN, 64)
-    for step in range(1, 7):
-        write(ring, step, forecast=True, trusted=step != 6)
-        write(ring, step)
-    write(ring, 7, forecast=True)
-    records = read_ring(path)
-    assert facts(records) == [
-        *((0, 7, True), (0, 6, False), (0, 6, True), (0, 5, False), (0, 5, True), (0, 4, False), (0, 4, True)),
-        (0, 3, False),
-    ]
-    assert [record.trusted for record in records] == [True, True, False, True, True, True, True, True]
-
-
 def test_a_later_attempt_goes_before_higher_steps_of_an_earlier_one(path: Path) -> None:
     ring = BoundaryRing(path, RUN, 64)
     write(ring, 9)
     write(ring, 5, attempt=1)
     assert facts(read_ring(path)) == [(1, 5, False), (0, 9, False)]
-
-
-def test_a_new_process_of_the_run_goes_on(path: Path) -> None:
-    for first in (1, 6):
-        ring = BoundaryRing(path, RUN, 64)
-        for step in range(first, first + 5):
-            write(ring, step)
-        write(ring, first + 5, forecast=True)
-        ring.close()
-    assert facts(read_ring(path)) == [(0, 11, True), *((0, step, False) for step in (10, 9, 8, 7)), (0, 6, True)]
-    ring = BoundaryRing(path, RUN, 32)
-    assert ring.capacity == 64, "a smaller one is not made"
-    write(ring, 11)
-    assert [record.step for record in read_ring(path) if not record.forecast] == [11, 10, 9, 8]
-
-
-def test_another_runs_file_is_not_mixed_in(path: Path) -> None:
-    write(BoundaryRing(path, "other", 64), 3)
-    ring = BoundaryRing(path, RUN, 64)
-    assert read_ring(path) == []
-    write(ring, 1)
-    assert [(record.run_id, record.step) for record in read_ring(path)] == [(RUN, 1)]
 
 
 def test_a_larger_state_takes_the_older_boundaries_along(path: Path) -> None:
@@ -141,18 +92,6 @@ def test_a_larger_state_takes_the_older_boundaries_along(path: Path) -> None:
     assert larger.write(0, 4, b"x" * 128)
     assert [record.step for record in read_ring(path) if not record.forecast] == [4, 3, 2, 1]
     assert [other.name for other in path.parent.iterdir()] == [path.name]
-
-
-def test_no_room_for_a_larger_one_leaves_the_old(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(BoundaryRing(path, RUN, 64), 1)
-
-    def no_room(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with pytest.raises(ArenaError, match="no room"):
-        BoundaryRing(path, RUN, 1 << 20)
-    assert facts(read_ring(path)) == [(0, 1, False)]
 
 
 # --- killed ---
@@ -235,22 +174,6 @@ def test_a_file_of_something_else_holds_nothing_and_is_replaced(path: Path) -> N
     assert read_ring(path) == []
     write(BoundaryRing(path, RUN, 64), 2)
     assert facts(read_ring(path)) == [(0, 2, False)]
-
-
-def test_no_file_is_an_error_of_the_system(path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read_ring(path)
-
-
-def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
-    write(BoundaryRing(tmp_path / "other", RUN, 64), 1)
-    path.symlink_to(tmp_path / "other")
-    with pytest.raises(OSError, match="symbolic links"):
-        read_ring(path)
-    ring = BoundaryRing(path, RUN, 64)  # replaced, not written through
-    write(ring, 2)
-    assert not path.is_symlink()
-    assert facts(read_ring(tmp_path / "other")) == [(0, 1, False)]
 
 
 # --- the boundary log: a replica's weights and a killed rank's own small state are the killed rank's stat ---
@@ -446,15 +369,6 @@ def test_another_programs_objects_are_left_to_the_load(ranks: Ranks) -> None:
 # --- trust ---
 
 
-def test_a_forecast_is_trusted_from_the_second_step_on(ranks: Ranks) -> None:
-    ranks[0].forward()
-    assert ranks[0].own() == {}
-    reduce(ranks[:1])
-    ranks[0].finish()
-    ranks[0].forward()
-    assert ranks[0].own()[2].forecast
-
-
 def draw_torch(rank: Rank) -> None:
     torch.rand(1)
 
@@ -465,30 +379,6 @@ def draw_python(rank: Rank) -> None:
 
 def draw_numpy(rank: Rank) -> None:
     np.random.rand()
-
-
-def change_buffer(rank: Rank) -> None:
-    rank.network.seen += 5
-
-
-def change_loose_buffer(rank: Rank) -> None:
-    rank.network.scratch += 5
-
-
-@pytest.mark.parametrize("surprise", [change_buffer, change_loose_buffer])
-def test_buffers_that_change_after_the_forward_are_not_foreseen_again(
-    ranks: Ranks, surprise: Callable[[Rank], None]
-) -> None:
-    """The generators still are."""
-    rank = ranks[0]
-    train([rank], 3)
-    rank.between = lambda: surprise(rank)
-    for _ in (4, 5):
-        rank.forward()
-        reduce([rank])
-        rank.finish()
-    rank.forward()
-    assert rank.own()[6].forecast and not rank.own()[6].unpack()["buffers"]
 
 
 @pytest.mark.parametrize("surprise", [draw_torch, draw_python, draw_numpy])
@@ -509,27 +399,6 @@ def test_a_program_that_goes_on_after_the_forward_is_never_trusted_again(
         reduce([rank])
         rank.finish()
         assert not rank.own()[step].forecast, "boundaries themselves are as good as ever"
-
-
-def test_a_wrong_forecast_in_the_first_step(ranks: Ranks) -> None:
-    rank = ranks[0]
-    rank.between = lambda: draw_torch(rank)
-    train([rank], 1)
-    rank.between = lambda: None
-    train([rank], 3)
-    rank.forward()
-    assert 5 not in rank.own()
-
-
-def test_several_forwards_before_one_boundary(ranks: Ranks) -> None:
-    rank = ranks[0]
-    train([rank], 2)
-    for _ in range(3):
-        rank.forward()
-    assert rank.own()[3].forecast
-    rank.finish()
-    rank.forward()
-    assert rank.own()[4].forecast, "the last forward counts"
 
 
 def test_a_replaced_buffer_gives_no_forecast_of_it_and_a_good_boundary(ranks: Ranks) -> None:
@@ -621,18 +490,6 @@ def test_what_changes_its_kind_in_mid_run_is_in_the_next_record(
 
 
 # --- troubles ---
-
-
-def test_a_state_that_grows_beyond_its_place(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "_LEAST", 64)
-    rank = ranks[0]
-    train([rank], 4)
-    size = (rank.arena.folder / BOUNDARIES_FILE).stat().st_size
-    rank.counted.values["long"] = torch.arange(50_000.0)
-    train([rank], 1)
-    assert (rank.arena.folder / BOUNDARIES_FILE).stat().st_size > size
-    assert sorted(rank.own()) == [2, 3, 4, 5], "the ones before are taken along"
-    assert rank.own()[5].unpack()["plain"]["counted"]["long"].numel() == 50_000
 
 
 @pytest.mark.parametrize("trouble", ["value", "room", "error"])

@@ -70,24 +70,6 @@ def test_only_what_the_device_has_done_counts(path: Path) -> None:
     assert all(len(record.device_bytes) in (0, 64) for record in read_ring(path))
 
 
-def test_a_place_that_is_used_again_has_not_its_older_bytes(path: Path) -> None:
-    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
-    for step in range(1, 5):
-        ring.write(0, step, b"small", addition=device.adds(step))
-    device.go()
-    ring.write(0, 5, b"small", addition=device.adds(5))
-    assert landed(path)[5, False] == b""
-    device.go()
-    assert landed(path)[5, False] == b"\5"
-
-
-def test_without_room_it_does_not_fit(path: Path) -> None:
-    device = Device()
-    assert not BoundaryRing(path, RUN, 64).write(0, 1, b"small", addition=device.adds(1))
-    ring = BoundaryRing(path, RUN, 64, ROOM)
-    assert ring.write(0, 1, b"small", addition=device.adds(1))
-
-
 def test_a_larger_ring_takes_over_what_has_landed(path: Path) -> None:
     ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
     ring.write(0, 1, b"small", addition=device.adds(7))
@@ -107,16 +89,6 @@ def test_a_forecast_stands_in_for_a_boundary_that_the_device_never_came_to(path:
     assert (own.content, own.forecast, own.device_bytes[:1]) == (b"passed", False, b"\5")
     device.go()
     assert own_states(path)[RUN, 0, 1].device_bytes[:1] == b"\6"
-
-
-def test_only_the_last_forecast_of_a_step_does(path: Path) -> None:
-    """Of several forwards the last one counts, and the device had not come to it."""
-    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
-    ring.write(0, 1, b"foreseen", forecast=True, addition=device.adds(4))
-    device.go()
-    ring.write(0, 1, b"foreseen", forecast=True, addition=device.adds(5))
-    ring.write(0, 1, b"passed", addition=device.adds(6, stands_in=True))
-    assert own_states(path)[RUN, 0, 1].device_bytes == b""
 
 
 @pytest.mark.parametrize("doubt", [-1, 0, 1])
@@ -144,17 +116,6 @@ def test_a_copied_ring_shows_damage(path: Path) -> None:
     assert damaged != data
     path.write_bytes(damaged)
     assert landed(path) == {(1, False): b"\1", (2, False): b""}
-
-
-def test_a_ring_that_was_sealed_is_written_again(path: Path) -> None:
-    ring, device = BoundaryRing(path, RUN, 64, ROOM), Device()
-    ring.write(0, 1, b"small", addition=device.adds(1))
-    device.go()
-    seal_ring(path)
-    for step in range(2, 6):
-        ring.write(0, step, b"small", addition=device.adds(step))
-    device.go()
-    assert landed(path)[5, False] == b"\5"
 
 
 # --- the boundary log of a rank whose buffers are on a device ---
@@ -214,18 +175,6 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
         yield Rank(stack, tmp_path)
 
 
-def test_boundaries_and_forecasts_have_the_buffers(rank: Rank) -> None:
-    for step in range(1, 9):
-        rank.forward()
-        foreseen = rank.kept(step)
-        assert bool(foreseen) == (step > 1), "the first one counts when another one has come true"
-        assert not foreseen or torch.equal(foreseen["1.running_mean"], rank.statistics)
-        rank.at_boundary()
-        kept = rank.kept(step)
-        assert torch.equal(kept["1.running_mean"], rank.statistics)
-        assert kept["1.num_batches_tracked"] == step
-
-
 def stand_in(rank: Rank) -> dict[str, Any]:
     """What counts if the device had never come to the last boundary."""
     data = bytearray(rank.ring.read_bytes())
@@ -236,13 +185,6 @@ def stand_in(rank: Rank) -> dict[str, Any]:
     copy = rank.ring.with_name("copy")
     copy.write_bytes(data)
     return dict(own_states(copy)[RUN, 0, rank.step].unpack().get("on_device", {}).get("model", {}))
-
-
-def test_the_forecast_of_a_step_stands_in(rank: Rank) -> None:
-    for _ in range(3):
-        rank.forward()
-        rank.at_boundary()
-    assert torch.equal(stand_in(rank)["1.running_mean"], rank.statistics)
 
 
 def _evaluate(rank: Rank) -> None:
@@ -279,26 +221,6 @@ def test_not_for_what_has_changed_in_the_tail_of_an_epoch(rank: Rank) -> None:
     rank.log.at_boundary(after_tail=True)
     assert torch.equal(rank.kept(3)["1.running_mean"], torch.zeros(6))
     assert stand_in(rank) == {}
-
-
-def test_a_new_process_has_to_prove_its_forecasts_anew(rank: Rank) -> None:
-    for _ in range(3):
-        rank.forward()
-        rank.at_boundary()
-    rank.open_again()
-    rank.forward()
-    assert rank.kept(4) == {}
-    rank.at_boundary()
-    rank.forward()
-    assert torch.equal(rank.kept(5)["1.running_mean"], rank.statistics)
-
-
-def test_a_ring_with_room_is_used_without_a_forecast_before(rank: Rank) -> None:
-    rank.forward()
-    rank.at_boundary()
-    rank.open_again()
-    rank.at_boundary()  # no forward of the modules that are watched
-    assert torch.equal(rank.kept(2)["1.running_mean"], rank.statistics)
 
 
 def test_too_many_are_not_kept_which_is_said(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:

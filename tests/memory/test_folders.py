@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
@@ -73,13 +72,6 @@ def test_where_somebody_else_has_the_usual_name_a_private_one_is_used_by_all(
         one.remove()
         two.remove()
     assert not private.exists() or planted in ("wide", "stranger's")
-
-
-def test_all_ranks_of_a_machine_come_to_one_private_folder(base: Path) -> None:
-    user_folder(base).write_text("")
-    with ThreadPoolExecutor(8) as pool:
-        made = set(pool.map(lambda _: make_user_folder(base), range(32)))
-    assert len(made) == 1 and len(list(base.iterdir())) == 2
 
 
 def test_whoever_holds_the_lock_of_the_base_holds_nothing_up(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.core.events import EventLog, older_generation
 from mindx_elastic.memory.known_runs import known_runs, leave_trace, marked_runs
-from tests.checkpoint_files import write_step
 from tests.memory.test_memory_files import WORLD, find, taken
 from tests.resume.arenas import RUN, Machine
 
@@ -62,24 +61,12 @@ def test_a_marker_takes_the_place_of_the_log(machine: Machine) -> None:
     assert taken(find(machine)) == [(9, None, None)] * WORLD
 
 
-@pytest.mark.parametrize("run", ["../x", "a/b", "ä \n.", "%2F"])
-def test_a_marker_of_any_run(machine: Machine, run: str) -> None:
-    assert begin(machine, run) and marked_runs(machine.directory) == {run}
-
-
 def test_where_nothing_can_be_written_the_line_says_what_that_would_cost(
     machine: Machine, full: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.snapshot(9)
     assert not begin(machine) and full
     assert find(machine) == [None] * WORLD and "Make room there" in caplog.text
-
-
-def test_a_run_is_known_by_its_files(machine: Machine) -> None:
-    machine.snapshot(9)
-    write_step(machine.directory, 4, world_size=WORLD)
-    assert not (machine.directory / "events.jsonl").exists()
-    assert taken(find(machine)) == [(9, None, None)] * WORLD
 
 
 def test_the_holder_keeps_to_the_same_rule(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.memory import memory as memory_module
-from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import Memory, open_memory
 from mindx_elastic.persist.format import CheckpointInfo, read_header
@@ -95,22 +94,6 @@ def test_nothing_is_opened_where_nothing_is_to_be_kept(place: Place) -> None:
     assert list(place.base.iterdir()) == []
 
 
-@pytest.mark.parametrize(("every", "replicated"), [(1, False), (None, False), (0, True)])
-def test_it_is_opened_where_there_is_something(place: Place, every: int | None, replicated: bool) -> None:
-    memory = place.open(every, replicated=replicated)
-    assert memory is not None and memory.folder == place.job
-    memory.close(keep=False)
-    assert list(place.base.iterdir()) == []
-
-
-def test_where_nothing_is_there_nothing_is_kept(place: Place) -> None:
-    """A start that has failed leaves no folder behind."""
-    memory = place.open(1)
-    assert memory is not None
-    memory.close(keep=True)
-    assert place.left() == [] and list(place.base.iterdir()) == []
-
-
 def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(place: Place) -> None:
     memory = place.open(1)
     assert memory is not None
@@ -125,25 +108,6 @@ def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(p
     assert again is not None and steps(place) == {2, 3}
     again.close(keep=False)
     assert list(place.base.iterdir()) == []
-
-
-def test_the_snapshot_that_was_resumed_is_overwritten_last(place: Place) -> None:
-    memory = place.open(1)
-    assert memory is not None
-    training = Training(place, memory)
-    for step in (5, 6):
-        training.reach(step)
-    memory.close(keep=True)
-    again = place.open(1)
-    assert again is not None
-    resumed = Training(place, again, attempt=1, resumed=training.info(5))  # the others had nothing newer
-    resumed.reach(6)
-    again.close(keep=True)
-    last = place.open(1)
-    assert last is not None
-    found = {read_header(path).info.moment[1:] for path in place.job.rglob("slot_*")}
-    assert found == {(0, 5), (1, 6)}
-    last.close(keep=False)
 
 
 @pytest.mark.parametrize("trouble", ["no base", "in use", "wide"])
@@ -225,13 +189,6 @@ def test_a_guard_that_could_not_save_is_resumed_from_memory(tmp_path: Path, memo
     assert again.guard.resumed_path is not None and again.guard.resumed_path.is_relative_to(memory_base)
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     assert list(memory_base.iterdir()) == []
-
-
-def test_two_ranks_arenas_do_not_meet(place: Place) -> None:
-    one, other = RankArena(place.base, place.directory, 0), RankArena(place.base, place.directory, 1)
-    assert one.job == other.job and one.folder != other.folder
-    one.remove()
-    other.remove()
 
 
 def _locks_held() -> list[str]:

@@ -16,7 +16,6 @@ from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import (
     RING_COPY,
     OwnState,
-    own_rings,
     own_states,
     small_records,
     snapshot_files,
@@ -93,13 +92,6 @@ def test_what_others_have_planted_is_not_looked_at(machine: Machine, tmp_path: P
 # --- rings ---
 
 
-def test_where_rings_lie(tmp_path: Path) -> None:
-    directories = [tmp_path / "a", tmp_path / "b"]
-    copies = [directory / "rank_2" / RING_COPY for directory in directories]
-    assert own_rings(directories, tmp_path / "shm", 2) == [tmp_path / "shm" / "rank_2" / "boundaries", *copies]
-    assert own_rings(directories, None, 2) == copies
-
-
 def test_a_boundary_goes_before_a_forecast_and_trust_is_told(machine: Machine) -> None:
     machine.boundary(1, 6)
     machine.boundary(1, 7, forecast=True)
@@ -146,18 +138,6 @@ def test_the_newest_step_of_memory_and_disk(machine: Machine, on_disk: int | Non
     assert taken(find(machine)) == [(step, None, None)] * WORLD
     if on_disk is not None:
         assert taken(find(machine, arenas=False)) == [(on_disk, None, None)] * WORLD
-
-
-def test_some_ranks_from_memory_and_some_from_disk(machine: Machine) -> None:
-    """The survivors have saved, the killed rank's snapshot is of the same step."""
-    machine.know(RUN)
-    machine.snapshot(9, ranks=[1])
-    write_step(machine.directory, 9, world_size=WORLD)
-    for path in (machine.directory / "rank_1").iterdir():
-        path.unlink()
-    found = find(machine)
-    assert taken(found) == [(9, None, None)] * WORLD
-    assert [one is not None and one.path.is_relative_to(machine.job) for one in found] == [False, True, False]
 
 
 def test_an_older_common_snapshot_where_the_newest_is_torn_on_one_rank(machine: Machine) -> None:

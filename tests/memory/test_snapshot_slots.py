@@ -147,14 +147,6 @@ def test_a_state_without_a_form_touches_nothing(job: Job) -> None:
     assert job.restart() == [] and job.steps() == {1}
 
 
-def test_slots_take_turns(job: Job) -> None:
-    assert [job.take(step) for step in (1, 2, 3, 4)] == [0, 1, 0, 1]
-    assert job.steps() == {3, 4}
-    job.restart()
-    assert job.take(5) == 0
-    assert job.steps() == {4, 5}
-
-
 # --- killed ---
 
 
@@ -173,22 +165,6 @@ def test_killed_at_every_stage_of_a_copy(job: Job, stage: str, before: int) -> N
     assert job.steps() == {10, 11}
 
 
-def test_killed_while_the_digests_are_written(job: Job) -> None:
-    """Any mixture of draft and sealed header is read again as the draft."""
-    index = job.copy(5)
-    assert index is not None
-    draft = job.path(index).read_bytes()
-    record = job.arena.record(index)
-    assert seal_slot(job.arena, index)
-    sealed = job.path(index).read_bytes()
-    for cut in [*range(0, record.header_bytes, 97), record.header_bytes]:
-        job.arena.set_record(index, record)
-        job.path(index).write_bytes(sealed[:cut] + draft[cut:])
-        assert job.restart() == []
-        assert job.path(index).read_bytes() == sealed
-        assert job.arena.record(index).state is SlotState.SEALED
-
-
 def test_a_seal_gives_way_and_can_be_done_later(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "_HASH_PIECE", 100)
     index = job.copy(5)
@@ -199,13 +175,6 @@ def test_a_seal_gives_way_and_can_be_done_later(job: Job, monkeypatch: pytest.Mo
     assert job.copy(6) == 1 - index
     job.restart()
     assert job.steps() == {5, 6}
-
-
-def test_a_state_that_was_changed_meanwhile_is_not_committed(job: Job) -> None:
-    job.take(1)
-    job.take(2)
-    assert job.copy(3, changed=lambda: "2 parameters were changed") is None
-    assert job.restart() == [] and job.steps() == {2}
 
 
 # --- adopting ---
@@ -272,13 +241,3 @@ def test_a_flipped_bit_is_found_once_the_slot_is_sealed_and_not_before(job: Job)
         assert_same(before.state, state_of(1))
     with pytest.raises(CorruptCheckpointError, match="digest"):
         read_checkpoint(job.path(1), verify=True)
-
-
-def test_a_file_that_was_taken_away_after_the_adoption_is_made_anew(job: Job) -> None:
-    """A reader has found damage in it; the next snapshot must not go to where it was moved."""
-    job.copy(1)
-    job.restart()
-    job.path(0).rename(job.path(0).with_name("moved"))
-    job.take(2)
-    job.take(3)
-    assert job.steps() == {2, 3}

@@ -144,33 +144,6 @@ def test_the_last_two_are_kept_and_exact(make: Make, every: int, kept: list[int]
     assert worker.outcomes() == [] and not worker.snapshotter.broken
 
 
-def test_at_every_step_the_copy_is_made_before_the_step_ends(make: Make) -> None:
-    worker = make(1)
-    for _ in range(3):
-        worker.train(1)
-        record = worker.arena.newest()
-        assert (record.step, record.state) == (worker.step, SlotState.COPIED)
-
-
-def test_the_copier_puts_the_digests_in(make: Make) -> None:
-    worker = make(2)
-    for _ in range(2):
-        worker.train(2)
-        worker.snapshotter.drain(WAIT_S)  # else the next copy may break the digests off
-    assert [worker.arena.record(index).state for index in (0, 1)] == [SlotState.SEALED] * 2
-
-
-def test_a_new_process_goes_on_counting(make: Make) -> None:
-    worker = make(1)
-    worker.train(3)
-    sequence = worker.arena.newest().sequence
-    again = make(1, rank=1)
-    again.arena.set_record(0, worker.arena.newest())
-    again.snapshotter._sequence = again.arena.newest().sequence
-    again.train(1)
-    assert again.arena.newest().sequence == sequence + 1
-
-
 # --- overlap ---
 
 
@@ -212,29 +185,6 @@ def test_a_copier_that_is_still_busy_skips_one(make: Make, monkeypatch: pytest.M
     assert worker.outcomes() == ["skipped: still busy"]
     worker.train(4)
     assert worker.kept() == [2, 6]
-
-
-def test_digests_in_progress_give_way_to_the_next_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skipping it would leave this rank with other steps than the others."""
-    worker = make(2)
-    seal, sealing, asked = snapshots.seal_slot, threading.Event(), []
-
-    def slow(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambda: True) -> bool:
-        sealing.set()
-        if worker.step < 4:
-            wait_until(lambda: not go_on(), "the next snapshot", WAIT_S)
-            asked.append(worker.step)
-        return seal(arena, index, go_on=go_on)
-
-    monkeypatch.setattr(snapshots, "seal_slot", slow)
-    worker.train(2)
-    assert sealing.wait(WAIT_S)
-    worker.train(2)
-    worker.snapshotter.drain(WAIT_S)
-    assert asked == [4] or asked == [3]
-    states = {worker.arena.record(index).step: worker.arena.record(index).state for index in (0, 1)}
-    assert states == {2: SlotState.COPIED, 4: SlotState.SEALED}
-    assert worker.kept() == [2, 4] and worker.outcomes() == []
 
 
 def test_closing_breaks_the_digests_off_and_finishes_the_copy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,14 +381,6 @@ def test_a_boundary_that_has_got_more_is_kept_again_if_it_was_kept(every: int | 
     assert not SnapshotSchedule(1, start=5).due(5)  # what was resumed from
 
 
-@pytest.mark.parametrize(("every", "taken"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (100, [])])
-def test_a_given_interval(every: int, taken: list[int]) -> None:
-    schedule = SnapshotSchedule(every)
-    assert train(schedule, range(1, 8), step_s=1, cost_s=1) == taken
-    assert schedule.proposal() is None
-    assert schedule.synchronous is (every == 1)
-
-
 @pytest.mark.parametrize(
     ("cost_s", "interval"),
     [(0.0, 2), (0.001, 2), (0.0149, 2), (0.0151, 4), (0.05, 8), (0.1, 16), (1.0, 256), (10.0, 2048), (1e9, 1 << 14)],
@@ -466,16 +408,6 @@ def test_boundaries_that_hit_no_multiple_are_kept_all_the_same(window: int, firs
     assert len(train(SnapshotSchedule(None, start=first), boundaries, step_s=1, cost_s=1)) == 3
 
 
-def test_nothing_is_proposed_before_there_is_enough_to_compare() -> None:
-    schedule = SnapshotSchedule(None)
-    for number in range(7):
-        schedule.note(1.0, extra=False)
-        schedule.note(1.0, extra=True)
-        assert schedule.proposal() is None, number
-    schedule.note(1.0, extra=False)
-    assert schedule.proposal() == 2
-
-
 def test_the_rarest_proposal_is_agreed_on() -> None:
     schedule = SnapshotSchedule(None)
     train(schedule, range(1, 30), step_s=1, cost_s=0)
@@ -486,15 +418,6 @@ def test_the_rarest_proposal_is_agreed_on() -> None:
     before = schedule.every
     schedule.note(100.0, extra=True)
     assert schedule.every == before
-
-
-def test_one_slow_step_changes_nothing() -> None:
-    schedule = SnapshotSchedule(None)
-    for number in range(20):
-        schedule.note(50.0 if number == 3 else 1.0, extra=False)
-    for cost in (0.1, 30.0, 0.1):
-        schedule.note(1.0 + cost, extra=True)
-    assert schedule.proposal() == 16
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=8, max_size=100), st.lists(st.floats(0, 1e6), min_size=3, max_size=3))

@@ -23,10 +23,8 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError, UsageError
 from mindx_elastic.persist import directory_lock as lock_module
-from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.directory_lock import DirectoryLock, hold_directory, hold_ranks
 from mindx_elastic.persist.storage import LOCK_FILE
-from tests.checkpoint_files import write
 
 HOLDER = """
 import os, sys, time
@@ -241,15 +239,6 @@ def test_the_file_that_goes_with_its_last_holder_lets_nobody_in_beside_another(
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_readers_and_the_catalog_pass_it_over(tmp_path: Path) -> None:
-    write(tmp_path / "resnet-1_5.safetensors", step=5)
-    lock = hold(tmp_path)
-    (tmp_path / LOCK_FILE).write_text("mindx.schema")  # would look like a checkpoint
-    assert [entry.path.name for entry in read_entries(tmp_path)] == ["resnet-1_5.safetensors"]
-    assert lock is not None
-    lock.close()
-
-
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_without_locks_one_line_and_on(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -323,19 +312,6 @@ def test_a_label_that_cannot_be_read(tmp_path: Path) -> None:
             with pytest.raises(DirectoryInUseError, match="its record cannot be read") as caught:
                 hold(tmp_path)
             assert (caught.value.pid, caught.value.host) == (0, "")
-
-
-def test_a_label_from_elsewhere_is_printed_without_its_control_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_module, "_MARGIN_S", 0.0)
-    monkeypatch.setattr(lock_module, "_LEASE_S", 0.0)
-    with holder(tmp_path):
-        record = {"rank": 0, "host": "x\x1b[31m", "pid": 1, "since": 1, "grace_s": float("inf")}
-        record["grace_s"] = 0
-        (tmp_path / LOCK_FILE).write_text(json.dumps(record))
-        with pytest.raises(DirectoryInUseError, match=r"process 1 on host x\?\[31m, since 1970"):
-            hold(tmp_path)
 
 
 def test_bytes_of_several_ranks_at_once_and_what_is_in_the_way(tmp_path: Path) -> None:

@@ -102,22 +102,6 @@ def test_what_says_nothing_of_this_disk_now_is_not_followed(tmp_path: Path, chan
     assert not chooser.is_cached(tmp_path)
 
 
-@pytest.mark.parametrize("created", [0.0, 2e10])
-def test_an_old_outcome_is_followed_until_there_is_a_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: float
-) -> None:
-    note(tmp_path, choice_of(created=created))
-    reader = DiskChooser(tmp_path, measures=False)
-    reader.start()
-    assert reader._thread is None and reader.is_cached(tmp_path)
-    monkeypatch.setattr(disk_choice, "measure", lambda directory, stopped: choice_of(cached_s=3.0))
-    other = DiskChooser(tmp_path, measures=True)
-    other.start()
-    assert other._thread is not None
-    other._thread.join(WAIT_S)
-    assert not other.is_cached(tmp_path) and not DiskChooser(tmp_path, measures=False).is_cached(tmp_path)
-
-
 @pytest.mark.parametrize("text", ["", "[]", '{"created": 1}', "{", "\x00"])
 def test_a_damaged_note_is_not_followed(tmp_path: Path, text: str) -> None:
     note(tmp_path, choice_of()).write_text(text)

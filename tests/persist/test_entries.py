@@ -61,17 +61,12 @@ def test_a_text_that_is_not_sound_is_left_to_the_checks(tensors: dict[str, Any],
     [
         ',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
         ',"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
-        ',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,12]}}',
         ',"a":{"dtype":"X32","shape":[2],"data_offsets":[0,8]}}',
         ',"a":{"dtype":"F32","shape":[02],"data_offsets":[0,8]}}',
-        ',"a":{"dtype":"F32","shape":[2,],"data_offsets":[0,8]}}',
         ',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},}',
-        ',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}}',
         ',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}',
         ',"a":{"dtype":"F32","shape":[0,4611686018427387904],"data_offsets":[0,0]}}',
-        ',"a":{"dtype":"F32","shape":[0,9223372036854775807],"data_offsets":[0,0]}}',
         f',"a":{{"dtype":"U8","shape":[{",".join("1" * 65)}],"data_offsets":[0,1]}}}}',
-        "}",
     ],
 )
 def test_what_the_fast_way_leaves_alone(text: str) -> None:

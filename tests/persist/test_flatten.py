@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import random
-from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,6 @@ from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 from mindx_elastic.persist.unflatten import unflatten
 from tests.persist.states import assert_same, states
-
-Point = namedtuple("Point", "x y")  # noqa: PYI024
 
 
 class Color(enum.IntEnum):
@@ -91,12 +88,6 @@ def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
     assert back["other"].data_ptr() != back["embed"].data_ptr()
 
 
-def test_views_of_one_storage_that_differ_are_not_tied() -> None:
-    base = torch.arange(4.0).reshape(2, 2)
-    state = {"base": base, "transposed": base.t(), "row": base[1], "conj": base.to(torch.complex64).conj()}
-    assert_same(through_json(state), state)
-
-
 def test_empty_tensors_are_tied_only_to_themselves() -> None:
     one, other = torch.empty(0), torch.empty(0)
     back = through_json([one, other, one])
@@ -108,15 +99,6 @@ def test_big_tensors_are_not_copied() -> None:
     weight = torch.randn(5, 7)
     (stored,) = flatten({"w": weight.t()})[1].values()
     assert stored.data_ptr() == weight.data_ptr()
-
-
-def test_a_defaultdict_comes_back_as_a_dict() -> None:
-    assert_same(through_json(defaultdict(list, {"a": [1]})), {"a": [1]})
-
-
-def test_dicts_keep_their_order_and_odd_keys() -> None:
-    state = [OrderedDict([("z", 1), ("a", 2)]), {2: "b", 1: "a", "$tensor": "c", (1, "x"): None}]
-    assert_same(through_json(state), state)
 
 
 def test_equal_sets_give_equal_trees() -> None:
@@ -132,12 +114,6 @@ def _nested_too_deep() -> object:
     return state
 
 
-def _containing_itself() -> object:
-    state: dict[str, object] = {}
-    state["self"] = state
-    return state
-
-
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -145,14 +121,10 @@ def _containing_itself() -> object:
         (torch.ones(2, device="meta"), "meta"),
         (torch.ones(2).as_subclass(MyTensor), "MyTensor"),
         (Color.RED, "Color"),
-        (Point(1, 2), "Point"),
-        (lambda: None, "function"),
         (np.array([object()]), "object"),
         (np.zeros(2, dtype=[("a", "i4")]), "numpy"),
         ({torch.ones(1): 1}, "dictionary key"),
-        (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter"),
         (_nested_too_deep(), "deeper"),
-        (_containing_itself(), "contains itself"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # the same in every process
 )
@@ -175,7 +147,6 @@ def test_quantized_nested_and_compressed_tensors_are_named() -> None:
     "tree",
     [
         {"$tensor": "missing"},
-        {"$tensor": ["w"]},
         {"$tensor": "w", "dtype": "complex64"},
         {"$tensor": "w", "dtype": "nn"},
         {"$tensor": "w", "dtype": "float64"},
@@ -186,25 +157,17 @@ def test_quantized_nested_and_compressed_tensors_are_named() -> None:
         {"$ndarray": "w", "dtype": "<f8"},
         {"$ndarray": "w", "dtype": "<U3", "shape": [5]},
         {"$blob": "missing"},
-        {"$blob": None},
         {"$unknown": 1},
         {"$map": [[1, 2], [1, 3]]},
         {"$map": [[[], 2]]},
         {"$map": 3},
-        {"$counter": [[1]]},
         {"$set": [[]]},
-        {"$deque": [1]},
-        {"$deque": [1], "maxlen": -1},
         {"$int": "xyz"},
         {"$float": "00"},
         {"$complex": "zz"},
         {"$bytes": "§"},
         {"$scalar": ["<f4", "00"]},
         {"$scalar": ["O", ""]},
-        {"$scalar": ["<f4", "0000000000000000"]},
-        {"$size": ["a"]},
-        {"$dtype": "os"},
-        {"$device": "no such device"},
         json.loads("[" * 150 + "]" * 150),
     ],
     ids=str,

@@ -108,23 +108,12 @@ def test_info_ignores_keys_of_later_versions() -> None:
         ("run_id", 3),
         ("world_size", "2"),
         ("world_size", 0),
-        ("world_size", True),
-        ("rank", 4),
-        ("rank", -1),
-        ("step", 1.5),
-        ("step", -1),
-        ("step", 2**63),
-        ("epoch", None),
         ("reason", None),
-        ("kind", []),
         ("created", "now"),
-        ("created", float("nan")),
         ("resumable", 1),
-        ("attempt", -1),
         ("coordinates", []),
         ("coordinates", {"dp": 0.5}),
         ("append_info", "text"),
-        ("append_info", 3),
     ],
 )
 def test_info_of_wrong_type_or_range_is_refused(field: str, value: object) -> None:
@@ -167,12 +156,6 @@ def test_header_tells_what_was_written(file: Path) -> None:
     assert header.layout == {}
 
 
-def test_layout_is_kept(tmp_path: Path) -> None:
-    layout = {"w": {"global_shape": [4, 3], "offset": [2, 0]}}
-    write_checkpoint(tmp_path / "x", STATE, INFO, layout=layout)
-    assert read_header(tmp_path / "x").layout == layout
-
-
 def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
     state = {str(dtype): tensor_of(dtype, (3,), 0) for dtype in DTYPES}
     write_checkpoint(tmp_path / "x", state, INFO)
@@ -192,21 +175,7 @@ def test_stock_safetensors_reads_all_types_and_names(tmp_path: Path) -> None:
         assert CheckpointInfo.from_json(opened.metadata()["mindx.checkpoint"]) == INFO
 
 
-def test_native_types_look_native_to_stock_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    state = {"bf16": torch.ones(2, 2, dtype=torch.bfloat16), "u16": torch.ones(3, dtype=torch.uint16)}
-    write_checkpoint(path, state, INFO)
-    for name, tensor in load_file(path).items():
-        assert torch.equal(tensor, state[name]) and tensor.dtype == state[name].dtype
-
-
 # ------------------------------------------------------------------------------------------------ bad files
-def test_file_of_stock_safetensors_is_foreign(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({"w": torch.ones(2)}, path, metadata={"format": "pt"})
-    with pytest.raises(ForeignCheckpointError, match="not written by mindx_elastic") as caught:
-        read_header(path)
-    assert caught.value.path == path
 
 
 def test_file_rewritten_by_stock_safetensors_is_not_ours_any_more(file: Path) -> None:
@@ -246,19 +215,6 @@ def test_impossible_header_length_is_not_read(file: Path, length: int) -> None:
         read_header(file)
 
 
-def test_other_file_formats(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "x")
-    with pytest.raises(CorruptCheckpointError, match="not a safetensors file"):
-        read_header(tmp_path / "x")
-
-
-def test_header_of_zeros_as_a_killed_writer_leaves_it(file: Path) -> None:
-    with open(file, "r+b") as opened:
-        opened.write(bytes(DATA_ALIGNMENT))
-    with pytest.raises(CorruptCheckpointError):
-        read_header(file)
-
-
 def _shift(content: dict[str, Any], name: str, start: int, end: int) -> None:
     old = content[name]["data_offsets"]
     content[name]["data_offsets"] = [old[0] + start, old[1] + end]
@@ -268,16 +224,9 @@ def _shift(content: dict[str, Any], name: str, start: int, end: int) -> None:
     ("change", "says"),
     [
         (lambda c: _shift(c, "b", 2, 2), "gap or overlap"),
-        (lambda c: _shift(c, "b", -2, -2), "gap or overlap"),
-        (lambda c: _shift(c, "w", 0, 4), "do not fit its shape"),
-        (lambda c: c["b"].update(data_offsets=[34, 24]), "do not fit its shape"),
         (lambda c: c["b"].update(data_offsets=[-10, 0]), "malformed"),
         (lambda c: c["b"].update(data_offsets=[24]), "not enough values"),
-        (lambda c: c["b"].update(data_offsets=["0", "10"]), "malformed"),
-        (lambda c: c["b"].update(data_offsets=[0.0, 10.0]), "malformed"),
         (lambda c: c["b"].update(shape=[2**40, 2**40, 0]), "do not fit its shape"),
-        (lambda c: c["b"].update(shape=[2**64]), "malformed"),
-        (lambda c: c["b"].update(shape=[True]), "malformed"),
         (lambda c: c["b"].update(shape=None), "TypeError"),
         (lambda c: c["b"].update(dtype="F31"), "unknown type"),
         (lambda c: c["b"].update(dtype=["F32"]), "unhashable"),
@@ -285,15 +234,10 @@ def _shift(content: dict[str, Any], name: str, start: int, end: int) -> None:
         (lambda c: c.update(b=3), "TypeError"),
         (lambda c: c.pop("b"), "bytes instead of"),
         (lambda c: c.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "digests do not belong"),
-        (lambda c: c["__metadata__"].update({"mindx.digests": "{}"}), "digests do not belong"),
-        (lambda c: c["__metadata__"].update({"mindx.digests": '{"w":"","b":"","e":""}'}), "digests do not belong"),
         (lambda c: c["__metadata__"].update({"mindx.digests": "[]"}), "AttributeError"),
         (lambda c: c["__metadata__"].update({"mindx.tree": "{"}), "JSONDecodeError"),
-        (lambda c: c["__metadata__"].update({"mindx.tree": "[" * 9**5}), "RecursionError"),
         (lambda c: c["__metadata__"].update({"mindx.layout": "3"}), "layout"),
         (lambda c: c["__metadata__"].update({"mindx.checkpoint": "{}"}), "info"),
-        (lambda c: c["__metadata__"].pop("mindx.tree"), "mindx.tree"),
-        (lambda c: c["__metadata__"].pop("mindx.checkpoint"), "mindx.checkpoint"),
         (lambda c: c["__metadata__"].update({"number": 3}), "map of strings"),
     ],
 )
@@ -304,22 +248,6 @@ def test_inconsistent_header_with_a_digest_that_fits(
     with pytest.raises(CorruptCheckpointError, match=says) as caught:
         read_header(file)
     assert str(file) in str(caught.value)
-
-
-def test_duplicate_names(file: Path) -> None:
-    raw = file.read_bytes().replace(b'"b":{"dtype"', b'"w":{"dtype"', 1)
-    file.write_bytes(reseal(raw[:DATA_ALIGNMENT]) + raw[DATA_ALIGNMENT:])
-    with pytest.raises(CorruptCheckpointError, match="gap or overlap"):
-        read_header(file)
-
-
-@given(st.binary(max_size=300))
-@no_reset
-def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "random"
-    path.write_bytes(data)
-    with pytest.raises((CorruptCheckpointError, ForeignCheckpointError)):
-        read_header(path)
 
 
 _plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)

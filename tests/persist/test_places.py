@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +43,6 @@ def test_model_and_optimizer(tmp_path: Path) -> None:
     assert len(found) == 7 + 4 * 3, "what is no tensor has no place"
 
 
-def test_lists_and_plain_dicts(tmp_path: Path) -> None:
-    tensor = torch.ones(1)
-    found = shapes(header_of(tmp_path, {"a": [{"b": tensor}, [torch.ones(2)]], "c": OrderedDict(d=torch.ones(3))}))
-    assert found == {"a.0.b": (1,), "a.1.0": (2,), "c.d": (3,)}
-
-
-def test_a_tensor_alone(tmp_path: Path) -> None:
-    assert shapes(header_of(tmp_path, torch.ones(2, 5))) == {"": (2, 5)}
-
-
 def test_numbers_as_keys_at_the_top(tmp_path: Path) -> None:
     assert shapes(header_of(tmp_path, {0: torch.ones(1), 7: {8: torch.ones(2)}})) == {"0": (1,), "7.8": (2,)}
 
@@ -66,20 +55,7 @@ def test_tied_tensors_have_a_place_each_and_one_name(tmp_path: Path) -> None:
     assert len({node["$tensor"] for node in places.values()}) == 1 == len(header.entries)
 
 
-def test_complex_numbers_count_once(tmp_path: Path) -> None:
-    state = {"c": torch.ones(3, 2, dtype=torch.complex64), "f": torch.ones(3, 2), "b": torch.ones(2).to(torch.uint16)}
-    header = header_of(tmp_path, state)
-    assert header.entries["c"].shape == (3, 2, 2)
-    assert shapes(header) == {"c": (3, 2), "f": (3, 2), "b": (2,)}
-
-
-def test_arrays_and_bytes_are_no_tensors(tmp_path: Path) -> None:
-    header = header_of(tmp_path, {"blob": b"x" * 2000, "array": torch.ones(3).numpy(), "t": torch.ones(1)})
-    assert shapes(header) == {"t": (1,)}
-    assert len(header.entries) == 3
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=st.dictionaries(st.text("abc", min_size=1, max_size=3), states.states, max_size=4))
 def test_every_place_is_in_the_file(tmp_path: Path, state: dict[str, Any]) -> None:
     header = header_of(tmp_path, state)
@@ -106,22 +82,10 @@ def test_trees_looked_through_together_have_the_same_places(trees: list[dict[str
         assert shared_places(shared, places, tree) == expected
 
 
-def test_a_part_that_trees_have_in_common_is_one_object() -> None:
-    shared = SharedJson()
-    places = SharedPlaces(shared)
-    model = {f"layer.{number}": {"$tensor": f"model.layer.{number}"} for number in range(9)}
-    for lr in (0.1, 0.2):
-        tree = {"optimizer": {"state": model, "lr": lr, "one": {"$tensor": "x"}}, "two": {"$tensor": "y"}}
-        assert dict(shared_places(shared, places, tree)) == places_in(tree)
-    parts = [places.parts_of(shared.loads(json.dumps({"model": model}), "tree", lambda *_: None)) for _ in range(2)]
-    assert parts[0][0][0] is parts[1][0][0] and parts[0][0][1]
-
-
 @pytest.mark.parametrize(
     "tree",
     [
         None,
-        3,
         "$tensor",
         {"$tensor": 3},
         {"$tensor": ["x"]},

@@ -37,11 +37,6 @@ def test_keeps_the_newest_and_lists_the_oldest_first() -> None:
     assert decide([periodic(step) for step in (5, 1, 4, 2, 3)], keep_max=2) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("keep_max", "minutes"), [(None, None), (0, 0), (None, 0.0), (0, None)])
-def test_without_a_rule_nothing_is_deleted(keep_max: int | None, minutes: float | None) -> None:
-    assert decide([periodic(step) for step in range(1, 9)], keep_max=keep_max, minutes=minutes) == []
-
-
 def test_keep_max_wins_over_minutes_as_in_mindspore() -> None:
     files = [periodic(step) for step in range(1, 9)]
     assert decide(files, keep_max=6, minutes=100) == [1, 2]
@@ -77,11 +72,6 @@ def test_low_steps_written_later_are_the_newer_ones() -> None:
     old = [periodic(step, minute=step, run="old") for step in (100, 200)]
     new = [periodic(step, minute=1000 + step, run="new") for step in (1, 2)]
     assert decide(old + new, keep_max=2) == [100, 200]
-
-
-def test_equal_steps_of_two_runs_are_two_moments() -> None:
-    files = [periodic(7, minute=1, run="old"), periodic(7, minute=2, run="new")]
-    assert choose_deletions(files, keep_max=1, keep_per_n_minutes=None, protect=()) == [files[0].path]
 
 
 def test_equal_steps_of_two_attempts_are_two_moments() -> None:

@@ -74,22 +74,6 @@ def test_other_kinds_and_places_share_nothing() -> None:
     assert len({id(tree["model"]), id(tree["copy"]), id(layout["model"])}) == 3
 
 
-def test_white_space_is_read_all_the_same() -> None:
-    shared = SharedJson()
-    for text in (json.dumps({"model": LONG, "n": 1}, indent=1), ' {"model" : [1 , 2] } ', " 3 ", "[]"):
-        assert shared.loads(text, "tree", no_check) == json.loads(text)
-
-
-def test_of_a_name_that_appears_twice_the_last_counts() -> None:
-    text = f'{{"model":{compact(LONG)},"model":3}}'
-    assert SharedJson().loads(text, "tree", no_check) == {"model": 3}
-
-
-def test_more_members_than_are_looked_for() -> None:
-    content = {f"part{number}": number for number in range(500)}
-    assert SharedJson().loads(compact({"model": content, **content}), "tree", no_check) == {"model": content, **content}
-
-
 def test_every_part_is_checked_once() -> None:
     """With how deep it stands, and its length."""
     seen: list[tuple[Any, int, int]] = []

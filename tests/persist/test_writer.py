@@ -7,10 +7,8 @@ import errno
 import fcntl
 import os
 import resource
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,9 @@ def big_state() -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ good saves
 @given(states)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 def test_any_state_comes_back_from_the_disk(tmp_path_factory: pytest.TempPathFactory, state: object) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     write_checkpoint(path, state, INFO)
@@ -68,7 +68,7 @@ def test_any_state_comes_back_from_the_disk(tmp_path_factory: pytest.TempPathFac
 
 
 @given(st.lists(st.integers(0, 20_000), max_size=8), st.integers(1, 4), st.sampled_from([1, 4096, 5000]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_tensors_of_any_size_against_blocks_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_blocks: int, piece: int
 ) -> None:
@@ -119,42 +119,7 @@ def refuse_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", link)
 
 
-def test_two_saves_at_once(tmp_path: Path) -> None:
-    barrier = threading.Barrier(2)
-
-    def save(number: int) -> None:
-        barrier.wait()
-        write_checkpoint(tmp_path / f"{number}.safetensors", big_state(), at_step(number))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(save, range(2)))
-    assert [verify_file(tmp_path / f"{number}.safetensors") for number in range(2)] == [[], []]
-
-
-def test_strided_memory_is_written_in_row_major_order(tmp_path: Path) -> None:
-    weight = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    write_checkpoint(tmp_path / "x.safetensors", {"w": weight, "one": torch.ones(4, 3)[:1, ::2]}, INFO)
-    back = read_checkpoint(tmp_path / "x.safetensors").state["w"]
-    assert torch.equal(back, weight)
-    assert back.stride() == weight.stride()
-
-
 # ------------------------------------------------------------------------------------------------ file systems
-def test_tmpfs() -> None:
-    path = Path("/dev/shm") / f"mindx-test-{os.getpid()}.safetensors"
-    if not os.access(path.parent, os.W_OK):
-        pytest.skip("no /dev/shm")
-    try:
-        write_checkpoint(path, big_state(), INFO)
-        assert_same(read_checkpoint(path).state, big_state())
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def test_direct_io_refused_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "_set_direct", lambda _fd, _wanted: False)
-    write_checkpoint(tmp_path / "x", big_state(), INFO)
-    assert_same(read_checkpoint(tmp_path / "x").state, big_state())
 
 
 def test_direct_io_refused_by_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +163,16 @@ def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # ------------------------------------------------------------------------------------------------ older files
+@pytest.mark.parametrize("later", [{"run_id": "new"}, {"attempt": 1}, {"step": 18}])
+def test_file_of_another_run_attempt_or_step_is_kept(tmp_path: Path, later: dict[str, Any]) -> None:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, STATE, INFO)
+    write_checkpoint(path, STATE, dataclasses.replace(INFO, **later))
+    found, kept = read_header(path).info, read_header(previous_path(path)).info
+    assert (kept.run_id, kept.attempt, kept.step) == (INFO.run_id, INFO.attempt, INFO.step)
+    assert (found.run_id, found.attempt, found.step) != (kept.run_id, kept.attempt, kept.step)
+
+
 def test_file_of_another_step_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for step in (1, 2, 3):
@@ -205,21 +180,6 @@ def test_file_of_another_step_is_kept(tmp_path: Path) -> None:
     assert read_header(path).info.step == 3
     assert read_header(tmp_path / "x.prev.safetensors").info.step == 2
     assert names(tmp_path) == {"x.safetensors", "x.prev.safetensors"}
-
-
-def test_file_of_another_run_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_checkpoint(path, STATE, INFO)
-    write_checkpoint(path, STATE, dataclasses.replace(INFO, run_id="new"))
-    assert read_header(previous_path(path)).info.run_id == "run"
-
-
-def test_file_of_another_attempt_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_checkpoint(path, STATE, INFO)
-    write_checkpoint(path, STATE, dataclasses.replace(INFO, attempt=INFO.attempt + 1))
-    assert read_header(path).info.attempt == INFO.attempt + 1
-    assert read_header(previous_path(path)).info.attempt == INFO.attempt
 
 
 def test_file_of_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -308,26 +268,6 @@ def test_disk_full(old: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool, l
     assert (error.path, error.rank, error.step, error.errno) == (old, 1, 2, errno.EFBIG)
     assert isinstance(error.__cause__, OSError)
     assert_untouched(old)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("may not mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_really_full_disk(small_disk: Path) -> None:
-    path = small_disk / "x.safetensors"
-    write_checkpoint(path, STATE, at_step(1))
-    with pytest.raises(SaveError, match=r"No space left.*bytes are free.*give another directory"):
-        write_checkpoint(path, big_state(), at_step(2))
-    assert_untouched(path)
 
 
 def test_not_enough_free_space_where_it_cannot_be_reserved(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -64,9 +63,6 @@ LAYOUTS: dict[int, list[Layout]] = {
         layout([4], "S(0)", ranks=[3, 1, 0, 2]),
     ],
 }
-PAIRS = [
-    (old, new) for one, other in itertools.product(LAYOUTS, LAYOUTS) for old in LAYOUTS[one] for new in LAYOUTS[other]
-]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -140,32 +136,6 @@ def test_any_layout_to_any_other(tmp_path_factory: pytest.TempPathFactory, data:
             same_for_all(states, name, tensor, new[name][1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2, torch.bool, torch.int64])
-def test_every_type_by_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Random bits: nan payloads and all."""
-    tensor = numbers(9, 6, dtype=dtype)
-    Saved(4, {"w": (tensor, layout([2, 2], "S(0)", "S(1)"))}).write(tmp_path)
-    for new in (layout([3], "S(1)"), WHOLE):
-        same_for_all(resharded(tmp_path, new.size, {"w": ((9, 6), new)}), "w", tensor, new)
-
-
-def test_more_ranks_than_rows(tmp_path: Path) -> None:
-    """Empty shards in both worlds; one of them must still be of the right type."""
-    tensor = numbers(2, 3, dtype=torch.bfloat16)
-    Saved(4, {"w": (tensor, layout([4], "S(0)"))}).write(tmp_path)
-    states = resharded(tmp_path, 3, {"w": ((2, 3), layout([3], "S(0)"))})
-    assert [list(state["model"]["w"].shape) for state in states] == [[1, 3], [1, 3], [0, 3]]
-    same_for_all(states, "w", tensor, layout([3], "S(0)"))
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,)])
-def test_scalars_and_tensors_of_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    tensor = numbers(*shape)
-    Saved(2, {"s": (tensor, layout([2], "R")), "w": (numbers(4, 2), layout([2], "S(0)"))}).write(tmp_path)
-    states = resharded(tmp_path, 3, {"s": (shape, layout([3], "R")), "w": ((4, 2), layout([3], "S(0)"))})
-    same_for_all(states, "s", tensor, layout([3], "R"))
-
-
 def test_pipeline_stages_become_one(tmp_path: Path) -> None:
     """Tensors that only some ranks have, under a number of their own in each stage's optimizer."""
     first, second = numbers(4, 3), numbers(6, 3)
@@ -175,18 +145,6 @@ def test_pipeline_stages_become_one(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate((("a", first), ("b", second))):
         assert_same_bits(state["model"][name], tensor)
         assert_same_bits(state["optimizer"]["state"][number]["exp_avg"], tensor + 1)
-
-
-def test_one_becomes_pipeline_stages(tmp_path: Path) -> None:
-    first, second = numbers(4, 3), numbers(6, 3)
-    whole = {"a": (first, layout([2], "S(0)")), "b": (second, layout([2], "S(1)"))}
-    Saved(2, whole, {"a": first + 1, "b": second + 1}).write(tmp_path)
-    new = {"a": ((4, 3), layout([1], "R", ranks=[0])), "b": ((6, 3), layout([2], "S(0)", ranks=[1, 2]))}
-    one, two, three = resharded(tmp_path, 3, new)
-    assert_same_bits(one["model"]["a"], first)
-    assert_same_bits(torch.cat([two["model"]["b"], three["model"]["b"]]), second)
-    assert "a" not in two["model"] and set(one["optimizer"]["state"]) == set(three["optimizer"]["state"]) == {0}
-    assert_same_bits(three["optimizer"]["state"][0]["exp_avg"], second[3:] + 1)
 
 
 def test_tied_weights_stay_tied_in_what_they_hold(tmp_path: Path) -> None:
@@ -211,21 +169,6 @@ TWO = {
 }
 WANTED = {"a": ((6, 2), layout([3], "S(0)")), "b": ((4,), layout([3], "S(0)")), "c": ((3,), layout([3], "R"))}
 MOMENTS = {name: tensor * 2 for name, (tensor, _) in TWO.items()}
-
-
-def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
-    Saved(2, TWO).write(tmp_path)
-    for state in resharded(tmp_path, 3, WANTED):
-        assert state["optimizer"]["state"] == {}
-        assert state["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
-        assert state["optimizer"]["class"] == "AdamW"
-
-
-def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
-    Saved(2, TWO, {"b": MOMENTS["b"]}).write(tmp_path)
-    for rank, state in enumerate(resharded(tmp_path, 3, WANTED)):
-        assert set(state["optimizer"]["state"]) == {1}
-        assert_same_bits(state["optimizer"]["state"][1]["exp_avg"], cut(MOMENTS["b"], WANTED["b"][1], rank))
 
 
 def test_groups_keep_their_options_and_their_parameters_are_known_by_name(tmp_path: Path) -> None:
@@ -258,13 +201,6 @@ class WithState(Saved):
         state = super().state(rank, step)
         state["optimizer"]["state"].setdefault(0, {}).update(self.extra)
         return state
-
-
-@pytest.mark.parametrize("moments", [{}, MOMENTS])
-def test_state_without_tensors_is_kept(tmp_path: Path, moments: Mapping[str, torch.Tensor]) -> None:
-    WithState(2, TWO, moments, extra={"count": 5}).write(tmp_path)
-    for state in resharded(tmp_path, 3, WANTED):
-        assert state["optimizer"]["state"][0]["count"] == 5
 
 
 def test_tensors_in_lists_are_carried_over_as_they_are(tmp_path: Path) -> None:
@@ -370,20 +306,6 @@ def steps(found: Sequence[Resumed | Exception | None], new: Layout) -> set[int]:
     return {each.checkpoint.info.step for each in found if isinstance(each, Resumed)}
 
 
-@pytest.mark.parametrize("new", [layout([2], "S(0)"), layout([3], "S(1)"), WHOLE, layout([4], "S(1)")])
-def test_a_damaged_part_takes_the_step_from_everybody(tmp_path: Path, new: Layout) -> None:
-    Saved(4, ROWS).write(tmp_path, 5).write(tmp_path, 7)
-    assert steps(start(tmp_path, new), new) == {7}
-    flip_bit_in_data(tmp_path / "rank_2/w-1_7.safetensors")
-    found = start(tmp_path, new)
-    assert steps(found, new) == {5}
-    assert [path.name for path in (tmp_path / QUARANTINE).rglob("*.safetensors")] == ["w-1_7.safetensors"]
-    for each in found:
-        assert isinstance(each, Resumed)
-        (line,) = each.rejected
-        assert "step 7 is not used" in line and "w-1_7.safetensors is damaged" in line
-
-
 def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
     old, new = layout([2, 2], "R", "S(0)"), layout([2], "S(1)")
     Saved(4, {"w": (ROWS["w"][0], old)}).write(tmp_path, 5).write(tmp_path, 7)
@@ -470,23 +392,6 @@ def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypat
     assert str(caught.value.path) == path
     assert len(readers) == 1 and readers[0].startswith("mindx-persist-read"), readers
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist-read")]
-
-
-def test_narrow_columns_cost_their_rows_at_most(tmp_path: Path) -> None:
-    shape = (256, 64)
-    Saved(2, {"w": (numbers(*shape), layout([2], "S(0)"))}).write(tmp_path)
-    for rank in range(4):
-        num_bytes, part = read_bytes(tmp_path, layout([4], "S(1)"), shape, rank)
-        assert part <= num_bytes <= 4 * part
-
-
-def test_replicas_share_the_reading(tmp_path: Path) -> None:
-    """8 readers of a tensor that 4 ranks had: no file is everybody's."""
-    Saved(4, {"w": (numbers(64, 8), layout([4], "R"))}).write(tmp_path)
-    target = target_of(8, {"w": ((64, 8), layout([8], "S(0)"))})
-    plan = plan_for(tmp_path, target)
-    readers = [next(plan.holders(plan.source.classes[0].layout, 0, rank)).rank for rank in range(8)]
-    assert max(readers.count(rank) for rank in range(4)) <= 3, readers
 
 
 _MEASURE = """

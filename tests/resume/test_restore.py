@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from mindx_elastic.errors import (
 from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.resume.restore import Resumed
 from tests import checkpoint_files as files
-from tests.checkpoint_files import EPOCH_0, write, write_step
+from tests.checkpoint_files import write, write_step
 from tests.resume.finding import find, find_on, step_of
 
 
@@ -41,11 +40,6 @@ def steps_on(world_size: int, directory: Path, resume: Any = "auto") -> set[int]
 # --- one rank ---
 
 
-def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
-    assert find(tmp_path) is None
-    assert find(tmp_path / "not there") is None
-
-
 def test_the_newest_step_with_its_state(tmp_path: Path) -> None:
     for step in (3, 12, 7):
         write(tmp_path / f"a-1_{step}.safetensors", step=step)
@@ -59,16 +53,6 @@ def test_never_looks_at_nothing(tmp_path: Path) -> None:
     files.leave_empty(write(tmp_path / "a-1_3.safetensors"))
     assert find(tmp_path, resume="never") is None
     assert [p.name for p in tmp_path.iterdir()] == ["a-1_3.safetensors"], "nothing is moved or deleted"
-
-
-def test_the_run_with_the_newest_activity_comes_first(tmp_path: Path) -> None:
-    """A second run in the same directory has lower steps and is the one to go on with."""
-    write(tmp_path / "a-1_90.safetensors", step=90, run_id="old")
-    write(tmp_path / "a-1_2.safetensors", step=2, run_id="new", created=EPOCH_0 + 500)
-    write(tmp_path / "a-1_4.safetensors", step=4, run_id="new", created=EPOCH_0 + 400)
-    found = find(tmp_path)
-    assert found is not None
-    assert (found.checkpoint.info.run_id, found.checkpoint.info.step) == ("new", 4)
 
 
 def test_a_file_that_is_not_resumable_is_passed_over(tmp_path: Path) -> None:
@@ -93,18 +77,6 @@ def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(
     assert [p.read_bytes() for p in moved] == [content], "nothing on disk is lost"
 
 
-def test_damage_that_only_the_digests_show(tmp_path: Path) -> None:
-    write(tmp_path / "a-1_5.safetensors", step=5)
-    files.flip_bit_in_data(write(tmp_path / "a-1_9.safetensors", step=9))
-    found = find(tmp_path)
-    assert step_of(found) == 5
-    assert found is not None
-    (line,) = found.rejected
-    assert (
-        line.startswith("run run-a step 9 is not used: rank 0: a-1_9.safetensors is damaged") and "model.bias" in line
-    )
-
-
 def test_a_second_sound_file_of_the_same_step_is_taken(tmp_path: Path) -> None:
     write(tmp_path / "a-1_5.safetensors", step=5)
     write(tmp_path / "a-1_9.safetensors", step=9)
@@ -113,14 +85,6 @@ def test_a_second_sound_file_of_the_same_step_is_taken(tmp_path: Path) -> None:
     assert step_of(found) == 9
     assert found is not None and found.path.name == "a-1_9.safetensors"
     assert not (tmp_path / "a-1_9_breakpoint.safetensors").exists()
-
-
-@pytest.mark.parametrize("others", list(itertools.permutations(["periodic", "breakpoint", "request_exit"])))
-def test_of_one_step_the_breakpoint_is_tried_first(tmp_path: Path, others: Sequence[str]) -> None:
-    for number, kind in enumerate(others):
-        write(tmp_path / f"{kind}-1_9.safetensors", step=9, kind=kind, created=EPOCH_0 + number)
-    found = find(tmp_path)
-    assert found is not None and found.checkpoint.info.kind == "breakpoint"
 
 
 @pytest.mark.parametrize("damage", files.DAMAGES)
@@ -168,23 +132,6 @@ def test_several_directories_are_one_catalog(tmp_path: Path) -> None:
     files.flip_bit_in_data(two / "b_train.safetensors")
     assert step_of(find(one, two)) == 5
     assert list((two / QUARANTINE).glob("b_train*")), "in the quarantine of its own directory"
-
-
-def test_a_bad_header_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / "a-1_5.safetensors", step=5)
-    bad = write(tmp_path / "a-1_9.safetensors", step=9)
-    files.cut_off_end(bad)
-    found = find(tmp_path)
-    assert found is not None and len(found.rejected) == 1
-    assert [r.getMessage() for r in caplog.records if bad.name in r.getMessage()] == [
-        f"{bad} is put aside in {tmp_path / QUARANTINE / bad.name}: {found.rejected[0].removeprefix(f'{bad}: ')}"
-    ]
-
-
-def test_a_rank_folder_with_a_quarantine_of_its_own_is_no_fresh_start(tmp_path: Path) -> None:
-    files.leave_empty(write(tmp_path / "rank_0" / QUARANTINE / "a-1_9.safetensors"))
-    with pytest.raises(NoUsableCheckpointError, match="quarantine"):
-        find(tmp_path)
 
 
 # --- resume=path ---
@@ -247,49 +194,6 @@ def test_a_link_that_was_asked_for_is_refused(tmp_path: Path) -> None:
 # --- several ranks ---
 
 
-def test_all_ranks_take_the_newest_step_that_everybody_has(tmp_path: Path) -> None:
-    for step in (3, 5):
-        write_step(tmp_path, step, world_size=3)
-    write(tmp_path / "rank_0" / "a-1_7.safetensors", step=7, world_size=3)
-    write(tmp_path / "rank_2" / "a-1_7.safetensors", step=7, world_size=3, rank=2)
-    assert steps_on(3, tmp_path) == {5}
-
-
-def test_a_missing_rank_is_named_when_nothing_is_left(tmp_path: Path) -> None:
-    write(tmp_path / "rank_0" / "a-1_7.safetensors", step=7, world_size=3)
-    write(tmp_path / "rank_2" / "a-1_7.safetensors", step=7, world_size=3, rank=2)
-    with pytest.raises(NoUsableCheckpointError, match="run run-a step 7 is not used: rank 1 has no file of it"):
-        steps_on(3, tmp_path)
-
-
-def test_one_damaged_file_takes_the_step_from_everybody(tmp_path: Path) -> None:
-    for step in (3, 5, 7):
-        write_step(tmp_path, step, world_size=3, name=f"a-1_{step}.safetensors")
-    files.flip_bit_in_data(tmp_path / "rank_1" / "a-1_7.safetensors")
-    files.flip_bit_in_data(tmp_path / "rank_2" / "a-1_5.safetensors")
-    results = find_on(3, tmp_path)
-    assert [r.checkpoint.info.step for r in results if isinstance(r, Resumed)] == [3, 3, 3]
-    for result in results:
-        assert isinstance(result, Resumed)
-        first, second = result.rejected
-        assert "step 7 is not used: rank 1: a-1_7.safetensors is damaged" in first
-        assert "step 5 is not used: rank 2" in second
-    assert (tmp_path / "rank_0" / "a-1_7.safetensors").exists(), "a sound file stays where it is"
-
-
-def test_headers_count_and_not_names_or_folders(tmp_path: Path) -> None:
-    write(tmp_path / "rank_0" / "a-1_5.safetensors", step=5, world_size=2, rank=1)
-    write(tmp_path / "rank_1" / "a-1_99.safetensors", step=5, world_size=2, rank=0)
-    assert steps_on(2, tmp_path) == {5}
-
-
-def test_steps_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    write(tmp_path / "rank_0" / "a-1_9.safetensors", step=9, world_size=2, run_id="one")
-    write(tmp_path / "rank_1" / "a-1_9.safetensors", step=9, world_size=2, rank=1, run_id="two")
-    write_step(tmp_path, 4, name="b-1_4.safetensors")
-    assert steps_on(2, tmp_path) == {4}
-
-
 def test_another_world_size_is_said_clearly(tmp_path: Path) -> None:
     write_step(tmp_path, 9, world_size=4)
     with pytest.raises(
@@ -314,16 +218,6 @@ def test_a_path_to_any_ranks_file_is_the_step_for_all(tmp_path: Path, rank: int)
     for step in (3, 5):
         write_step(tmp_path, step, name=f"a-1_{step}.safetensors")
     assert steps_on(2, tmp_path / "new", tmp_path / f"rank_{rank}" / "a-1_3.safetensors") == {3}
-
-
-def test_each_rank_quarantines_its_own_file_once(tmp_path: Path) -> None:
-    write_step(tmp_path, 3)
-    write_step(tmp_path, 5, name="a-1_5.safetensors")
-    for rank in range(2):
-        files.cut_off_end(tmp_path / f"rank_{rank}" / "a-1_5.safetensors")
-    assert steps_on(2, tmp_path) == {3}
-    moved = sorted(p.relative_to(tmp_path).parts[1] for p in (tmp_path / QUARANTINE).rglob("a-1_5.safetensors"))
-    assert moved == ["rank_0", "rank_1"]
 
 
 kept = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=5, unique_by=lambda pair: pair[0])

@@ -12,7 +12,6 @@ import torch
 
 from mindx_elastic.capture.rng import seed_rng
 from mindx_elastic.config import RankInfo
-from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.guard.loading import _how_to_restore_rng
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.resume.restore import Resumed
@@ -48,17 +47,6 @@ def numbers() -> tuple[list[float], float, float]:
     return torch.rand(4).tolist(), random.random(), float(np.random.rand())
 
 
-def test_ranks_without_a_file_take_the_lowest_replicas(tmp_path: Path) -> None:
-    write_step(tmp_path, 7, **REPLICAS)
-    lose(tmp_path, 0, 2)
-    found = find(tmp_path)
-    assert [(one.checkpoint.info.step, one.checkpoint.info.rank, one.donor) for one in found] == [
-        (7, 1, 1),
-        (7, 1, None),
-        (7, 1, 1),
-    ]
-
-
 @pytest.mark.parametrize(("older", "taken"), [(3, (7, 0)), (4, (7, 0)), (5, (5, None)), (6, (6, None))])
 def test_the_newest_step_goes_first_and_an_exact_one_just_before_it(
     tmp_path: Path, older: int, taken: tuple[int, int | None]
@@ -69,14 +57,6 @@ def test_the_newest_step_goes_first_and_an_exact_one_just_before_it(
     found = find(tmp_path)
     assert (found[1].checkpoint.info.step, found[1].donor) == taken
     assert {one.checkpoint.info.step for one in found} == {taken[0]}
-
-
-@pytest.mark.parametrize("coordinates", [{}, {"replicas": WORLD - 1}])
-def test_a_file_of_sharded_weights_stands_in_for_nobody(tmp_path: Path, coordinates: dict[str, int]) -> None:
-    write_step(tmp_path, 7, world_size=WORLD, coordinates=coordinates)
-    lose(tmp_path, 2)
-    with pytest.raises(NoUsableCheckpointError, match=r"step 7.*rank 2"):
-        find(tmp_path)
 
 
 def test_a_seed_sets_every_generator() -> None:

@@ -12,7 +12,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import MismatchError, NoUsableCheckpointError
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.resume.restore import Resumed
-from tests.checkpoint_files import cut_off_end, write
+from tests.checkpoint_files import write
 from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 
@@ -58,34 +58,10 @@ def test_and_again_in_the_next_run_with_the_other_rank(tmp_path: Path) -> None:
     assert start(tmp_path) == [None, None]
 
 
-@pytest.mark.parametrize("noted", [[], [0]])
-def test_without_the_proof_it_is_refused(tmp_path: Path, noted: list[int]) -> None:
-    """Rank 1's folder was on a disk that is gone, or a version without notes has written this."""
-    begin(tmp_path, ranks=noted)
-    saved(tmp_path, 0)
-    assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path))
-
-
 def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> None:
     begin(tmp_path)
     saved(tmp_path, 0)
     saved(tmp_path, 1).unlink()
-    assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path))
-
-
-def test_a_damaged_file_beside_it_is_refused(tmp_path: Path) -> None:
-    """It is unknown of which run and rank it was."""
-    begin(tmp_path)
-    saved(tmp_path, 0)
-    cut_off_end(saved(tmp_path, 0, 5))
-    for _ in range(2):  # then it lies in quarantine
-        assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path))
-
-
-def test_another_run_without_proof_beside_it_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path, "run-b")
-    saved(tmp_path, 0, 5, run_id="run-b")
-    saved(tmp_path, 0)
     assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path))
 
 
@@ -106,13 +82,6 @@ def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
     assert start(nodes) == [None, None]
     (next((nodes[1] / "rank_1").iterdir())).unlink()  # another machine in its place
     assert all(isinstance(one, NoUsableCheckpointError) for one in start(nodes))
-
-
-def test_another_number_of_ranks_begins_anew_too(tmp_path: Path) -> None:
-    begin(tmp_path)
-    saved(tmp_path, 0)
-    assert start(tmp_path, 3) == [None] * 3
-    assert start(tmp_path, 1) == [None]
 
 
 def test_notes_of_another_world_prove_nothing(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mindx_elastic.resume import reader as reading
 from mindx_elastic.resume import restore
 from mindx_elastic.resume.reader import ShareReader
 from mindx_elastic.resume.restore import Disks, Resumed, places_of, plan_of, read_together
-from tests.checkpoint_files import flip_bit_in_data, write_step
+from tests.checkpoint_files import write_step
 from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 from tests.resume.worlds import Saved, target_of
@@ -90,61 +90,6 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
     start(saved, 2)
     assert failed and not (saved / "quarantine").exists()
     assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
-
-
-def test_a_damaged_file_is_found_by_whoever_verifies_it_and_by_nobody_twice(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Saved(4, {"w": (torch.arange(36.0).reshape(12, 3), rows(4))}).write(saved, 5)
-    flip_bit_in_data(saved / "rank_2" / "w-1_7.safetensors")
-    rounds: list[int] = []
-    real = ShareReader.read
-
-    def counted(self: ShareReader, *arguments: Any) -> Any:
-        rounds.append(1)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(ShareReader, "read", counted)
-    found = start(saved, 3)
-    assert [one.checkpoint.info.step for one in found if isinstance(one, Resumed)] == [5, 5, 5]
-    assert len(rounds) == 3 * 2
-
-
-def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_step(tmp_path, 7, world_size=4)
-    read: list[Path] = []
-
-    def counted(path: Path, **options: Any) -> CatalogEntry | None:
-        read.append(path)
-        return read_entry(path, **options)
-
-    monkeypatch.setattr(looking, "read_entry", counted)
-    found = on_all_ranks(
-        4, lambda rank, exchange: find_and_read([tmp_path], RankInfo(rank=rank, world_size=4), exchange, resume="auto")
-    )
-    assert all(isinstance(one, Resumed) for one in found)
-    assert sorted(map(str, read)) == sorted(map(str, tmp_path.glob("rank_*/*.safetensors")))
-
-
-@pytest.mark.parametrize("error", [ValueError("odd tree"), KeyError("w"), TypeError("odd tree")])
-def test_a_fault_in_the_reading_is_not_called_a_strangers_message(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    real = ShareReader.read
-
-    def read(self: ShareReader, share: Any, blueprint: Any) -> Any:
-        if share.rank.rank == 1:
-            raise error
-        return real(self, share, blueprint)
-
-    monkeypatch.setattr(ShareReader, "read", read)
-    found = start(saved, 3)
-    assert found[1] is error
-    for other in (found[0], found[2]):
-        assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (
-            1,
-            f"{type(error).__name__}: {error}",
-        )
 
 
 def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

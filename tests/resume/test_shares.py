@@ -16,12 +16,10 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.inventory import Inventory
 from mindx_elastic.plan.facts import FileFact, Refusal, ResumePlan, World
-from mindx_elastic.resume.shares import Share, digest_of, share_in, tell_shares
-from tests.checkpoint_files import write, write_step
+from mindx_elastic.resume.shares import Share, share_in, tell_shares
+from tests.checkpoint_files import write
 from tests.inventory.looks import Carrier, look, sent
 from tests.resume.worlds import Saved, target_of
-
-MOMENT = ("run-a", 0, 7)
 
 
 class Told:
@@ -72,32 +70,6 @@ def resharded(root: Path, verified: set[tuple[str, str]] | None = None) -> Told:
     return Told(inventory_of([root] * 3), World(3, target.own), verified)
 
 
-def test_every_rank_reads_its_own_file(tmp_path: Path) -> None:
-    write_step(tmp_path, 7)
-    told = Told(inventory_of([tmp_path] * 2), World(2))
-    for rank, share in enumerate(told.shares):
-        file = as_sent(told.plan.ranks[rank].file, share.plan.source)
-        assert share.rank == replace(told.plan.ranks[rank], file=file)
-        assert (share.rank.donor, share.rank.assembled, share.plan.files) == (None, False, {rank: (file,)})
-        assert (share.number, share.is_seen, share.sources, share.verify, share.uses_own_state) == (
-            0,
-            True,
-            [],
-            [],
-            False,
-        )
-        assert (share.plan.moment, share.plan.ranks, share.plan.world) == (MOMENT, (), World(2))
-        for name in ("epoch", "step_in_epoch", "resharded", "inexact", "steps_lost"):
-            assert getattr(share.plan, name) == getattr(told.plan, name), name
-    assert not told.asked, "whole files need nothing but the answer"
-
-
-def test_the_target_is_that_of_the_rank(tmp_path: Path) -> None:
-    write_step(tmp_path, 7)
-    target = target_of(2, {"w": ((12, 4), rows(2))}).own
-    assert Told(inventory_of([tmp_path] * 2), World(2)).share(1, target).plan.world == World(2, target)
-
-
 def test_a_file_on_another_node_comes_with_its_sources(tmp_path: Path) -> None:
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for rank in range(2):
@@ -106,32 +78,6 @@ def test_a_file_on_another_node_comes_with_its_sources(tmp_path: Path) -> None:
     own, other = Told(inventory_of(nodes, transport=Carrier()), World(2)).shares
     assert (own.is_seen, own.sources) == (True, [])
     assert (other.is_seen, other.sources) == (False, [(0, (0, "rank_1/a-1_7.safetensors"))])
-
-
-@pytest.mark.parametrize("with_state", [False, True])
-def test_a_rank_without_a_file_gets_a_donor(tmp_path: Path, with_state: bool) -> None:
-    write(tmp_path / "rank_0" / "a-1_7.safetensors", step=7, world_size=2, coordinates={"replicas": 2})
-    inventory = inventory_of([tmp_path] * 2)
-    if with_state:
-        inventory.own_states[MOMENT] = {1}
-    told = Told(inventory, World(2))
-    assert [share.rank.donor for share in told.shares] == [None, 0]
-    assert [share.uses_own_state for share in told.shares] == [False, with_state]
-    assert [share.rank.file.path for share in told.shares] == [str(tmp_path / "rank_0" / "a-1_7.safetensors")] * 2
-    assert told.share(1).plan.inexact == told.plan.inexact
-
-
-def test_a_second_file_of_a_rank_and_step_has_its_number(tmp_path: Path) -> None:
-    """Damage of a file is reported by old rank and number."""
-    write_step(tmp_path, 7)
-    write_step(tmp_path, 7, name="a_breakpoint.safetensors", kind="breakpoint")
-    inventory = inventory_of([tmp_path] * 2)
-    first = Told(inventory, World(2)).plan.files[1][0]
-    assert Told(inventory, World(2)).share(1).number == 0
-    inventory.forget(1, first, "damaged")
-    told = Told(inventory, World(2))
-    share = told.share(1)
-    assert told.plan.files[1][share.number].path == share.rank.file.path != first.path
 
 
 def test_assembled_ranks_ask_for_the_files_that_they_need(tmp_path: Path) -> None:
@@ -159,12 +105,6 @@ def test_the_ranks_divide_the_verification(tmp_path: Path) -> None:
         for fact, number in share.verify:
             assert told.plan.files[fact.rank][number].path == fact.path
     assert not any(share.verify for share in resharded(tmp_path, verified).shares), "not again in the next round"
-
-
-def test_both_sides_compute_the_same_digest(tmp_path: Path) -> None:
-    told = resharded(tmp_path)
-    assert told.merged.own is not None
-    assert digest_of(told.answer(1).own) == digest_of(told.merged.own[1]) != digest_of(told.merged.own[0])
 
 
 DAMAGE: dict[str, Callable[[Any, Any], object]] = {

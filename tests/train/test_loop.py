@@ -9,21 +9,8 @@ import torch
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train.callbacks import CallbackList
-from mindx_elastic.train.loop import CutHooks, EpochLoss, TrainLoop, Unguarded, windows
+from mindx_elastic.train.loop import CutHooks, EpochLoss, TrainLoop, Unguarded
 from tests.train.small_job import make_model
-
-
-def test_windows() -> None:
-    assert list(windows(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(windows(iter([]), 3)) == []
-
-
-def test_a_window_fetches_nothing_beyond_itself() -> None:
-    fetched: list[int] = []
-    batches = (fetched.append(i) or i for i in range(10))  # type: ignore[func-returns-value]
-    found = windows(batches, 2)
-    next(found)
-    assert fetched == [0, 1]
 
 
 def test_the_running_loss_resumes_bit_for_bit() -> None:

@@ -10,7 +10,7 @@ import torch
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train import LossMonitor, TimeMonitor
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
-from mindx_elastic.train.monitors import ProgressDisplay, loss_value
+from mindx_elastic.train.monitors import loss_value
 from tests.train.small_job import make_loader, make_model
 
 
@@ -46,32 +46,6 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "6/6" in text
     assert "mean loss" in text
     assert text.endswith("\x1b[?25h")  # the cursor is shown again
-
-
-def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(UsageError):
-        make_model(loss_fn=lambda outputs, targets: torch.ones(())).train(1, make_loader())
-    assert terminal.getvalue().endswith("\x1b[?25h")
-
-
-def test_the_display_does_not_wait_for_the_device_every_step() -> None:
-    reads = 0
-
-    def mean_loss() -> torch.Tensor:
-        nonlocal reads
-        reads += 1
-        return torch.ones(())
-
-    display = ProgressDisplay(mean_loss)
-    params = CallbackParams(cur_epoch_num=1, epoch_num=1, batch_num=0, cur_step_num=0, cur_step_in_epoch=0)
-    context = RunContext(params)
-    display.on_train_begin(context)
-    for _ in range(1000):
-        display.on_train_step_end(context)
-    assert reads == 0
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

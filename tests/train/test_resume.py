@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -181,15 +178,6 @@ def test_sigterm_after_any_step(step: int) -> None:
     assert resumed.resumed_from_step is not None
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("hook", ["on_train_step_begin", "on_train_epoch_end", "on_train_epoch_begin"])
-def test_sigterm_in_other_hooks(hook: str, interval: str) -> None:
-    straight, counter = train([], lr_scheduler_interval=interval)
-    resumed, again = stop_and_resume(sigterm, 6, hook, lr_scheduler_interval=interval)
-    assert same(weights(resumed), weights(straight))
-    assert again.losses == counter.losses
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -212,16 +200,6 @@ def test_sigterm_with(changes: dict[str, Any]) -> None:
     assert again.losses == counter.losses
     if isinstance(resumed, MultiOptimizer) and isinstance(straight, MultiOptimizer):
         assert same(resumed.head.state_dict(), straight.head.state_dict())
-
-
-def test_an_exception_saves_the_last_boundary_and_is_raised_again() -> None:
-    straight, _ = train([])
-    with pytest.raises(Broken):
-        train([ExceptionCheckpoint(directory="out"), At(8, explode)])
-    assert [path.name for path in Path("out").glob("*.safetensors")] == ["ckpt-2_2_breakpoint.safetensors"]
-    resumed, _ = train([ExceptionCheckpoint(directory="out")])
-    assert same(weights(resumed), weights(straight))
-    assert resumed.resumed_from_step == 8
 
 
 def test_other_loaders_resume_too() -> None:
@@ -277,18 +255,6 @@ def test_sigterm_during_an_evaluation_repeats_it_after_the_resume() -> None:
     assert again.results == ends.results
 
 
-def test_periodic_files_their_retention_and_the_last_one() -> None:
-    config = CheckpointConfig(save_checkpoint_steps=4, keep_checkpoint_max=3, append_info=[{"epoch_num": 3}])
-    train([ModelCheckpoint(prefix="net", directory="out", config=config)])
-    assert sorted(path.name for path in Path("out").glob("*.safetensors")) == [
-        "net-2_6.safetensors",
-        "net-3_4.safetensors",
-        "net-3_6.safetensors",
-    ]
-    info = read_header(Path("out/net-3_6.safetensors")).info
-    assert (info.step, info.kind, list(info.append_info)) == (18, "periodic", [{"epoch_num": 3}])
-
-
 def test_a_finished_training_is_not_trained_further() -> None:
     first, _ = train([ModelCheckpoint(directory="out")])
     second, counter = train([ModelCheckpoint(directory="out")])
@@ -319,13 +285,6 @@ def test_seconds_save_too() -> None:
     assert len(list(Path("out").glob("*.safetensors"))) == 18
 
 
-def test_exception_save_of_model_checkpoint() -> None:
-    config = CheckpointConfig(save_checkpoint_steps=0, exception_save=True)
-    with pytest.raises(Broken):
-        train([ModelCheckpoint(directory="out", config=config), At(8, explode)])
-    assert [path.name for path in Path("out").glob("*.safetensors")] == ["CKP-2_2_breakpoint.safetensors"]
-
-
 def test_two_callbacks_that_want_the_same_breakpoint_file_write_it_once() -> None:
     config = CheckpointConfig(save_checkpoint_steps=0, exception_save=True)
     callbacks = [
@@ -341,21 +300,6 @@ def test_two_model_checkpoints_need_two_prefixes() -> None:
     with pytest.raises(UsageError, match="different prefixes"):
         train([ModelCheckpoint(directory="out"), ModelCheckpoint(directory="out")])
     train([ModelCheckpoint("a", "out"), ModelCheckpoint("b", "out")], epochs=1)
-
-
-def test_callbacks_may_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
-    class Other(Counter):
-        pass
-
-    with pytest.raises(GracefulExit):
-        train([ExceptionCheckpoint(directory="out"), Other(), At(8, sigterm)])
-    caplog.clear()
-    model, _ = train([ExceptionCheckpoint(directory="out"), EvalEachEpoch()])
-    assert model.resumed_from_step == 8
-    lines = [r.message for r in caplog.records if "callbacks differ" in r.message]
-    assert [line.partition(" (")[2] for line in lines] == [
-        "no longer there: Other.0; new, with start values: EvalEachEpoch.0)"
-    ]
 
 
 @pytest.mark.parametrize(("grad_accum", "step"), [(1, 8), (1, 6), (4, 3), (4, 2)])
@@ -394,67 +338,10 @@ def test_resume_never_and_resume_path() -> None:
     assert same(weights(model), weights(straight))
 
 
-def test_stateful_objects_and_rng_streams() -> None:
-    class Ema:
-        def __init__(self) -> None:
-            self.value = torch.zeros(())
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": self.value}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.value = state["value"]
-
-    class Update(Callback):
-        def __init__(self, ema: Ema) -> None:
-            self.ema = ema
-
-        def on_train_step_begin(self, run_context: RunContext) -> None:
-            self.ema.value = 0.9 * self.ema.value + random.random() + np.random.rand()
-
-    def run(*extra: Callback) -> Tensor:
-        model, ema = make_model(), Ema()
-        callbacks = [ExceptionCheckpoint(directory="out"), Update(ema), *extra]
-        model.train(2, make_loader(), callbacks, stateful={"ema": ema}, progress=False)
-        return ema.value
-
-    with pytest.raises(GracefulExit):
-        run(At(8, sigterm))
-    resumed = run()
-    for path in Path("out").glob("*.safetensors"):
-        path.unlink()
-    assert torch.equal(resumed, run())
-
-
 def test_stateful_names_are_checked() -> None:
     for name in ("train", "callbacks", "model"):
         with pytest.raises(UsageError, match=name):
             make_model().train(1, make_loader(), ExceptionCheckpoint(directory="o"), stateful={name: nn.Linear(1, 1)})
-
-
-def test_train_again_after_train_and_eval() -> None:
-    model = make_model()
-    loader = make_loader()
-    model.train(1, loader, ExceptionCheckpoint(directory="out"), progress=False)
-    model.eval(make_loader())
-    model.train(2, loader, ExceptionCheckpoint(directory="out2"), progress=False)
-    assert model.position.step == 12
-
-
-def test_without_saving_callbacks_nothing_is_written_and_no_handler_installed() -> None:
-    handlers = []
-    train([At(3, lambda: handlers.append(signal.getsignal(signal.SIGTERM))), TimeMonitor()])
-    assert handlers == [signal.SIG_DFL]
-    assert list(Path().iterdir()) == []
-
-
-def test_events_tell_the_story() -> None:
-    with pytest.raises(GracefulExit) as leaving:
-        train([ExceptionCheckpoint(directory="out"), At(8, sigterm)])
-    assert leaving.value.code == 143
-    events = [json.loads(line)["event"] for line in Path("out/events.jsonl").read_text().splitlines()]
-    assert events[0] == "start"
-    assert {"alarm", "agreement", "save", "durable", "exit"} <= set(events)
 
 
 class TestOnRequestExit:

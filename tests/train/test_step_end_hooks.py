@@ -170,22 +170,3 @@ def test_a_step_that_fails_after_its_update_is_kept_and_its_hooks_run(
     assert resumed.resumed_from_step == step
     assert same(weights(resumed), weights(straight))
     assert told_again.values == told.values and len(told.values) == 18
-
-
-@pytest.mark.parametrize("batches", [1, 2, 6])
-@pytest.mark.parametrize("custom", [False, True], ids=["default", "custom"])
-def test_no_false_alarm_of_the_window(batches: int, custom: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where epochs are so short that their first steps are looked at, and the epoch's mean begins anew."""
-    caplog.set_level(logging.INFO, logger="mindx_elastic")
-
-    def with_loss(model: Model, batch: Any) -> Tensor:
-        assert isinstance(model.optimizer, torch.optim.Optimizer)
-        model.optimizer.zero_grad()
-        loss = model.forward(batch)[0]
-        loss.backward()
-        model.optimizer.step()
-        return loss
-
-    model = make_model(train_step=with_loss) if custom else make_model()
-    model.train(4, make_loader(batch_size=24 // batches), ExceptionCheckpoint(directory="out"), progress=False)
-    assert "would cost every step" not in caplog.text

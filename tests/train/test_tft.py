@@ -15,8 +15,6 @@ from torch import nn
 
 import mindx_elastic as mx
 from mindx_elastic.capture.components import unwrap_optimizer
-from mindx_elastic.config import RankInfo
-from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.policy import ExitPolicy, keep_consistent
@@ -67,18 +65,13 @@ def test_other_switches_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     ("change", "named"),
     [
         ({"ctrl_rank_id": -1}, "ctrl_rank_id=-1"),
-        ({"ctrl_rank_id": "0"}, "ctrl_rank_id='0'"),
-        ({"ctrl_rank_id": True}, "ctrl_rank_id=True"),
         ({"ctrl_ip": ""}, "ctrl_ip=''"),
-        ({"ctrl_ip": "300.0.0.1"}, "ctrl_ip='300.0.0.1'"),
         ({"ctrl_ip": "a b"}, "ctrl_ip='a b'"),
         ({"ctrl_ip": 127}, "ctrl_ip=127"),
         ({"ctrl_port": 1023}, "ctrl_port=1023"),
         ({"ctrl_port": 65536}, "ctrl_port=65536"),
-        ({"ctrl_port": "30051"}, "ctrl_port='30051'"),
         ({"ckpt_save_path": ""}, "ckpt_save_path=''"),
         ({"ckpt_save_path": None}, "ckpt_save_path=None"),
-        ({"ckpt_save_path": 3}, "ckpt_save_path=3"),
     ],
 )
 def test_wrong_arguments(change: dict[str, Any], named: str) -> None:
@@ -94,15 +87,6 @@ def test_addresses(address: str) -> None:
 
 
 # --- the wish ---
-
-
-def test_the_policy(tmp_path: Path) -> None:
-    (policy,) = register(tmp_path).exit_policies()
-    assert policy.kind == "ttp" and policy.needs_replica
-    assert policy.alarms == {"exception", "peer", "fault", "signal", "request"}
-    assert policy.place is not None
-    place = policy.place(tmp_path, Position(step=12, epoch=2, step_in_epoch=6), RankInfo(rank=1, world_size=4))
-    assert place == tmp_path / "tft_saved_checkpoints-step_12_tmp/rank_1/ttp_rank_1-2_6.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -163,13 +147,6 @@ def test_a_resume_by_path(give: str) -> None:
     model = make_model()
     model.train(3, make_loader(), register("elsewhere"), resume=path, progress=False)
     assert model.resumed_from_step == 8
-
-
-def test_a_tree_that_was_not_renamed_is_resumed_from() -> None:
-    with pytest.raises(Broken):
-        train([register(), At(8, explode)])
-    Path("ttp/tft_saved_checkpoints-step_8").rename("ttp/tft_saved_checkpoints-step_8_tmp")
-    assert train([register()])[0].resumed_from_step == 8
 
 
 def test_a_rename_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,26 +257,6 @@ def test_its_state_goes_into_a_bare_optimizer_and_back() -> None:
     copied = copy.deepcopy(wrapped)
     assert isinstance(copied, OptTFTWrapper) and str(copied.state_dict()) == str(wrapped.state_dict())
     assert copied.opt is not wrapped.opt
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_schedulers(before: bool) -> None:
-    def rates(wrap: bool) -> list[float]:
-        inner = optimizer(torch.optim.SGD)
-        used: torch.optim.Optimizer = OptTFTWrapper(inner) if wrap else inner
-        schedulers = [
-            torch.optim.lr_scheduler.StepLR(inner if before else used, 2, 0.5),
-            torch.optim.lr_scheduler.CosineAnnealingLR(used, 10),
-        ]
-        found = []
-        for _ in range(5):
-            update(used, 1)
-            for scheduler in schedulers:
-                scheduler.step()
-            found.append(used.param_groups[0]["lr"])
-        return found
-
-    assert rates(wrap=True) == rates(wrap=False)
 
 
 @pytest.mark.parametrize("fused", [False, True])
