@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.config import DEFAULT_GRACE_S, RankInfo, Settings, TftSettings, parse_rehearse
+from mindx_elastic.config import RankInfo, Settings, TftSettings, parse_rehearse
 from mindx_elastic.errors import UsageError
 
 
@@ -22,12 +22,6 @@ def test_places_of_a_rehearsal(value: object, places: tuple[object, ...]) -> Non
 def test_no_place_of_a_rehearsal(value: object) -> None:
     with pytest.raises(UsageError, match=r"^rehearse="):
         parse_rehearse(value, "rehearse")
-
-
-def test_an_empty_environment_gives_the_defaults() -> None:
-    assert Settings.from_env({}) == Settings()
-    assert Settings().grace_s == DEFAULT_GRACE_S == 30.0
-    assert RankInfo.from_env({}) == RankInfo(rank=0, world_size=1, local_rank=0, attempt=0)
 
 
 def test_every_variable_is_read() -> None:
@@ -89,14 +83,6 @@ def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
 def test_impossible_ranks_are_refused(env: dict[str, str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         RankInfo.from_env(env)
-
-
-def test_the_process_environment_is_the_default_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINDX_GRACE_S", "7")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Settings.from_env().grace_s == 7
-    assert RankInfo.from_env().rank == 1
 
 
 def test_the_launcher_s_own_variable_is_the_grace_period_too() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,19 +80,3 @@ def test_signals_and_waiting_are_those_of_a_child(tmp_path: Path) -> None:
         process.kill()  # as Popen: nothing is there to kill
         assert output.read() == ""
     assert not Path(f"/proc/{process.pid}").exists(), "reaped"
-
-
-def test_a_traceback_is_shown_and_the_code_is_1(tmp_path: Path) -> None:
-    process = start(tmp_path, "def f():\n    raise ValueError('broken')\nf()")
-    with process.stdout as output:
-        text = output.read()
-    assert process.wait() == 1
-    assert f'{tmp_path}/script.py", line 2, in f' in text and "ValueError: broken" in text
-
-
-def test_a_module_runs_as_main() -> None:
-    process = ForkedProcess(["-m", "json.tool", "--help"], dict(os.environ))
-    with process.stdout as output:
-        assert "usage:" in output.read()
-    assert process.wait() == 0
-    assert process.args[0] == sys.executable

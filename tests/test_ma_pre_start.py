@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import packaging
 import pytest
 
 from tests.environments import SCRIPT, make_environment, run, write_wheel
@@ -76,18 +75,6 @@ def test_installs_and_prints_exports(machine: Machine) -> None:
 
 
 @pytest.mark.drill
-def test_a_second_run_changes_nothing(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    first = machine.execute()
-    (record,) = machine.environment.site_packages.glob("mindx_elastic-*/RECORD")
-    stamp = record.stat().st_mtime_ns, record.stat().st_ino
-    second = machine.execute()
-    assert second.returncode == 0 and second.stdout == first.stdout
-    assert "was installed already" in second.stderr
-    assert (record.stat().st_mtime_ns, record.stat().st_ino) == stamp
-
-
-@pytest.mark.drill
 def test_two_runs_at_once(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     command = ["bash", str(machine.script)]
@@ -96,14 +83,6 @@ def test_two_runs_at_once(machine: Machine) -> None:
     outputs = [process.communicate(timeout=120) for process in runs]
     assert [process.returncode for process in runs] == [0, 0], outputs
     assert machine.version() == "0.1.0"
-
-
-@pytest.mark.drill
-def test_settings_of_the_job_are_kept(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    done = machine.execute(MS_ENABLE_GRACEFUL_EXIT="0", PATH=f"{machine.environment.prefix}/bin:/usr/bin:/bin")
-    assert "export MS_ENABLE_GRACEFUL_EXIT=0" in done.stdout.splitlines()
-    assert "PATH" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -128,28 +107,6 @@ def test_takes_the_newest_version(machine: Machine, versions: list[str], newest:
 
 
 @pytest.mark.drill
-def test_follows_the_folder_up_and_down(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    machine.execute()
-    newer = write_wheel(machine.job, "0.2.0")
-    machine.execute()
-    assert machine.version() == "0.2.0"
-    newer.unlink()
-    machine.execute()
-    assert machine.version() == "0.1.0"
-
-
-@pytest.mark.drill
-def test_a_rebuilt_wheel_of_the_same_version_is_installed(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    machine.execute()
-    write_wheel(machine.job, "0.1.0", body="__version__ = 'rebuilt'")
-    done = machine.execute()
-    assert done.returncode == 0, done.stderr
-    assert machine.version() == "rebuilt"
-
-
-@pytest.mark.drill
 def test_a_damaged_installation_is_repaired(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     machine.execute()
@@ -160,19 +117,6 @@ def test_a_damaged_installation_is_repaired(machine: Machine) -> None:
 
 
 # --- where the wheel is ---
-
-
-@pytest.mark.drill
-def test_a_folder_given(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    write_wheel(machine.place / "other wheels", "0.2.0")
-    assert machine.execute("other wheels").returncode == 0
-    assert machine.version() == "0.2.0"
-    assert machine.execute(MINDX_WHEEL_DIR="job code").returncode == 0
-    assert machine.version() == "0.1.0"
-    done = machine.bash('source "$S" "other wheels"')
-    assert done.returncode == 0, done.stderr
-    assert machine.version() == "0.2.0"
 
 
 @pytest.mark.parametrize(
@@ -239,11 +183,6 @@ def test_a_wheel_that_does_not_import(machine: Machine) -> None:
     assert_fails(machine.execute(), "ModuleNotFoundError: No module named 'no_such_module'", "cannot be used by")
 
 
-def test_a_public_name_that_is_not_there(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0", body="__all__ = ['Guard']")
-    assert_fails(machine.execute(), "AttributeError", "Guard")
-
-
 @pytest.mark.drill
 def test_another_copy_on_the_path_is_found_out(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
@@ -273,21 +212,6 @@ def test_torch_is_never_installed(machine: Machine) -> None:
     assert machine.execute(**env).returncode == 0
 
 
-@pytest.mark.drill
-def test_other_requirements_are_installed_first(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    machine.execute()
-    requires = ["small_thing>=1", "other_thing; extra == 'dev'", "old_thing; python_version < '3'"]
-    write_wheel(machine.job, "0.2.0", requires=requires, body="import small_thing")
-    assert_fails(machine.execute(), "small_thing", "pip could not install")
-    assert machine.version() == "0.1.0", "the older one goes on working"
-    index = machine.place / "index"
-    write_wheel(index, "1.5", name="small_thing")
-    done = machine.execute(PIP_FIND_LINKS=index.as_uri())
-    assert done.returncode == 0, done.stderr
-    assert machine.version() == "0.2.0"
-
-
 def test_a_python_that_will_not_do(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
     old = machine.place / "old python"
@@ -302,45 +226,7 @@ def test_a_python_that_will_not_do(machine: Machine) -> None:
     assert remedy.startswith(("run: ", "install your system's python3")) and "--user" not in remedy, "no such in a venv"
 
 
-@pytest.mark.drill
-def test_pip_is_needed_only_to_install(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    assert machine.execute().returncode == 0
-    links = machine.environment.site_packages / "links.pth"
-    links.write_text("")
-    shutil.copytree(Path(packaging.__file__).parent, machine.environment.site_packages / "packaging")
-    assert machine.execute().returncode == 0
-
-
 # --- what Python says by itself ---
-
-
-def say_at_start(machine: Machine) -> None:
-    """A `sitecustomize` as some platforms have it: it greets whoever starts Python."""
-    folder = machine.environment.site_packages
-    (folder / "sitecustomize.py").write_text("print('export HIJACKED=1; echo EVALUATED')\n")
-
-
-@pytest.mark.drill
-def test_what_python_prints_at_its_start_is_not_evaluated(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0", body="print('touch imported'); __version__ = '0.1.0'")
-    say_at_start(machine)
-    for program in ('source "$S"', 'eval "$(bash "$S")"'):
-        done = machine.bash(f'{program}; echo "status $? ${{HIJACKED-unset}} $MS_ENABLE_GRACEFUL_EXIT"')
-        assert done.stdout == "status 0 unset 1\n", done.stderr
-    done = machine.execute()
-    assert [line for line in done.stdout.splitlines() if not line.startswith("export ")] == []
-    assert "HIJACKED" not in done.stdout
-    assert "HIJACKED" in done.stderr, "it is seen, though"
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("place", ["a;b", "a b;python_version<'3'", "a[b]", "a#b", "a%3Bb"])
-def test_a_folder_with_characters_that_mean_something_to_pip(machine: Machine, place: str) -> None:
-    write_wheel(machine.place / place, "0.1.0")
-    done = machine.execute(place)
-    assert done.returncode == 0, done.stderr
-    assert machine.version() == "0.1.0"
 
 
 @pytest.mark.drill
@@ -361,18 +247,6 @@ def test_without_a_wheel_what_is_installed_will_do(machine: Machine) -> None:
     assert_fails(machine.execute(str(machine.place)), "no mindx_elastic-<version>-py3-none-any.whl in")
     (machine.environment.site_packages / "mindx_elastic" / "__init__.py").write_text("import gone\n")
     assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed but cannot be used")
-
-
-@pytest.mark.drill
-def test_without_a_wheel_what_is_installed_must_have_what_it_needs(machine: Machine) -> None:
-    wheel = write_wheel(machine.job, "0.1.0", requires=["small_thing>=1"])
-    index = machine.place / "index"
-    write_wheel(index, "1.5", name="small_thing")
-    assert machine.execute(PIP_FIND_LINKS=index.as_uri()).returncode == 0
-    wheel.unlink()
-    for folder in machine.environment.site_packages.glob("small_thing*"):
-        shutil.rmtree(folder)
-    assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed without small_thing>=1")
 
 
 # --- sourced ---
@@ -399,39 +273,11 @@ def test_sourcing_by_a_strict_script_with_arguments_of_its_own(machine: Machine)
     assert done.stdout == "job code\n"
 
 
-@pytest.mark.drill
-def test_sourcing_twice_does_not_let_path_grow(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    done = machine.bash('source "$S"; one=$PATH; source "$S"; [ "$one" = "$PATH" ] && echo same')
-    assert done.stdout == "same\n", done.stderr
-
-
 def test_a_failure_returns_and_leaves_the_shell_alive(machine: Machine) -> None:
     done = machine.bash('source "$S"; echo "status $?"; env | grep -c ^MS_; compgen -A function; echo alive')
     assert done.stdout.split("\n") == ["status 1", "0", "alive", ""], done.stderr
     strict = machine.bash('set -eu; source "$S" || echo "status $?"; echo alive')
     assert strict.stdout == "status 1\nalive\n"
-
-
-@pytest.mark.drill
-def test_evaluating_is_the_same_as_sourcing(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    done = machine.bash(
-        'eval "$(bash "$S")"; mine=$(env | grep -v ^_=); source "$S"; [ "$mine" = "$(env | grep -v ^_=)" ] && echo same'
-    )
-    assert done.stdout == "same\n", done.stderr
-
-
-@pytest.mark.drill
-def test_other_shells(machine: Machine) -> None:
-    if shutil.which("dash") is None:
-        pytest.skip("no dash")
-    write_wheel(machine.job, "0.1.0")
-    done = machine.execute(shell="dash")
-    assert done.returncode == 0, done.stderr
-    command = ["dash", "-c", '. "$S"; echo "status $?"']
-    done = run(command, cwd=machine.place, env=machine.environment.variables(S=str(machine.script)))
-    assert done.stdout == "status 1\n" and "source this from bash" in done.stderr
 
 
 # --- where it installs ---
@@ -470,36 +316,6 @@ def test_installs_for_the_user_where_python_is_read_only(tmp_path: Path) -> None
     again = machine.execute()
     assert again.returncode == 0 and "was installed already" in again.stderr
     assert "PYTHONPATH" not in again.stdout
-
-
-@pytest.mark.drill
-def test_installs_into_a_folder_of_its_own_where_that_is_impossible_too(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0", requires=["small_thing"], body="import small_thing")
-    write_wheel(machine.job, "1.5", name="small_thing")
-    lock(machine)
-    index = {"PIP_FIND_LINKS": machine.job.as_uri()}
-    program = 'source "$S" && type -p mindx-elastic && "$PYTHON" -c "import mindx_elastic as m; print(m.__file__)"'
-    done = machine.bash(program, **index)
-    assert done.returncode == 0, done.stderr
-    assert "installing into a folder of its own" in done.stderr
-    own = str(machine.environment.home / ".local" / "share" / "mindx_elastic")
-    assert [line.startswith(own) for line in done.stdout.splitlines()] == [True, True]
-    assert machine.version().startswith("ModuleNotFoundError"), "found only through PYTHONPATH"
-    twice = machine.bash('source "$S"; one=$PYTHONPATH; source "$S"; [ "$one" = "$PYTHONPATH" ] && echo same')
-    assert twice.stdout == "same\n" and twice.stderr.count("was installed already") == 2
-
-
-@pytest.mark.drill
-def test_a_folder_to_install_into_may_be_given(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    chosen = machine.place / "kept between jobs"
-    program = 'source "$S" && "$PYTHON" -c "import mindx_elastic as m; print(m.__file__)"'
-    done = machine.bash(program, MINDX_INSTALL_DIR=str(chosen), PYTHONPATH="/somewhere")
-    assert done.stdout.startswith(str(chosen)), done.stderr
-    write_wheel(machine.job, "0.1.0", body="__version__ = 'rebuilt'")
-    done = machine.bash(f'{program}; echo "$PYTHONPATH"', MINDX_INSTALL_DIR=str(chosen), PYTHONPATH="/somewhere")
-    assert done.stdout.strip().endswith(":/somewhere"), done.stderr
-    assert len(list(chosen.glob("py3*/0.1.0-*"))) == 2 and not list(chosen.glob("*/*unfinished*"))
 
 
 def test_nowhere_to_install(machine: Machine) -> None:

@@ -194,11 +194,6 @@ def test_files_of_others_are_converted_as_the_page_says(tmp_path: Path, name: st
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
-def test_the_drawing_is_in_the_page_itself() -> None:
-    page = text_of("how-it-works.md")
-    assert "<svg" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
-
-
 def test_the_recorded_sessions_of_the_readme_end_with_the_same_weights() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     sums = re.findall(r"^resumed from step .* sum of the weights (\S+)$", readme, re.MULTILINE)

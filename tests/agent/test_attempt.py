@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,14 +17,13 @@ from mindx_elastic.agent.attempt import Attempt, AttemptContext, _culprits
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.workers import WorkerExit, process_state
+from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
-from tests.harness import wait_until
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
 ORDER = int(CONTROL_SIGNAL)
@@ -273,24 +271,6 @@ def test_who_the_others_wait_for_in_the_same_step(states: str, found: list[int])
     assert _culprits(stuck, dict(enumerate(states)), dict.fromkeys(range(3), IN_TRAINING)) == found
 
 
-def test_a_stopped_rank_whose_own_time_is_not_over_yet_is_blamed(run: Callable[..., Ending]) -> None:
-    with subprocess.Popen(["sleep", "1000"]) as stopped:
-        stopped.send_signal(signal.SIGSTOP)
-        wait_until(lambda: process_state(stopped.pid) == "T", "the stop")
-        late = replace(IN_TRAINING, pid=stopped.pid, boundary_ns=time.monotonic_ns() + 60 * 10**9)
-        ending = run(Workers({0: IN_TRAINING, 1: late}, ignore), hang_timeout_s=1.0, grace_s=0.4)
-        stopped.kill()
-    assert ending.rank == 1 and "stopped, as by SIGSTOP" in ending.cause
-
-
-def test_all_finish(run: Callable[..., Ending]) -> None:
-    workers = Workers({0: None, 1: IN_TRAINING}, ignore)
-    workers.end(0, 0)
-    workers.end(1, 0)
-    assert run(workers).outcome == "finished"
-    assert workers.sent == {0: [], 1: []}
-
-
 def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(run: Callable[..., Ending]) -> None:
     def react(rank: int, signum: int) -> int | None:
         return obey(rank, signum) if rank == 1 else guard(rank, signum)
@@ -302,13 +282,6 @@ def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(run
     assert workers.sent == {0: [ORDER], 1: [TERM], 2: []}
 
 
-def test_a_rank_that_is_still_entering_its_guard_has_nothing_to_save(run: Callable[..., Ending]) -> None:
-    workers = Workers({0: Status(pid=1, phase=WorkerPhase.STARTING), 1: None}, obey)
-    workers.end(1, 1)
-    assert run(workers).code == 1
-    assert workers.sent[0] == [ORDER, TERM]
-
-
 def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) -> None:
     workers = Workers({0: IN_TRAINING, 1: None, 2: None}, ignore)
     workers.end(2, 1)
@@ -317,21 +290,6 @@ def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) 
     assert 0.55 < time.monotonic() - started < 10
     assert workers.sent[0] == [ORDER, TERM, KILL], "an order, at half time a SIGTERM, at the end SIGKILL"
     assert workers.sent[1] == [TERM, KILL]
-
-
-def test_who_is_saving_is_not_urged(run: Callable[..., Ending]) -> None:
-    workers = Workers({0: replace(IN_TRAINING, phase=WorkerPhase.STOPPING), 1: None}, ignore)
-    workers.end(1, 1)
-    run(workers, grace_s=0.4)
-    assert workers.sent[0] == [ORDER, KILL]
-
-
-def test_a_signal_is_handed_on_once(run: Callable[..., Ending], inbox: SignalInbox) -> None:
-    inbox.heard += [INT, TERM]
-    workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: guard(rank, signum) if rank == 0 else -signum)
-    ending = run(workers)
-    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 130, "SIGINT")
-    assert workers.sent == {0: [INT], 1: [INT]}
 
 
 def test_a_signal_that_a_guard_would_die_of_becomes_sigterm(run: Callable[..., Ending], inbox: SignalInbox) -> None:
@@ -352,15 +310,6 @@ def test_a_signal_during_a_failure_forbids_the_restart(run: Callable[..., Ending
     assert (ending.outcome, ending.code) == ("stopped", 75)
 
 
-def test_a_fault_report_is_an_order(run: Callable[..., Ending]) -> None:
-    faults = Faults()
-    faults.event = FaultEvent("fault", "fault report x: rank 1", frozenset({1}), Path("x"))
-    workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: 75 if rank == 0 else -signum)
-    ending = run(workers, faults=faults)
-    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 75, "fault report x: rank 1")
-    assert workers.sent == {0: [ORDER], 1: [TERM]}
-
-
 def test_when_one_leaves_gracefully_the_others_may_too(run: Callable[..., Ending]) -> None:
     workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
     workers.end(1, 143)
@@ -368,14 +317,6 @@ def test_when_one_leaves_gracefully_the_others_may_too(run: Callable[..., Ending
     ending = run(workers)
     assert (ending.outcome, ending.code) == ("stopped", 143)
     assert workers.sent == {0: [], 1: []}
-
-
-def test_a_plain_worker_does_not_outlive_one_that_left(run: Callable[..., Ending]) -> None:
-    workers = Workers({0: None, 1: None}, obey)
-    workers.end(1, 75)
-    ending = run(workers)
-    assert (ending.outcome, ending.code) == ("stopped", 75)
-    assert workers.sent[0] == [TERM]
 
 
 class Nodes:
@@ -409,16 +350,6 @@ def test_a_lost_node(
     else:
         assert (ending.code, workers.sent[0], ending.elsewhere) == (75, [ORDER], True)
         assert ending.cause == "a node is lost: only 1 of 2 nodes give a sign of life"
-
-
-def test_a_node_whose_workers_train_on_is_not_lost(
-    run: Callable[..., Ending], inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mindx_elastic.agent.attempt._NODE_PATIENCE_S", 0.1)
-    workers = Workers({0: replace(IN_TRAINING, boundary_ns=time.monotonic_ns() + 10**10)}, ignore)
-    workers.coming.append((time.monotonic() + 0.5, 0, 0))
-    assert run(workers, membership=Nodes(inbox, lost="no answer")).outcome == "finished"
-    assert workers.sent[0] == []
 
 
 # --- after the training ---
@@ -468,29 +399,6 @@ def test_a_rank_that_fails_because_the_one_it_waited_for_was_ended(run: Callable
     ending = run(workers, exit_timeout_s=30)
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
     assert "rank 0 ended after its training with exit code 1, because rank 1 was ended" in ending.cause
-
-
-def test_a_rank_that_fails_because_another_node_has_ended_one(run: Callable[..., Ending]) -> None:
-    for heard, outcome in (([7], "finished"), ([], "failed")):
-        workers = Workers({0: past()}, ignore)
-        workers.end(0, 1)
-        assert run(workers, farewell=Farewells(heard)).outcome == outcome
-    workers = Workers({0: replace(IN_TRAINING, phase=WorkerPhase.LEFT)}, ignore)
-    workers.end(0, 1)
-    assert run(workers, farewell=Farewells([7])).outcome == "failed", "its training was not finished"
-
-
-def test_a_rank_stuck_after_an_exception_has_failed(run: Callable[..., Ending]) -> None:
-    workers = Workers({0: past(finished=False, reason="exception: ValueError: x")}, obey)
-    ending = run(workers, exit_timeout_s=30)
-    assert (ending.outcome, ending.rank) == ("failed", 0)
-    assert ending.cause == "it does not end after exception: ValueError: x"
-
-
-def test_a_rank_stuck_on_its_way_out_of_a_stop_keeps_its_code(run: Callable[..., Ending]) -> None:
-    workers = Workers({0: past(finished=False, exit_code=143)}, obey)
-    ending = run(workers, exit_timeout_s=30)
-    assert (ending.outcome, ending.code) == ("stopped", 143)
 
 
 def test_what_is_done_after_the_training_needs_no_other_node(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning, shell_code
+from mindx_elastic.agent.endings import Meaning, StopKind, conclude, describe, ended_before, meaning, shell_code
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
@@ -87,12 +87,6 @@ def test_ranks_that_had_ended_by_themselves_are_named_behind_a_failure() -> None
     assert ended_before([end(-KILL), failed, early], failed) == ""
 
 
-def test_all_finished() -> None:
-    assert conclude([end(0), end(0, 1)], None) == Ending(outcome="finished", code=0)
-    assert conclude([end(0)], StopKind.SIGNAL, signum=TERM).outcome == "finished", "it was done before the stop"
-    assert conclude([end(0)], StopKind.MEMBERSHIP).outcome == "finished"
-
-
 def test_a_rank_that_was_ended_on_its_way_out_has_left_with_the_code_that_it_meant() -> None:
     """It got stuck in what the script does after its guard."""
     stuck = guarded(-KILL, left=143, reason="SIGTERM on rank 1", sent=(KILL,))
@@ -136,11 +130,6 @@ def test_a_hang_keeps_its_cause_whoever_was_killed_for_it() -> None:
     assert ending.cause == "hang: no step for 9.0 s"
 
 
-def test_a_rank_without_a_guard_that_stops_the_job_is_named() -> None:
-    ending = conclude([end(0), end(143, 1)], None)
-    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 143, "rank 1: exit code 143")
-
-
 @pytest.mark.parametrize("reason", ["rank 3 is gone on rank 2", "exception: E: x on rank 3", "ranks 2, 3 are stuck: h"])
 def test_a_failure_on_another_node_is_one_here_too(reason: str) -> None:
     ending = conclude([guarded(75, left=75, reason=reason)], None)
@@ -174,19 +163,6 @@ def test_after_a_signal_to_the_agent(workers: list[WorkerExit], code: int) -> No
     for stop in (StopKind.SIGNAL, StopKind.FAILURE, StopKind.MEMBERSHIP):
         ending = conclude(workers, stop, signum=TERM, cause="whatever")
         assert (ending.outcome, ending.code, ending.cause) == ("stopped", code, "SIGTERM"), "never a restart"
-
-
-def test_after_a_fault_report() -> None:
-    for workers in ([guarded(75, left=75)], [end(-TERM, sent=(TERM,))], [end(1)]):
-        ending = conclude(workers, StopKind.FAULT, cause="fault report")
-        assert (ending.outcome, ending.code, ending.cause) == ("stopped", 75, "fault report")
-    assert conclude([guarded(3, left=3)], StopKind.FAULT, cause="x").code == 3, "the policy's own code"
-
-
-def test_for_a_new_node() -> None:
-    assert conclude([guarded(143, left=143)], StopKind.MEMBERSHIP).outcome == "membership"
-    assert conclude([end(-TERM, sent=(TERM,))], StopKind.MEMBERSHIP).outcome == "membership"
-    assert conclude([end(1), end(-TERM, 1, sent=(TERM,))], StopKind.MEMBERSHIP).outcome == "failed"
 
 
 @pytest.mark.parametrize("stop", [None, StopKind.FAILURE])

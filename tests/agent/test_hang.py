@@ -75,14 +75,6 @@ def test_the_first_step_may_take_longer(timeout_s: float, allowed_s: float) -> N
     assert len(job.wait(1)) == 1
 
 
-@pytest.mark.parametrize("phase", [WorkerPhase.STARTING, WorkerPhase.BETWEEN, WorkerPhase.STOPPING, WorkerPhase.LEFT])
-def test_only_training_counts(phase: WorkerPhase) -> None:
-    job = Job(10)
-    job.steps(3, 1.0)
-    job.phase(phase)
-    assert job.wait(100) == []
-
-
 def test_after_an_evaluation_the_time_starts_anew() -> None:
     job = Job(10)
     job.steps(3, 1.0)
@@ -101,14 +93,6 @@ def test_a_rank_that_waits_for_one_in_an_evaluation_is_not_stuck() -> None:
     job.phase(WorkerPhase.TRAINING, 0)
     assert job.wait(10) == []
     assert [stuck.rank for stuck in job.wait(1)] == [0, 1, 2]
-
-
-def test_a_rank_that_is_behind_does_not_wait_for_the_evaluation() -> None:
-    job = Job(10, num_ranks=2)
-    job.steps(3, 1.0)
-    job.step(0)
-    job.phase(WorkerPhase.BETWEEN, 0)
-    assert [stuck.rank for stuck in job.wait(11)] == [1]
 
 
 def test_the_likeliest_culprit_comes_first() -> None:
@@ -146,63 +130,11 @@ def test_the_timeout_is_learned_from_ten_steps_and_said_once() -> None:
     assert job.wait(120) == [] and len(job.wait(1)) == 1
 
 
-def test_the_longest_step_counts() -> None:
-    job = Job(None)
-    job.steps(11, 1.0)
-    assert job.watch.timeout_s == 60 and "60 s" in (job.watch.announcement or "")
-    job.steps(1, 30.0)
-    assert job.watch.timeout_s == 300 and "longer" in (job.watch.announcement or "")
-    job.steps(50, 1.0)
-    assert job.watch.timeout_s == 300 and job.watch.announcement is None
-
-
-def test_steps_much_faster_than_the_looks() -> None:
-    job = Job(None, num_ranks=2)
-    for _ in range(3):
-        job.now += POLL_S
-        job.step(count=500, at=job.now - 0.001)
-        job.look()
-    assert job.watch.timeout_s == 60
-    assert "1 ms on average" in (job.watch.announcement or "")
-
-
-def test_evaluations_are_not_taken_for_steps() -> None:
-    job = Job(None)
-    for _ in range(6):
-        job.steps(2, 1.0)
-        job.phase(WorkerPhase.BETWEEN)
-        job.wait(200)
-        job.phase(WorkerPhase.TRAINING)
-    job.steps(11, 1.0)
-    assert job.watch.timeout_s == 60
-
-
-def test_a_new_attempt_keeps_what_was_learned() -> None:
-    job = Job(None)
-    job.steps(11, 4.0)
-    job.watch.reset()
-    job.now += 300
-    job.pages = {0: Status(pid=900, phase=WorkerPhase.TRAINING, entered_ns=ns(job.now))}
-    assert job.watch.timeout_s == pytest.approx(120) and job.wait(500) == []
-    job.step()
-    assert len(job.wait(121)) == 1
-
-
 def test_a_restarted_rank_without_a_reset_is_a_new_one() -> None:
     job = Job(10, num_ranks=1)
     job.steps(5, 1.0)
     job.pages[0] = Status(pid=900, phase=WorkerPhase.STARTING, boundaries=0)
     assert job.wait(100) == []
-
-
-def test_after_a_recovery_in_place_the_time_starts_anew() -> None:
-    job = Job(10, num_ranks=2)
-    job.steps(3, 1)
-    assert {stuck.rank for stuck in job.wait(10.5)} == {0, 1}
-    job.change(0, pid=300, boundaries=0, boundary_ns=0, entered_ns=ns(job.now))  # the new process
-    job.change(1, entered_ns=ns(job.now))  # the survivor has entered its guard again, between two looks
-    assert job.wait(9.5) == []
-    assert [stuck.rank for stuck in job.wait(1.0)] == [1]
 
 
 def test_a_machine_that_stood_still_is_not_judged_by_it() -> None:
@@ -217,18 +149,6 @@ def test_a_machine_that_stood_still_is_not_judged_by_it() -> None:
     learning.now += 3600
     learning.steps(5, 1.0)
     assert learning.watch.timeout_s == 60
-
-
-def test_looks_that_become_rare_are_soon_the_usual_ones() -> None:
-    job = Job(10)
-    job.steps(5, 1.0)
-    found: list[Stuck] = []
-    looks = 0
-    while not found:
-        job.now += 20
-        looks += 1
-        assert looks < 10
-        found = job.look()
 
 
 @settings(deadline=None, max_examples=40)  # each example looks thousands of times
@@ -328,12 +248,6 @@ def test_a_stopped_one_goes_alone_and_the_others_get_their_time_again() -> None:
     assert ranks(clock.wait(1)) == [0]
 
 
-def test_never() -> None:
-    clock = Clock(0)
-    clock.leave(0, stopped=True)
-    assert clock.wait(100) == []
-
-
 def test_by_itself_a_stopped_process_has_a_minute() -> None:
     for alone in (True, False):
         clock = Clock(None, alone=alone)
@@ -364,23 +278,6 @@ def test_by_itself_work_is_never_cut_off() -> None:
     assert clock.wait(5 * IDLE_S, works=0.1) == []
 
 
-def test_by_itself_idle_ranks_have_half_an_hour() -> None:
-    clock = Clock(None)
-    clock.leave(0)
-    clock.leave(1)
-    assert clock.wait(100, works=1.0) == []
-    assert clock.wait(IDLE_S - 20, works=0.01) == []
-    assert ranks(clock.wait(60, works=0.01)) == [0, 1]
-
-
-def test_bytes_are_work_too() -> None:
-    watch = ExitWatch(None)
-    leavers = {0: Leaver(left_ns=NS, stopped=False)}
-    for second in range(0, int(3 * IDLE_S), 10):
-        work = Work(processor_s=0.0, nbytes=second * (1 << 20))
-        assert watch.observe(leavers, (second + 1) * NS, num_live=1, work=work) == []
-
-
 def test_idle_ranks_are_not_judged_while_another_one_trains_or_on_another_node() -> None:
     clock = Clock(None)
     clock.leave(0)
@@ -390,23 +287,3 @@ def test_idle_ranks_are_not_judged_while_another_one_trains_or_on_another_node()
     clock.leave(1)
     assert not clock.watch.wants_work
     assert clock.wait(2 * IDLE_S) == []
-
-
-def test_a_machine_that_stood_still_is_not_judged_by_it_after_the_training() -> None:
-    for timeout_s, stopped in ((20.0, False), (None, True)):
-        clock = Clock(timeout_s)
-        clock.leave(0, stopped=stopped)
-        assert clock.look() == []
-        assert clock.stand_still(3600) == []
-        assert clock.wait(19) == []
-        assert ranks(clock.wait(60)) == [0]
-
-
-def test_a_new_attempt() -> None:
-    clock = Clock(None)
-    clock.leave(0, stopped=True)
-    assert clock.wait(50) == []
-    clock.watch.reset()
-    assert clock.wait(50) == []
-    clock.leavers.clear()
-    assert clock.wait(50) == []

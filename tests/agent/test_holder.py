@@ -17,7 +17,6 @@ import pytest
 from mindx_elastic.agent import holder
 from mindx_elastic.agent.holder import drop, flush, keep_ring
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
@@ -26,12 +25,11 @@ from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
-from mindx_elastic.persist.format import CheckpointInfo, read_header
+from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
-from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.resume.restore import Resumed
-from tests.checkpoint_files import EPOCH_0, STATE, flip_bit_in_data, overwrite_header, write
+from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, overwrite_header, write
 from tests.resume.arenas import RUN, Machine
 from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
@@ -223,14 +221,6 @@ def test_an_event_log_that_cannot_be_read_is_no_reason_to_drop_anything(alone: J
     assert flush(alone.job).step == 9 and alone.remembered() == []
 
 
-def test_a_later_attempt_goes_before_a_higher_step(alone: Job) -> None:
-    alone.snapshot(9)
-    alone.snapshot(5, attempt=1)
-    alone.saved(7)
-    assert flush(alone.job).step == 5
-    assert alone.written() == {(0, 1, 5)} and alone.start() == [(5, None, None)]
-
-
 def test_a_snapshot_that_has_rotted_gives_way_to_the_older_one(alone: Job) -> None:
     alone.snapshot(8)
     alone.snapshot(9)
@@ -265,40 +255,6 @@ def test_one_replicas_snapshot_is_enough(replicas: Job) -> None:
     assert replicas.start() == [(50, None, None), (50, 0, 50), (50, 0, 50)]
 
 
-def test_what_an_older_step_says_of_replicas_counts_as_for_a_start(replicas: Job) -> None:
-    """One snapshot a machine: that the other rank holds the same, only the files of an older step tell."""
-    ranks = replicas.world_size
-    record = {
-        "version": 2,
-        "world_size": ranks,
-        "layouts": [Layout((ranks,), (REPLICATE,)).to_json()],
-        "default": 0,
-        "assumed": [0],
-        "modules": ["model"],
-    }
-    for rank in range(ranks):
-        facts: dict[str, Any] = {"rank": rank, "world_size": ranks, "step": 5, "epoch": 1, "step_in_epoch": 5}
-        info = CheckpointInfo(run_id=RUN, reason="periodic", kind="periodic", batch_num=100, created=EPOCH_0, **facts)
-        folder = replicas.directory / f"rank_{rank}"
-        folder.mkdir()
-        write_checkpoint(folder / "resnet-1_5.safetensors", STATE, info, layout={**record, "rank": rank})
-    replicas.snapshot(9, ranks=[0], layout=record)
-    for rank in range(1, ranks):
-        replicas.boundary(rank, 9)
-    assert flush(replicas.job).step == 9 and replicas.written() == {(0, 0, 9)}
-
-
-def test_any_replicas_newest(replicas: Job) -> None:
-    replicas.saved(4)
-    replicas.snapshot(9)
-    replicas.snapshot(10, ranks=[2])
-    for rank in (0, 1):
-        replicas.boundary(rank, 10)
-    assert flush(replicas.job).step == 10
-    assert replicas.written() == {(2, 0, 10)} and replicas.remembered() == []
-    assert replicas.start() == [(10, 2, 10), (10, 2, 10), (10, None, None)]
-
-
 @pytest.mark.parametrize(("older", "steps"), [(49, {49, 50}), (48, {48, 50}), (47, {50})])
 def test_an_exact_step_just_before_an_inexact_one_goes_along(replicas: Job, older: int, steps: set[int]) -> None:
     """Rank 2 was killed before it came to step 50."""
@@ -326,17 +282,6 @@ def test_the_step_that_the_attempt_began_at_goes_along_with_its_first(
     assert [step for step, _, _ in expected] == [49 if began else 50] * 3
     flush(replicas.job)
     assert replicas.written() == written
-    assert replicas.start() == expected and replicas.remembered() == []
-
-
-def test_an_exact_step_just_before_an_inexact_one_on_disk(replicas: Job) -> None:
-    replicas.saved(50, ranks=[1, 2])
-    replicas.snapshot(49, ranks=[0])
-    for rank in (1, 2):
-        replicas.boundary(rank, 49)
-    expected = replicas.start(here=True)
-    assert expected == [(49, None, None), (49, 0, 49), (49, 0, 49)]
-    flush(replicas.job)
     assert replicas.start() == expected and replicas.remembered() == []
 
 
@@ -399,32 +344,7 @@ def test_rings_without_any_snapshot(replicas: Job) -> None:
     assert replicas.start()[0] == (50, 1, 50) and replicas.remembered() == []
 
 
-def test_a_ring_of_an_older_run_is_not_taken_along(replicas: Job) -> None:
-    replicas.know("run-b")
-    replicas.boundary(1, 50)
-    replicas.snapshot(4, ranks=[0], run_id="run-b", created=EPOCH_0 + 1000)
-    assert flush(replicas.job).step == 4
-    assert not list(replicas.directory.rglob(RING_COPY)) and replicas.remembered() == []
-
-
-def test_one_rank_needs_no_ring(tmp_path: Path) -> None:
-    job = Job(tmp_path, 1, replicas=True)
-    job.snapshot(5)
-    job.boundary(0, 6)
-    flush(job.job)
-    assert job.start() == [(5, None, None)] and not list(job.directory.rglob(RING_COPY))
-
-
 # --- shards ---
-
-
-def test_the_newest_step_that_all_shards_have(sharded: Job) -> None:
-    sharded.saved(3)
-    sharded.snapshot(8)
-    sharded.snapshot(9)
-    assert flush(sharded.job).step == 9
-    assert sharded.written() == {(0, 0, 9), (1, 0, 9)} and sharded.remembered() == []
-    assert sharded.start() == [(9, None, None)] * 2
 
 
 def test_a_torn_step_stays_in_memory_and_the_one_before_is_written(sharded: Job) -> None:
@@ -438,15 +358,6 @@ def test_a_torn_step_stays_in_memory_and_the_one_before_is_written(sharded: Job)
     assert sharded.start() == sharded.start(here=True) == [(8, None, None)] * 2
 
 
-def test_some_shards_are_on_disk_already(sharded: Job) -> None:
-    sharded.snapshot(8)
-    sharded.snapshot(9, ranks=[1])
-    sharded.saved(9, ranks=[0])
-    assert flush(sharded.job).step == 9
-    assert sharded.written() == {(1, 0, 9)} and sharded.remembered() == []
-    assert sharded.start() == [(9, None, None)] * 2
-
-
 def test_shards_that_make_no_step_are_not_written(sharded: Job) -> None:
     """A start would refuse to begin anew over them."""
     sharded.snapshot(9, ranks=[0])
@@ -454,14 +365,6 @@ def test_shards_that_make_no_step_are_not_written(sharded: Job) -> None:
     flushed = flush(sharded.job)
     assert sharded.written() == set() and flushed.step is None
     assert "rank 0 is kept" in flushed.lines[-1] and sharded.remembered() == [0]
-
-
-def test_a_damaged_shard_makes_the_step_useless(sharded: Job) -> None:
-    sharded.snapshot(8)
-    sharded.snapshot(9)
-    flip_bit_in_data(sharded.slots(1)[1])
-    assert flush(sharded.job).step == 8
-    assert sharded.written() == {(0, 0, 8), (1, 0, 8)} and sharded.remembered() == [0]
 
 
 def test_with_ranks_on_other_machines_all_that_may_be_common(tmp_path: Path) -> None:
@@ -474,25 +377,6 @@ def test_with_ranks_on_other_machines_all_that_may_be_common(tmp_path: Path) -> 
     assert job.start() == [(7, None, None)] * 4
     job.saved(8, ranks=[2, 3])  # what the other machine had
     assert job.start() == [(8, None, None)] * 4
-
-
-def test_with_ranks_on_other_machines_nothing_older_than_what_is_whole(tmp_path: Path) -> None:
-    job = Job(tmp_path, 4)
-    job.saved(8)
-    job.snapshot(7, ranks=[0, 1])
-    job.snapshot(9, ranks=[0, 1])
-    job.saved(9, ranks=[2, 3])
-    flush(job.job)
-    assert job.written() == {(0, 0, 9), (1, 0, 9)} and job.start() == [(9, None, None)] * 4
-
-
-def test_ranks_that_have_moved_to_another_machine_since(tmp_path: Path) -> None:
-    """Ranks 0 and 1 were here in the first attempt, 2 and 3 in the second."""
-    job = Job(tmp_path, 4)
-    job.snapshot(8, ranks=[0, 1])
-    job.snapshot(9, ranks=[2, 3], attempt=1)
-    flush(job.job)
-    assert {(2, 1, 9), (3, 1, 9)} <= job.written()
 
 
 # --- what must not be lost ---
@@ -530,16 +414,6 @@ def test_a_full_disk_costs_nothing(sharded: Job, monkeypatch: pytest.MonkeyPatch
     assert sharded.remembered() == [] and sharded.start() == [(9, None, None)] * 2
 
 
-def test_room_is_looked_for_where_it_cannot_be_reserved(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_small(path: Path, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(holder, "preallocate", lambda fd, nbytes: False)
-    monkeypatch.setattr(holder, "check_free_space", too_small)
-    alone.snapshot(9)
-    assert "No space left" in flush(alone.job).lines[-1] and alone.remembered() == [0] and alone.written() == set()
-
-
 def test_a_ring_that_cannot_be_copied_keeps_the_memory_and_no_snapshot_from_the_disk(
     replicas: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,16 +423,6 @@ def test_a_ring_that_cannot_be_copied_keeps_the_memory_and_no_snapshot_from_the_
     flushed = flush(replicas.job)
     assert replicas.written() == {(0, 0, 9)} and flushed.step == 9
     assert RING_COPY in flushed.lines[-1] and replicas.remembered() == [0, 1]
-
-
-def test_a_file_of_the_same_name_is_kept(alone: Job) -> None:
-    name = "memory-1_9_breakpoint"
-    write(alone.directory / f"{name}.safetensors", step=9, attempt=0)
-    alone.snapshot(9, attempt=1)
-    assert flush(alone.job).step == 9
-    assert read_header(alone.directory / f"{name}.safetensors").info.attempt == 1
-    assert read_header(alone.directory / f"{name}.prev.safetensors").info.attempt == 0
-    assert alone.start() == [(9, None, None)]
 
 
 def test_a_damaged_file_of_the_same_name_is_replaced(alone: Job) -> None:
@@ -593,26 +457,6 @@ def test_an_arena_in_use_is_kept_and_a_replicas_is_written(replicas: Job, monkey
     assert "memory of rank 1 is kept" in flushed.lines[0] and "is in use by another process" in flushed.lines[0]
     assert replicas.written() == {(0, 0, 9)} and replicas.remembered() == [1]
     assert replicas.start(here=True)[1] == (9, 0, 9), "with its own state"
-
-
-def test_without_a_shard_that_is_in_use_nothing_is_written_and_all_is_kept(
-    sharded: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
-    sharded.snapshot(9)
-    with in_use(sharded, 1):
-        flushed = flush(sharded.job)
-    assert flushed.step is None and sharded.written() == set() and sharded.remembered() == [0, 1]
-    assert flush(sharded.job).step == 9 and sharded.remembered() == []
-
-
-def test_whatever_goes_wrong_is_a_line(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("something else")
-
-    alone.snapshot(9)
-    monkeypatch.setattr(holder, "scan", fail)
-    assert "is kept: something else" in flush(alone.job).lines[-1] and alone.remembered() == [0]
 
 
 # --- whose files count, and who else is there ---
@@ -704,13 +548,3 @@ def test_drop_writes_nothing(sharded: Job) -> None:
     drop(sharded.job)
     assert sharded.remembered() == [] and sharded.written() == set()
     drop(sharded.job)
-
-
-def test_drop_leaves_what_is_in_use(
-    sharded: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
-    sharded.snapshot(9)
-    with in_use(sharded, 1):
-        drop(sharded.job)
-    assert sharded.remembered() == [1] and "cannot be removed" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from mindx_elastic.agent import inbox as inbox_module
-from mindx_elastic.agent.inbox import SignalInbox, parse_signals
+from mindx_elastic.agent.inbox import SignalInbox
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
@@ -29,12 +29,6 @@ def wait_for_torch(inbox: SignalInbox) -> None:
     with inbox.interrupting():
         os.kill(os.getpid(), USR1)
         time.sleep(30)
-
-
-def test_names(caplog: pytest.LogCaptureFixture) -> None:
-    assert parse_signals("SIGTERM, SIGINT,") == (signal.SIGTERM, signal.SIGINT)
-    assert parse_signals("SIGNOTHING") == ()
-    assert "SIGNOTHING" in caplog.text
 
 
 def test_a_signal_is_marked_and_wakes_a_poll() -> None:
@@ -67,12 +61,6 @@ def test_inside_a_wait_of_torch_it_raises() -> None:
         with pytest.raises(SignalException), inbox.interrupting():
             raise AssertionError("it has come already")
     assert not [thread for thread in threading.enumerate() if thread.name == "mindx-patience"]
-
-
-def test_without_a_signal_nothing_happens() -> None:
-    with SignalInbox([USR1], on_stuck=refuse) as inbox, inbox.interrupting():
-        pass
-    assert inbox.heard == []
 
 
 def test_a_wait_that_cannot_be_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,21 +108,3 @@ def test_an_ignored_sigterm_is_taken_all_the_same() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_what_torch_takes_unasked_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGHUP)
-    with SignalInbox([USR1], on_stuck=refuse) as inbox:
-        signal.signal(signal.SIGHUP, refuse_signal)
-        inbox.install()
-        assert signal.getsignal(signal.SIGHUP) is before
-
-
-def test_at_the_end_of_the_process_a_late_signal_changes_nothing() -> None:
-    before = signal.getsignal(USR1)
-    try:
-        with SignalInbox([USR1], on_stuck=refuse, last=True):
-            pass
-        assert signal.getsignal(USR1) is signal.SIG_IGN
-    finally:
-        signal.signal(USR1, before)

@@ -18,7 +18,6 @@ from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.ledger import (
     FAILED,
     FINISHED,
-    NEW_NODE,
     STOPPED,
     AttemptRecord,
     Ledger,
@@ -106,20 +105,6 @@ def test_an_attempt_that_runs_when_the_agent_ends_is_recorded_too(ledger: Ledger
     assert emitted(path) == [("attempt", 0), ("summary", 0)]
 
 
-def test_a_field_that_no_attempt_has(ledger: Ledger) -> None:
-    ledger.add(AttemptRecord(attempt=0))
-    with pytest.raises(AttributeError, match="caus"):
-        ledger.update(0, caus="x")
-
-
-def test_totals() -> None:
-    records = [failed(0), failed(1, steps_lost=3, first_step_s=None), AttemptRecord(attempt=2, outcome=NEW_NODE)]
-    assert totals_line(add_up(records)) == "2 failures, 3 steps lost, 3.4 s not training"
-    assert totals_line(add_up([])) == "0 failures, 0 steps lost, 0.00 s not training"
-    line = totals_line(add_up([failed(0, steps_lost=None), failed(1, steps_lost=1)]))
-    assert line.startswith("2 failures, 1 step lost (not known yet for 1 failure), ")
-
-
 def test_the_screen() -> None:
     records = [
         failed(0),
@@ -137,24 +122,6 @@ def test_the_screen() -> None:
     assert rows[0].split()[-6:] == ["17", "0", "0.11", "0.40", "1.3", "2.0"]
     assert "stopped: SIGTERM" in rows[2] and "running" in rows[3]
     assert "..." in render(records) and lines[-1] == "2 failures, 0 steps lost, 4.1 s not training"
-
-
-@pytest.mark.parametrize("width", [60, 80, 99])
-def test_a_narrow_terminal_gets_lines(width: int) -> None:
-    text = render([failed(0, step_reached=412345, saved_step=412345, resumed_step=400000)], width=width)
-    assert "rank 2: killed by" in " ".join(text.split())
-    if width < 90:
-        assert " ".join(text.split()).startswith("attempt 0: rank 2: killed by SIGKILL; ranks 4; from step 400000; to")
-        assert "restart 1.3 s" in " ".join(text.split())
-
-
-def test_control_characters_are_shown_not_obeyed() -> None:
-    text = render([failed(0, cause="exit code 1: \x1b[31m[red]\nboom")])
-    assert "\x1b" not in text and "\\x1b[31m[red]" in text.replace("\n", "")
-
-
-def test_no_attempt_yet(ledger: Ledger) -> None:
-    assert render(ledger.records).startswith("no attempt yet\n")
 
 
 def load(path: Path) -> list[AttemptRecord]:
@@ -202,18 +169,6 @@ def test_between_lines_of_others_and_torn_ones(path: Path) -> None:
     assert load(path) == records
 
 
-def test_values_of_wrong_types_are_unknown(path: Path) -> None:
-    wrong: dict[str, Any] = {
-        "world_size": "4",
-        "node": 1.5,
-        "started": "now",
-        "detect_s": float("nan"),
-        "resumed_path": 3,
-    }
-    append(path, "attempt", attempt=0, step=True, reason=["x"], outcome={}, steps_lost=2, **wrong)
-    assert load(path) == [AttemptRecord(attempt=0, steps_lost=2)]
-
-
 def test_a_killed_agent(path: Path) -> None:
     append(path, "agent_start", pid=7, agent_dir="/dev/shm/y")
     append(path, "attempt_start", attempt=0, world_size=2, time=5.0)
@@ -232,31 +187,6 @@ def test_several_runs_in_one_file_with_the_same_pid(path: Path) -> None:
     runs = load_runs(path)
     assert [run.records[0].step_reached for run in runs] == [3, 4]
     assert load(path)[0].step_reached == 4
-
-
-def test_two_agents_beside_each_other(path: Path) -> None:
-    for host in "ab":
-        append(path, "agent_start", pid=1, host=host)
-    for host in "ab":
-        append(path, "attempt", pid=1, host=host, attempt=0, step=ord(host))
-    assert [run.records[0].step_reached for run in load_runs(path)] == [ord("a"), ord("b")]
-
-
-def test_without_the_start_of_the_agent(path: Path) -> None:
-    for step in (3, 4):
-        append(path, "attempt_start", pid=1, attempt=0)
-        append(path, "attempt", pid=1, attempt=0, step=step)
-        append(path, "summary", pid=1)
-    assert [run.records[0].step_reached for run in load_runs(path)] == [3, 4]
-
-
-def test_the_end_of_the_agent_may_come_before_the_summary(path: Path) -> None:
-    append(path, "agent_start", pid=1)
-    append(path, "agent_end", pid=1)
-    append(path, "attempt", pid=1, attempt=0)
-    append(path, "summary", pid=1, outcome="failed")
-    (run,) = load_runs(path)
-    assert len(run.records) == 1 and run.summary is not None and run.outcome == "failed"
 
 
 def test_no_file_and_no_regular_file(tmp_path: Path) -> None:
@@ -314,13 +244,6 @@ def test_recoveries_are_part_of_the_account(account: Ledger, tmp_path: Path) -> 
     assert [each.attempt for each in run.recoveries] == [0, 0, 0]
     assert run.records == account.records, "counted once, not again with the attempt's end"
     assert run.summary is not None and (run.summary["in_place"], run.summary["failures"]) == (2, 3)
-
-
-def test_recoveries_of_a_job_that_runs_are_counted_from_their_events(account: Ledger, tmp_path: Path) -> None:
-    account.note_recovery(in_place(1))
-    account.note_recovery(in_place(2))
-    (run,) = load_runs(tmp_path / "events.jsonl")
-    assert totals_line(add_up(run.records)) == "2 failures (recovered in place), 0 steps lost, 1.0 s not training"
 
 
 # --- what the agent sees, as records ---
@@ -402,25 +325,11 @@ def test_the_last_failure_lost_what_nobody_saved(account: Ledger) -> None:
     assert account.records[0].steps_lost == 0
 
 
-def test_what_memory_may_hold_is_not_called_lost(account: Ledger) -> None:
-    pages = {rank: page(step=9, resumed_step=2) for rank in range(2)}
-    account.end_attempt(attempt(pages, failed_at=0.0, noticed_at=0.0), KILLED)
-    account.note_last_loss(KILLED)
-    assert account.records[0].steps_lost is None
-
-
 def test_a_script_without_a_guard(account: Ledger) -> None:
     account.end_attempt(attempt({}, failed_at=1.0, noticed_at=1.25), KILLED)
     (record,) = account.records
     assert (record.step_reached, record.saved_step, record.detect_s) == (None, None, 0.25)
     assert not account.failure(attempt({}, failed_at=None, noticed_at=None), KILLED).guarded
-
-
-def test_a_clean_run_is_not_eventful(account: Ledger) -> None:
-    account.end_attempt(attempt({}, failed_at=None, noticed_at=None), Ending(outcome="finished", code=0))
-    assert not account.is_eventful
-    (record,) = account.records
-    assert (record.outcome, record.cause, record.detect_s) == ("finished", None, None)
 
 
 @pytest.mark.parametrize(("outcome", "saved"), [("finished", 30), ("stopped", 17)])
@@ -429,12 +338,3 @@ def test_a_finished_run_has_its_last_step_on_disk(account: Ledger, outcome: Any,
     pages = {0: page(step=30, saved_step=17, durable_step=30), 1: page(step=30, saved_step=17)}
     account.end_attempt(attempt(pages, failed_at=None, noticed_at=None), Ending(outcome=outcome, code=0))
     assert account.records[0].saved_step == saved
-
-
-def test_what_the_crash_loop_is_told(account: Ledger) -> None:
-    pages = {0: page(step=8, resumed_step=5, resumed_path="/x", boundaries=3), 1: page(step=7, resumed_step=5)}
-    failure = account.failure(attempt(pages, failed_at=None, noticed_at=None), KILLED)
-    assert (failure.step, failure.resumed_step, failure.resumed_path) == (7, 5, "/x")
-    assert (failure.boundaries, failure.rank, failure.cause, failure.guarded) == (0, 1, "killed by SIGKILL", True)
-    elsewhere = Ending(outcome="failed", code=75, cause="rank 3 is gone", elsewhere=True)
-    assert not account.failure(attempt(pages, failed_at=None, noticed_at=None), elsewhere).guarded, "not ours to judge"

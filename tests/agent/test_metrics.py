@@ -17,7 +17,6 @@ import pytest
 
 from mindx_elastic.agent.ledger import AttemptRecord
 from mindx_elastic.agent.metrics import METRICS, Metrics, MetricsServer
-from mindx_elastic.agent.options import parse
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import UsageError
 
@@ -102,10 +101,6 @@ def test_the_step_on_disk_is_known_over_a_restart() -> None:
         assert durable() == step, status
 
 
-def test_before_the_first_look_only_the_node_is_known(server: MetricsServer) -> None:
-    assert read(server)["mindx_workers"] == 0 and not any("{" in name for name in read(server))
-
-
 def test_a_port_in_use_is_named() -> None:
     pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -127,18 +122,6 @@ def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
         MetricsServer("127.0.0.1", 0)
 
 
-def test_nothing_is_served_unless_it_is_asked_for(tmp_path: Path) -> None:
-    base = ["--run-dir", str(tmp_path)]
-    assert parse([*base, __file__]).options.metrics is None
-    assert parse([*base, "--metrics-port", "9100", __file__]).options.metrics == ("127.0.0.1", 9100)
-
-
-def test_an_address_without_a_port_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-    with pytest.raises(UsageError, match=r"--metrics-host 0\.0\.0\.0: nothing is served without --metrics-port"):
-        parse(["--metrics-host", "0.0.0.0", "--run-dir", str(tmp_path / "run"), str(tmp_path / "train.py")])
-
-
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     text = DASHBOARD.read_text(encoding="utf-8")
     board = json.loads(text)
@@ -147,8 +130,3 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     assert named == set(METRICS), "each of them, and no other"
     assert set(re.findall(r"label_values\((\w+)", text)) <= set(METRICS)
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-
-
-def test_the_page_names_each_metric() -> None:
-    page_text = (DASHBOARD.parents[2] / "docs" / "agent.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(mindx_\w+)` \|", page_text, re.MULTILINE)) == set(METRICS)

@@ -123,14 +123,6 @@ def test_an_explicit_number_of_restarts_is_respected(monkeypatch: pytest.MonkeyP
     assert read().config.max_restarts == 2
 
 
-def test_torchrun_s_own_spellings_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read("--nproc_per_node", "2").config.nproc_per_node == 2
-    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
-    assert read().config.nproc_per_node == 4
-    config = read("--nnodes", "1:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:1", "--rdzv-id", "j").config
-    assert (config.min_nodes, config.max_nodes, config.rdzv_endpoint, config.run_id) == (1, 3, "h:1", "j")
-
-
 def test_one_node_always_gets_a_fresh_rendezvous() -> None:
     plan = read("--master-port", "29999", "--master-addr", "localhost", "--rdzv-id", "mine")
     assert plan.master == ("localhost", 29999)
@@ -351,14 +343,6 @@ def test_an_option_of_ours_makes_none_of_torchrun_s_ambiguous(word: str) -> None
 def test_an_abbreviation_that_only_ours_would_share_is_torchrun_s(word: str) -> None:
     plan = parse([word, "console", "train.py"])
     assert plan.config.event_log_handler == "console" and plan.options.exit_timeout_s is None
-
-
-def test_abbreviations_and_underscores_of_ours() -> None:
-    options = parse(
-        ["--gr", "7", "--max-restarts-w=60", "--crash_loop", "5", "--run_d", "here", "--snap=2", "train.py"]
-    ).options
-    assert (options.grace_s, options.restarts_window_s, options.crash_loop) == (7, 60, 5)
-    assert (options.run_dir, options.snapshot_every) == (Path("here").absolute(), "2")
 
 
 @pytest.mark.parametrize(

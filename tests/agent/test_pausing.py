@@ -117,33 +117,6 @@ def test_a_rank_that_does_not_come_in_time(node: Node) -> None:
     assert node.look() is None and not node.watch.changes
 
 
-def test_a_rank_without_a_guard(node: Node) -> None:
-    node.pages.clear()
-    pause = node.ask(PAUSE, 5.0)
-    node.look()
-    node.look(6)
-    assert "2 of 2 ranks of this node did not enter a mindx_elastic guard" in node.answer(pause)[1]
-    assert node.look() is None, "and there is none to tell"
-
-
-def test_ranks_of_another_node_that_do_not_come(node: Node) -> None:
-    pause = node.ask(PAUSE, 5.0)
-    node.look()
-    for rank in (0, 1):
-        node.hear(rank, 1)
-        node.set(rank, phase=WorkerPhase.BETWEEN, paused_ns=1, paused_step=4)
-    node.look(6)
-    assert "the ranks of the other nodes did not come" in node.answer(pause)[1]
-
-
-def test_a_training_that_finishes_first(node: Node) -> None:
-    pause = node.ask(PAUSE)
-    node.look()
-    node.set(1, phase=WorkerPhase.LEFT, finished=1, step=9)
-    assert node.look() == RESUME
-    assert "the training has finished (rank 1, step 9)" in node.answer(pause)[1]
-
-
 def test_a_pause_that_the_ranks_themselves_take_back(node: Node) -> None:
     pause = node.ask(PAUSE)
     node.look()

@@ -13,7 +13,6 @@ import pytest
 
 from mindx_elastic.agent.progress_log import MOST_POINTS, PROGRESS_FILE, ProgressLog, read_pieces
 from mindx_elastic.core.progress_ring import CAPACITY, Point, ProgressRing, RingReader, ring_path
-from mindx_elastic.core.status_page import Status
 
 
 def fill(ring: ProgressRing, steps: range, start_ns: int = 0) -> None:
@@ -74,15 +73,6 @@ def test_restarts_and_other_agents_go_on_in_one_file(tmp_path: Path) -> None:
     assert written(tmp_path) == [[0, [0, 1, 2, 3]], [1, [10, 11, 12, 13]], [2, [30, 31]]]
 
 
-def test_the_time_that_saves_took(tmp_path: Path) -> None:
-    log = ProgressLog(tmp_path, tmp_path)
-    ring = ProgressRing(ring_path(tmp_path, 0))
-    fill(ring, range(2))
-    log.look(0, {0: Status(pid=ring._words[1], stall_ns=1_500_000_000)}, at_end=True)
-    log.close()
-    assert read_pieces(tmp_path / PROGRESS_FILE)[0][0].stall_s == 1.5
-
-
 def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path: Path) -> None:
     log = ProgressLog(tmp_path, tmp_path)
     ring = ProgressRing(ring_path(tmp_path, 0))
@@ -134,13 +124,3 @@ def test_values_that_cannot_be_are_left_out(tmp_path: Path) -> None:
     assert [point[:2] for point in piece.points] == [(1.0, 2), (2.0, 3), (3.0, 4), (4.0, 5), (5.0, 6)]
     losses = [loss for *_, loss in piece.points]
     assert losses[:2] == [3.5, None] and losses[2] is not None and math.isnan(losses[2]) and losses[3:] == [None, None]
-
-
-def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = ProgressLog(tmp_path / "is not there", tmp_path)
-    ring = ProgressRing(ring_path(tmp_path, 0))
-    for begin in (0, 5):
-        fill(ring, range(begin, begin + 5))
-        log.look(0, {}, at_end=True)
-    log.close()
-    assert len([each for each in caplog.records if "cannot be written" in each.getMessage()]) == 1

@@ -131,14 +131,6 @@ def test_a_rank_that_cannot_go_on_says_why(node: Node) -> None:
     assert node.recovery.reason == "rank 0: the store is full"
 
 
-def test_a_rank_that_leaves_is_the_reason(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.pages[2] = replace(node.pages[2], phase=WorkerPhase.LEFT, exit_code=143)
-    node.recovery.hear_end(node.end(2, 143))
-    assert node.recovery.look() is Phase.FALLBACK
-    assert node.recovery.reason.startswith("rank 2 has left: exit code 143")
-
-
 def test_the_time_is_up() -> None:
     node = Node(timeout_s=0.0)
     assert node.recovery.begin(node.end(1), KILLED)
@@ -185,14 +177,6 @@ def test_a_process_that_cannot_be_started_ends_it(node: Node) -> None:
     node.recovery._start = fail
     assert not node.recovery.begin(node.end(1), KILLED)
     assert "no memory" in node.recovery.reason
-
-
-def test_after_so_many_the_job_is_restarted() -> None:
-    node = Node(most=2)
-    node.succeed(1, 1)
-    node.succeed(2, 2)
-    assert not node.recovery.begin(node.end(1), KILLED)
-    assert "there were 2 in this attempt" in node.board(3).read(["3/plan"])["3/plan"]["refusal"]
 
 
 def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(node: Node) -> None:
@@ -246,14 +230,6 @@ def test_a_spare_that_cannot_be_this_rank_is_followed_by_another_process(node: N
     node.recovery.close()
     (record,) = node.told
     assert record.stood_in == (StandIn(rank=1, pid=301, by=FORKED),)
-
-
-def test_a_new_process_that_ends_otherwise_ends_the_recovery(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.recovery.hear_end(node.end(1, 1))
-    assert node.recovery.look() is Phase.FALLBACK
-    assert node.recovery.reason == "the new process of rank 1 has died"
-    assert node.started == [(1, 1)]
 
 
 # --- what is told of it ---
@@ -310,14 +286,6 @@ def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
     assert record.duration_s is not None and record.duration_s > 40.0
 
 
-def test_the_next_death_comes_before_the_first_step(node: Node) -> None:
-    node.succeed(1, 1)
-    assert node.recovery.begin(node.end(2), KILLED)
-    (record,) = node.told
-    assert record.outcome == "in place" and "first_step" not in record.stages
-    assert record.duration_s is not None
-
-
 def test_the_next_death_comes_right_after_the_first_step(node: Node) -> None:
     """Before the agent has looked."""
     node.succeed(1, 1)
@@ -334,16 +302,6 @@ def test_what_a_recovery_that_came_to_nothing_was(node: Node) -> None:
     (record,) = node.told
     assert (record.outcome, record.cause, record.reason) == ("restart", KILLED, "rank 0: the store is full")
     assert (record.ranks, record.step, [each.pid for each in record.stood_in]) == ((1,), None, [201])
-
-
-def test_what_a_refused_one_was(node: Node) -> None:
-    node.pages[0] = replace(node.pages[0], in_place=0)
-    assert not node.recovery.begin(node.end(1), KILLED, stuck_s=3.0)
-    node.recovery.close()
-    (record,) = node.told
-    assert (record.generation, record.outcome, record.ranks, record.cause) == (1, "restart", (1,), KILLED)
-    assert record.reason == "rank 0 is not inside of guard.run(...)"
-    assert record.duration_s == 3.0
 
 
 def test_a_hang_right_after_a_recovery_does_not_hide_it(node: Node) -> None:

@@ -11,22 +11,6 @@ from hypothesis import strategies as st
 from mindx_elastic.agent.restarts import CrashLoop, Failure, Restarts, Verdict, same_cause
 
 
-def test_so_many_in_all() -> None:
-    restarts = Restarts(2)
-    assert [restarts.take(now) for now in (0.0, 1e6, 2e6)] == [True, True, False]
-    assert restarts.total == 2
-    assert restarts.count == "2 of 2"
-    assert "all 2 restarts are used up" in restarts.why_not
-
-
-def test_so_many_within_the_window() -> None:
-    restarts = Restarts(2, 10.0)
-    assert [restarts.take(now) for now in (0.0, 5.0, 9.9, 10.0, 10.1, 15.1)] == [True, True, False, True, False, True]
-    assert restarts.total == 4
-    assert restarts.count == "2 of 2 within 10 s"
-    assert "--max-restarts-window" in restarts.why_not
-
-
 def test_none() -> None:
     restarts = Restarts(0)
     assert not restarts.take(0.0)
@@ -135,15 +119,6 @@ def test_nothing_older_was_there() -> None:
     fresh = replace(BAD_FILE, resumed_step=-1, resumed_path="", boundaries=100)
     verdict = judge_all([BAD_FILE, BAD_FILE, BAD_FILE, fresh])[3]
     assert verdict.action == "stop" and "a fresh start fails in the same way at the same step" in verdict.explanation
-
-
-def test_it_gets_further_from_the_older_checkpoint() -> None:
-    further = replace(BAD_FILE, step=101, resumed_step=90, boundaries=11)
-    second = replace(BAD_FILE, step=110, resumed_step=110, resumed_path="110")
-    assert actions([*[BAD_FILE] * 3, further, second, second, second]) == [
-        *("restart", "restart", "set_aside"),
-        *("restart", "restart", "restart", "set_aside"),
-    ]
 
 
 def test_only_one_is_set_aside_before_the_job_gets_further() -> None:

@@ -67,17 +67,6 @@ def test_stops_before_the_first_step_come_to_an_end(tmp_path: Path) -> None:
     assert end(tmp_path, "stopped", 143, "SIGTERM", none).retry
 
 
-def test_it_is_there_only_when_the_agent_has_ended(tmp_path: Path) -> None:
-    end(tmp_path, "stopped", 143)
-    with ResultFile() as file:
-        file.open(tmp_path)
-        assert not (tmp_path / RESULT_FILE).exists()
-        file.write("failed", 1, "first")
-        file.write("finished", 0, "second")
-    found = read_result(tmp_path)
-    assert found is not None and found.reason == "first", "the first one counts"
-
-
 @pytest.mark.parametrize(
     ("error", "outcome", "code"),
     [(UsageError("--x: no"), "usage", 2), (SystemExit(2), "usage", 2), (KeyError("x"), "failed", 1)],
@@ -108,15 +97,6 @@ def test_before_there_is_a_run_directory_nothing_is_written(tmp_path: Path, monk
     with ResultFile() as file:
         file.write("failed", 1)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_in_its_place_does_not_change_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / RESULT_FILE).mkdir()
-    with ResultFile() as file:
-        file.open(tmp_path)
-        file.write("stopped", 143)
-    assert len(caplog.messages) == 2 and all(RESULT_FILE in line for line in caplog.messages)
-    assert [path.name for path in tmp_path.iterdir()] == [RESULT_FILE], "no temporary file is left"
 
 
 def test_a_file_system_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,19 +62,6 @@ def until_all_ended(workers: Workers) -> list[WorkerExit]:
     return workers.exits
 
 
-def test_a_death_wakes_the_wait(group: Group, tmp_path: Path) -> None:
-    workers = Workers({0: group.start(WAIT), 1: group.start(WAIT)}, tmp_path)
-    assert workers.wait(0.0) == []
-    workers.send(1, signal.SIGTERM)
-    (end,) = workers.wait(FOR_EVER)
-    assert (end.rank, end.code, end.sent) == (1, -signal.SIGTERM, frozenset({signal.SIGTERM}))
-    assert list(workers.live) == [0]
-    os.kill(workers.processes[0].pid, signal.SIGKILL)
-    assert until_all_ended(workers)[-1] == workers.exits[1]
-    assert (workers.exits[1].code, workers.exits[1].sent) == (-signal.SIGKILL, frozenset())
-    workers.close()
-
-
 BY_THREADS = (
     "import threading\n"
     "stay = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(2)]\n"
@@ -97,38 +84,6 @@ def test_a_killed_worker_is_noticed_before_it_is_gone(group: Group, tmp_path: Pa
     assert [end.code for end in until_all_ended(workers)] == [-signal.SIGKILL, -signal.SIGTERM]
     workers.close()
     assert not any(Path(f"/proc/{process.pid}").exists() for process in (first, second)), "both were waited for"
-
-
-def test_a_thread_that_ends_is_no_death(group: Group, tmp_path: Path) -> None:
-    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()\n"
-    workers = Workers({0: group.start(code + WAIT)}, tmp_path)
-    workers.look_for_early_signs()
-    assert workers.wait(FOR_EVER) == [] and list(workers.live) == [0], "woken by the thread"
-    workers.kill(0)
-    assert [end.code for end in until_all_ended(workers)] == [-signal.SIGKILL]
-    workers.close()
-
-
-def test_another_descriptor_wakes_it_too(group: Group, tmp_path: Path) -> None:
-    workers = Workers({0: group.start(WAIT)}, tmp_path)
-    reader, writer = os.pipe()
-    os.write(writer, b"!")
-    assert workers.wait(FOR_EVER, [reader]) == []
-    os.close(reader)
-    os.close(writer)
-    workers.close()
-
-
-def test_of_several_at_once_the_killed_come_first(group: Group, tmp_path: Path) -> None:
-    processes = {0: group.start("raise SystemExit(1)", speaks=False), 1: group.start(WAIT)}
-    workers = Workers(processes, tmp_path, error_of=lambda rank, code: f"said by {rank}")
-    processes[1].send_signal(signal.SIGKILL)
-    for process in processes.values():  # both have ended before anybody looks
-        wait_until(lambda process=process: process_state(process.pid) == "Z", "end of the worker")
-    found = workers.wait(0.0)
-    assert [(end.rank, end.code) for end in found] == [(1, -signal.SIGKILL), (0, 1)]
-    assert [end.message for end in found] == ["", "said by 0"]
-    workers.close()
 
 
 def test_without_pidfds_it_polls(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

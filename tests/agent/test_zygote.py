@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from mindx_elastic.agent import child
 from mindx_elastic.agent.workers import process_state
 from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from tests.fork_server import clean_environment
-from tests.harness import no_descriptor_left, wait_until
+from tests.harness import wait_until
 
 ENV = {**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 READY_S = 120.0
@@ -125,27 +122,6 @@ def _without_seekable(line: str) -> str:
     return line.rpartition(" ")[0] if line.startswith("<std") else line
 
 
-@pytest.mark.drill
-def test_m_with_a_module_a_package_and_its_parent(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "trains"
-    package.mkdir()
-    write(package, "print('parent', __name__)", "__init__.py")
-    write(package, SELF, "__main__.py")
-    write(package, SELF + "    from . import other\n", "deep.py")
-    write(package, "print('other', __name__)", "other.py")
-    monkeypatch.chdir(tmp_path)
-    for name in ("trains", "trains.deep"):
-        fresh = run_fresh("-m", name, "--x")
-        forked = run(zygote, tmp_path, "-m", name, "--x")
-        assert fresh[0] == forked[0] == 0, forked[1]
-        for mine, theirs in zip(forked[1].splitlines(), fresh[1].splitlines(), strict=True):
-            assert _without_seekable(mine) == _without_seekable(theirs)
-    code, said = run(zygote, tmp_path, "-m", "no_such_module")
-    assert code == 1 and "no_such_module" in said
-
-
 ENDINGS = {
     "exit": ("raise SystemExit(7)", 7),
     "text": ("import sys; sys.exit('over')", 1),
@@ -223,49 +199,6 @@ def test_it_starts_processes_of_its_own(zygote: Zygote, tmp_path: Path, method: 
     assert run(zygote, tmp_path, script, method) == (0, "[2, 3]\n[[0, 1], [2, 3]] False\n")
 
 
-@pytest.mark.drill
-def test_torch_computes_with_threads(tmp_path: Path) -> None:
-    env = {**ENV, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
-    code = """
-        import numpy, os, torch
-        a = torch.ones(600, 600)
-        for _ in range(3):
-            b = a @ a
-        layer = torch.nn.Linear(600, 600)
-        layer(a).sum().backward()
-        print(b.sum().item(), numpy.ones((600, 600)).dot(numpy.ones((600, 600))).sum(), torch.get_num_threads())
-    """
-    script = write(tmp_path, code)
-    found = ready(Zygote([sys.executable, "-u", str(script)], env))
-    try:
-        assert run(found, tmp_path, script, env=env) == (0, "216000000.0 216000000.0 2\n")
-    finally:
-        found.close()
-
-
-HOOK = "import os, sys\ndef prepare():\n    print('hook', os.environ['RANK'], sys.argv)\n"
-
-
-def test_a_hook_runs_before_the_script(zygote: Zygote, tmp_path: Path) -> None:
-    folder = tmp_path / "hooks"
-    folder.mkdir()
-    script = write(folder, "print('script')")
-    write(folder, HOOK, "hooks.py")
-    # The script's folder is on the path by then.
-    assert run(zygote, tmp_path, script, env={"RANK": "1"}, hook="hooks:prepare") == (
-        0,
-        f"hook 1 {[str(script)]}\nscript\n",
-    )
-
-
-def test_without_files_it_has_the_agents_own_outputs(zygote: Zygote, tmp_path: Path, capfd: object) -> None:
-    script = write(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
-    worker = zygote.fork(ENV, command=[sys.executable, "-u", str(script)])
-    assert worker.wait(60) == 0
-    said = capfd.readouterr()  # type: ignore[attr-defined]
-    assert (said.out, said.err) == ("out\n", "err\n")
-
-
 # --- a child of the agent ---
 
 WAIT = "import time; print('up', flush=True); time.sleep(3600)"
@@ -277,35 +210,6 @@ def start_waiting(zygote: Zygote, folder: Path) -> ForkedWorker:
     worker = zygote.fork(ENV, command=[sys.executable, "-u", str(script)], stdout=str(output), stderr=str(output))
     wait_until(lambda: output.read_text() == "up\n", "first line of the worker")
     return worker
-
-
-def test_it_can_be_waited_for_like_any_child(zygote: Zygote, tmp_path: Path) -> None:
-    worker = start_waiting(zygote, tmp_path)
-    assert worker.poll() is None
-    assert os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        worker.wait(0.05)
-    worker.terminate()
-    assert worker.wait(60) == worker.returncode == worker.poll() == -signal.SIGTERM
-    with pytest.raises(ChildProcessError):
-        os.waitpid(worker.pid, 0)
-
-
-@pytest.mark.drill
-def test_workers_outlive_the_zygote(tmp_path: Path) -> None:
-    found = ready(Zygote([sys.executable, "-u", str(write(tmp_path, WAIT))], ENV))
-    worker = start_waiting(found, tmp_path)
-    pid = found.pid
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: bool(found.problem), "the agent's notice of the zygote's end")
-    assert "ended" in found.problem and "-9" in found.problem and not found.is_ready()
-    assert not Path(f"/proc/{pid}").exists()  # reaped
-    with pytest.raises(ZygoteError, match="ended"):
-        found.fork(ENV)
-    assert worker.poll() is None
-    worker.kill()
-    assert worker.wait(60) == -signal.SIGKILL
-    found.close()
 
 
 AGENT = """
@@ -363,17 +267,6 @@ def test_the_zygote_holds_nothing_open(tmp_path: Path) -> None:
     finally:
         found.close()
     assert not any("zygote" in name for name in os.listdir("/dev/shm"))
-
-
-def test_many_workers_leave_no_zombie_and_no_descriptor(zygote: Zygote, tmp_path: Path) -> None:
-    script = write(tmp_path, "import subprocess; subprocess.Popen(['sleep', '0.1'])")
-    with no_descriptor_left():
-        for _ in range(3):
-            assert run(zygote, tmp_path, script)[0] == 0
-        time.sleep(0.2)
-        assert zygote.is_ready()
-    with suppress(ChildProcessError):
-        assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 # --- what cannot be forked ---
@@ -488,34 +381,5 @@ def test_an_import_that_cannot_be_shared_is_left_to_the_workers(tmp_path: Path, 
 
         wait_until(done, "another zygote", READY_S)
         assert not found.problem and (found.pid == first) == (name == "fails")
-    finally:
-        found.close()
-
-
-STREAMS = {
-    "passes on": """
-        import sys
-        class Marked:
-            def __init__(self, stream): self.stream = stream
-            def write(self, text): return self.stream.write(text.replace("a line", "a marked line"))
-            def __getattr__(self, name): return getattr(self.stream, name)
-        sys.stdout = Marked(sys.stdout)
-        """,
-    "encodes": "import codecs, sys; sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())",
-    "another": "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach(), line_buffering=True)",
-    "is in memory": "import io, sys; sys.stdout = io.TextIOWrapper(io.BytesIO())",
-    "is none": "import sys; sys.stdin = None",
-}
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_streams_that_an_import_has_replaced(tmp_path: Path, installed: Path, name: str) -> None:
-    """`sitecustomize`, or a package that colours the terminal."""
-    write(installed, STREAMS[name], "usercustomize.py")
-    env = {**ENV, "PYTHONUSERBASE": os.environ["PYTHONUSERBASE"], "PYTHONPATH": str(installed)}
-    script = write(tmp_path, "import sys; print('a line', flush=True); print('an error', file=sys.stderr)")
-    found = ready(Zygote([sys.executable, "-u", str(script)], env))
-    try:
-        assert run(found, tmp_path, script, env=env) == run_fresh(script, env=env)
     finally:
         found.close()

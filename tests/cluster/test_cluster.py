@@ -12,7 +12,7 @@ import pytest
 
 from mindx_elastic.rejoin.record import STAGES
 from tests.cluster.processes import Processes, cluster
-from tests.harness import Job, job_status, run_job, wait_until
+from tests.harness import Job, job_status, run_job
 
 pytestmark = pytest.mark.slow
 EXIT_TEMPORARY = 75
@@ -141,17 +141,6 @@ def test_a_second_death_during_a_recovery_in_place_begins_all_anew(second: int, 
 
 
 @pytest.mark.drill
-def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
-    with cluster(2) as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--kill=forward:7:1", "--shared")
-        assert jobs[1].wait() == -signal.SIGKILL
-        again = run.worker(1, "--shared")
-        finish(run, scheduler, [jobs[0], again])
-        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path, "--shared")
-
-
-@pytest.mark.drill
 def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
     """Each rank has its own directory, and one of them copies the state that all share."""
     with cluster(2) as run:
@@ -164,19 +153,6 @@ def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) 
         finish(run, scheduler, again)
         assert {match[3] for job in again for match in job.matches(r"READY (\d+) (\d+) (\w+)")} == {"7"}
         assert hashes_of(again) == uninterrupted(2, tmp_path, "--snapshot-every=1")
-
-
-@pytest.mark.drill
-def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None:
-    with cluster(2) as run:
-        scheduler = run.scheduler()
-        jobs = [run.worker("", "--kill=forward:7:1") for _ in range(2)]
-        wait_until(lambda: any(job.process.poll() is not None for job in jobs), "the death of rank 1")
-        (dead,) = [job for job in jobs if job.process.poll() is not None]
-        (living,) = [job for job in jobs if job is not dead]
-        again = run.worker("")
-        finish(run, scheduler, [living, again])
-        assert hashes_of([living, again]) == uninterrupted(2, tmp_path)
 
 
 # --- the scheduler ---
@@ -215,22 +191,6 @@ def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
             job.expect(143)
             assert job.matches("step 6 saved in")
         second.expect(143)
-
-
-@pytest.mark.drill
-def test_worker_and_scheduler_are_killed_at_once(tmp_path: Path) -> None:
-    with cluster(2) as run:
-        first, jobs = held(run, "--hold-at=5", fresh=True)
-        first.process.kill()
-        jobs[1].process.kill()
-        first.wait()
-        jobs[1].wait()
-        jobs[0].wait_for("begins anew in place")
-        run.go()
-        second = run.scheduler()
-        again = run.worker(1)
-        finish(run, second, [jobs[0], again])
-        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
 
 
 @pytest.mark.drill
@@ -273,30 +233,6 @@ def test_workers_that_have_finished_without_a_scheduler_are_not_held_for_dead(vi
         assert not [name for name in os.listdir("recovery") if name.startswith("left.")]
 
 
-def lost_with_its_scheduler(run: Processes) -> tuple[Job, Job]:
-    """Rank 1 and the scheduler are dead. Returns the survivor and the dead one; that waits in place for 3 s."""
-    scheduler = run.scheduler()
-    scheduler.wait_for("the scheduler waits")
-    jobs = [run.worker(number, "--hold-at=5", "--run", MS_TOPO_TIMEOUT="3") for number in range(2)]
-    for job in jobs:
-        job.wait_for("HOLD")
-    for each in (scheduler, jobs[1]):
-        each.process.kill()
-        each.wait()
-    return jobs[0], jobs[1]
-
-
-@pytest.mark.drill
-def test_in_place_a_scheduler_that_never_comes_is_not_waited_for_for_ever() -> None:
-    with cluster(2, MINDX_RECOVER="in-place", MS_TOPO_TIMEOUT="300") as run:
-        survivor, _ = lost_with_its_scheduler(run)
-        survivor.expect(1)
-        assert survivor.matches(r"rank 1 is gone, and no scheduler is there; this process waits up to 3 s")
-        assert survivor.matches(r"no recovery in place: the scheduler at .* cannot be reached within 3 s")
-        assert survivor.matches("step 5 saved in")
-        assert survivor.matches(r"UsageError: the scheduler at .* cannot be reached within 3 s \(MS_TOPO_TIMEOUT\)")
-
-
 @pytest.mark.drill
 def test_in_place_a_scheduler_without_the_table_gets_the_survivors_anew(tmp_path: Path) -> None:
     """It would never tell them of another group."""
@@ -330,18 +266,6 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
         jobs[0].expect(EXIT_TEMPORARY)
         reason = rf"rank 1 \(node id 1, process {jobs[1].process.pid} on .*\) is dead: its process is gone\. MS_ENABLE_"
         assert scheduler.matches(reason) and jobs[0].matches(reason)
-
-
-@pytest.mark.drill
-def test_an_exception_of_a_worker_is_the_reason() -> None:
-    with cluster(2, recovery=False) as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--fail=7:1", fresh=False)
-        jobs[1].expect(1)
-        scheduler.expect(1)
-        assert jobs[0].wait() != 0
-        assert scheduler.matches("rank 1 .* is dead: ValueError: injected")
-        assert jobs[0].matches("rank 1 .* is dead: ValueError: injected")
 
 
 @pytest.mark.drill
@@ -409,23 +333,6 @@ def test_a_stopped_process_is_killed_when_another_one_takes_its_place(victim: in
 
 
 @pytest.mark.drill
-def test_a_process_that_stands_still_while_it_waits_for_the_others_registers_again(tmp_path: Path) -> None:
-    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
-        scheduler = run.scheduler()
-        first = run.worker(0, fresh=False)
-        first.wait_for("registered as node id 0")
-        os.kill(first.process.pid, signal.SIGSTOP)
-        try:
-            scheduler.wait_for("node id 0, .* is gone before the group is formed: it has sent nothing for 1 s; 0 of 2")
-        finally:
-            os.kill(first.process.pid, signal.SIGCONT)
-        first.wait_for("holds this process for dead.*; it registers again")
-        jobs = [first, run.worker(1, fresh=False)]
-        finish(run, scheduler, jobs)
-        assert hashes_of(jobs) == uninterrupted(2, tmp_path)
-
-
-@pytest.mark.drill
 def test_workers_wait_until_the_schedulers_disk_has_room_again(tmp_path: Path) -> None:
     """Longer than a heartbeat, and they say nothing before they are admitted."""
     with cluster(2, MINDX_HEARTBEAT_S="1") as run:
@@ -485,16 +392,3 @@ def test_a_worker_without_the_jobs_key_is_not_admitted() -> None:
 def test_one_process_without_any_variable_is_rank_0_of_1() -> None:
     job = run_job("clustered.py")
     assert job.matches(r"READY 0 \d+ None") and job.matches("DONE 0")
-
-
-@pytest.mark.drill
-def test_one_process_per_device_with_rank_id(tmp_path: Path) -> None:
-    with cluster(2) as run:
-        common = {"RANK_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.port), "MS_ROLE": ""}
-        common |= {"MS_WORKER_NUM": "", "MS_ENABLE_RECOVERY": ""}
-        jobs = [
-            run.worker("", fresh=False, **{**common, "RANK_ID": str(rank), "DEVICE_ID": str(rank)}) for rank in range(2)
-        ]
-        for job in jobs:
-            job.expect(0)
-        assert hashes_of(jobs) == uninterrupted(2, tmp_path)

@@ -119,14 +119,6 @@ def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> N
     assert [message["rank"] for _, message in told(table, "death")] == [1]
 
 
-def test_the_same_process_that_begins_anew_takes_its_place_back() -> None:
-    table = new_table()
-    form(table, [who(1, "0"), who(2, "1")])
-    again = replace(who(2, "1"), incarnation=f"{9:032d}")
-    assert table.register(again, 1.0)["rank"] == 1
-    assert table.register(who(2, "1", generation=0, job="job"), 1.0)["op"] == "dead"
-
-
 @pytest.mark.parametrize(
     ("process", "why"),
     [
@@ -144,14 +136,6 @@ def test_processes_that_do_not_fit_are_refused_with_the_reason(process: Registra
     assert answer["op"] == "refused" and why in answer["why"]
 
 
-def test_a_worker_without_an_id_is_told_which_id_is_missing() -> None:
-    table = new_table()
-    form(table, [who(1, "0"), who(2, "b")])
-    table.die(f"{2:032d}", "killed", 1.0)
-    answer = table.register(who(3), 1.0)
-    assert "a process is missing for b: set MS_NODE_ID" in answer["why"]
-
-
 def test_the_place_of_a_process_that_begins_anew_is_kept_for_it() -> None:
     table = new_table()
     form(table, [who(1), who(2)])
@@ -160,14 +144,6 @@ def test_the_place_of_a_process_that_begins_anew_is_kept_for_it() -> None:
     assert table.register(who(3), 1.1)["node_id"] == "h-1"
     assert table.register(who(4, "h-0"), 1.1)["op"] == "taken"
     assert table.register(replace(who(1), incarnation=f"{9:032d}"), 9.0)["node_id"] == "h-0"
-
-
-def test_a_process_that_dies_on_its_way_back_frees_its_place() -> None:
-    table = new_table()
-    form(table, [who(1, "0"), who(2, "1")])
-    table.leave(f"{1:032d}", how="away", code=75, why="", now=1.0)
-    table.die(f"{1:032d}", "its process is gone", 2.0)
-    assert table.register(who(3, "0"), 2.0)["rank"] == 0
 
 
 # --- deaths ---
@@ -225,14 +201,6 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
     assert table.outcome is not None and table.outcome.code == 1
     assert table.outcome.why.startswith("rank 1 (node id b, process 1 on h) is dead: its process is gone")
     assert [(process, m["rank"]) for process, m in told(table, "fail")] == [(0, 1)]
-
-
-def test_a_death_before_the_group_is_formed_costs_nothing() -> None:
-    table = new_table(recovery=False)
-    table.register(who(1, "a", recovery=False), 0.0)
-    table.die(f"{1:032d}", "killed", 0.5)
-    form(table, [who(2, "a", recovery=False), who(3, "b", recovery=False)], 1.0)
-    assert table.outcome is None
 
 
 def test_workers_that_never_come_are_counted() -> None:

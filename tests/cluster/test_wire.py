@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from typing import Any
 
 import pytest
@@ -81,24 +79,6 @@ def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
             pass
 
 
-@pytest.mark.parametrize("text", [b"[]", b"1", b"{}", b'{"op": 3}', b"\xff", b"[" * 10_000, b'{"op": NaN}'])
-def test_what_is_no_message_is_an_error(text: bytes) -> None:
-    _, scheduler = pair()
-    with pytest.raises(WireError):
-        list(scheduler.feed(struct.pack(">4sI", b"MXS1", len(text)) + text))
-
-
-def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
-    _, scheduler = pair()
-    with pytest.raises(WireError, match="a message of 1073741824 bytes"):
-        list(scheduler.feed(struct.pack(">4sI", b"MXS1", 1 << 30)))
-
-
-def test_a_registration_is_read() -> None:
-    found = registration(json.loads(json.dumps(GOOD)))
-    assert (found.node_id, found.pid, found.size, found.recovery, found.generation) == ("0", 1, 2, True, -1)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -114,11 +94,6 @@ def test_a_registration_is_read() -> None:
 def test_a_registration_of_other_types_or_sizes_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         registration({**GOOD, **change})
-
-
-def test_text_from_others_is_escaped() -> None:
-    assert registration({**GOOD, "host": "h\x1b[2J\nINFO forged"}).host == r"h\x1b[2J\nINFO forged"
-    assert farewell({"how": "failed", "code": 1, "why": "x\n" * 1000})[2].count("\n") == 0
 
 
 @pytest.mark.parametrize("change", [{"how": "well"}, {"code": 256}, {"code": None}, {"why": None}, {"how": ["done"]}])

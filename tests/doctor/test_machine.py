@@ -59,18 +59,6 @@ def test_the_tightest_cgroup_counts(tmp_path: Path) -> None:
     assert available_memory(CgroupLimits(), tmp_path / "none") is None
 
 
-def test_version_1_of_cgroups(tmp_path: Path) -> None:
-    write(tmp_path / "self", "5:pids:/docker/x\n4:cpu,memory:/docker/x\n")
-    write(tmp_path / "fs/memory/memory.limit_in_bytes", "2000\n")  # inside of a container the root is its own
-    write(tmp_path / "fs/memory/memory.usage_in_bytes", "500\n")
-    write(tmp_path / "fs/pids/docker/x/pids.max", "77\n")
-    found = read_cgroup(tmp_path / "self", tmp_path / "fs")
-    assert (found.memory_left, found.pids, found.pids_used) == (1500, 77, None)
-    write(tmp_path / "fs/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    assert read_cgroup(tmp_path / "self", tmp_path / "fs").memory_bytes is None
-    assert read_cgroup(tmp_path / "none", tmp_path / "fs") == CgroupLimits()
-
-
 def test_mounts_by_the_innermost(tmp_path: Path) -> None:
     text = "1 0 8:1 / / rw shared:1 - ext4 /dev/a rw\n2 1 0:9 / /mnt/a\\040b rw - nfs4 host:/x rw\nbroken line\n"
     mounts = read_mounts(text)

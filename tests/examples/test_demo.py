@@ -25,22 +25,11 @@ def test_lines_of_the_training_are_understood(tmp_path: Path) -> None:
     assert (run.pids, run.steps, run.result["step"]) == ({1: 4711}, [(2, 4)], 30)
 
 
-def test_torchruns_report_is_understood() -> None:
-    report = "  rank      : 1 (local_rank: 1)\n  exitcode  : 143 (pid: 7336) \n  error_file: <N/A>\n"
-    report += "Root Cause (first observed failure):\n[0]:\n  rank : 0 (local_rank: 0)\n  exitcode : -9 (pid: 7335)"
-    assert demo.TORCHRUN_REPORT.findall(report) == [("1", "143"), ("0", "-9")]
-
-
 def test_a_broken_promise_shows_the_workers_stderr_and_not_torchruns(tmp_path: Path) -> None:
     run = make_run(tmp_path, stderr="ValueError: the cause\nE1121 10:00:59.432000 7331 torch/x.py:1] failed\nTraceback")
     with pytest.raises(demo.BrokenPromise, match="the cause") as caught:
         run.expect(False, "it failed")
     assert "Traceback" not in str(caught.value)
-
-
-def test_steps_done_twice_or_never_are_named() -> None:
-    assert demo.told([(1, 1), (1, 2)], [(1, 1), (1, 2)]) == ("none", True)
-    assert demo.told([(1, 1), (1, 1), (2, 1)], [(1, 1), (1, 2), (2, 1)]) == ("epoch 1 step 1, epoch 1 step 2", False)
 
 
 @pytest.mark.drill

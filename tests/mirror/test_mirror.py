@@ -140,12 +140,6 @@ def test_last_files_lie_on_two_nodes_and_survive_either(start: Callable[..., Job
     assert [(e["event"], e["outcome"], e["partner"]) for e in job.events(1)] == [("mirror", "copied", 3)]
 
 
-def test_three_copies_on_three_nodes(start: Callable[..., Job]) -> None:
-    job = start("abc", 3)
-    deliver(job, {rank: job.write(rank) for rank in range(3)})
-    assert all(len(job.files(node)) == 3 for node in "abc")
-
-
 def test_a_shared_disk_is_found_out(start: Callable[..., Job], tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").symlink_to("a")
@@ -221,14 +215,6 @@ def test_retention_deletes_copies_too(start: Callable[..., Job]) -> None:
     assert job.files("a") == job.files("b") == ["rank_0/every-1_5.safetensors", "rank_0/every-1_6.safetensors"]
 
 
-def test_files_elsewhere_have_no_copies(start: Callable[..., Job], tmp_path: Path) -> None:
-    job = start("ab")
-    for path in (tmp_path / "elsewhere" / "rank_0" / NAME, job.root(0) / NAME, job.root(0) / "rank_1" / NAME):
-        job.mirrors[0].submit(write(path, world_size=2), 17)
-    finish(job)
-    assert job.files("b") == []
-
-
 def test_a_lost_disk_is_filled_from_the_others(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start("aabb")
     for step in (7, 17):
@@ -262,16 +248,6 @@ def test_a_damaged_copy_is_put_aside_and_the_older_step_taken(start: Callable[..
     assert "rank 1: resnet-1_17.safetensors is damaged" in found[0].rejected[0]
 
 
-def test_a_damaged_file_of_ones_own_is_replaced_by_its_copy(start: Callable[..., Job]) -> None:
-    job = start("ab")
-    deliver(job, {rank: job.write(rank) for rank in range(2)})
-    job.close()
-    flip_bit_in_data(job.root(1) / "rank_1" / NAME)
-    job.open()
-    assert steps(job.find()) == [17, 17]
-    assert f"quarantine/rank_1/{NAME}" in job.files("b")
-
-
 def test_without_any_copy_it_is_refused(start: Callable[..., Job]) -> None:
     job = start("ab")
     job.write(0)
@@ -279,34 +255,11 @@ def test_without_any_copy_it_is_refused(start: Callable[..., Job]) -> None:
         steps(job.find())
 
 
-def test_one_node_needs_nothing(start: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
-    assert start("aaa").mirrors == [None] * 3
-    assert [record.message for record in caplog.records] == ["redundancy=2 has no effect: all ranks live on one node"]
-
-
-def test_fewer_nodes_than_copies_is_said_once(start: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
-    job = start("aabb", 3)
-    assert [mirror.partners for mirror in job.mirrors] == [(2,), (3,), (0,), (1,)]
-    assert [record.message for record in caplog.records] == [
-        "redundancy=3, but there are 2 nodes: each file lies on all of them"
-    ]
-
-
-def test_one_copy_opens_nothing_on_any_number_of_nodes(start: Callable[..., Job]) -> None:
-    assert start("ab", 1).mirrors == [None, None]
-
-
 def test_ranks_that_disagree_are_told_so(start: Callable[..., Job]) -> None:
     found = start("ab", [2, 1]).mirrors
     assert isinstance(found[0], UsageError)
     assert "redundancy=2 on rank 0 and 1 on rank 1" in str(found[0])
     assert isinstance(found[1], UsageError), "it must not go on alone"
-
-
-@pytest.mark.parametrize("value", [0, -1, 65, True, "2", 1.5])
-def test_what_is_no_number_of_nodes_is_refused(value: object) -> None:
-    with pytest.raises(UsageError, match="redundancy"):
-        RedundancySettings().with_copies(value)
 
 
 def test_the_argument_goes_before_the_environment() -> None:

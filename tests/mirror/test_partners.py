@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,19 +48,3 @@ def test_what_the_nodes_are_called_does_not_matter(case: tuple[list[str], int]) 
 def test_equal_nodes_share_the_work_equally(num_nodes: int, per_node: int, copies: int) -> None:
     nodes = [str(rank // per_node) for rank in range(num_nodes * per_node)]
     assert {len(sources_of(rank, nodes, copies)) for rank in range(len(nodes))} == {min(copies, num_nodes) - 1}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "copies", "expected"),
-    [
-        ("aabb", 2, [[2], [3], [0], [1]]),
-        ("abab", 2, [[1], [0], [3], [2]]),
-        ("aaab", 2, [[3], [3], [3], [0]]),
-        ("abc", 2, [[1], [2], [0]]),
-        ("abc", 3, [[1, 2], [2, 0], [0, 1]]),
-        ("aaa", 3, [[], [], []]),
-        ("ab", 1, [[], []]),
-    ],
-)
-def test_examples(nodes: str, copies: int, expected: list[list[int]]) -> None:
-    assert [all_partners(nodes, copies)[rank] for rank in range(len(nodes))] == expected

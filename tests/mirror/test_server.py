@@ -91,13 +91,6 @@ def test_a_file_arrives_as_it_is_and_comes_back(server: Server, root: Path, tmp_
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 
-def test_a_copy_of_another_moment_is_kept(server: Server, root: Path, tmp_path: Path) -> None:
-    put(server.endpoint, own_file(tmp_path))
-    put(server.endpoint, own_file(tmp_path, attempt=1))
-    assert files(root) == ["rank_1/resnet-2_7.prev.safetensors", NAME]
-    assert read_header(root / NAME).info.attempt == 1
-
-
 def test_a_damaged_copy_is_replaced(server: Server, root: Path, tmp_path: Path) -> None:
     path = own_file(tmp_path)
     put(server.endpoint, path)
@@ -168,14 +161,6 @@ def test_only_places_of_our_own_writer_are_taken(server: Server, root: Path, tmp
     assert serves(server)
 
 
-def test_places_of_a_tft_tree_are_taken(server: Server, root: Path, tmp_path: Path) -> None:
-    for folder in ("tft_saved_checkpoints-step_17", "tft_saved_checkpoints-step_17_tmp"):
-        name = f"{folder}/rank_1/ttp_rank_1-2_7.safetensors"
-        assert rank_of(name) == 1
-        assert put(server.endpoint, own_file(tmp_path), name=name) == {}
-        assert name in files(root)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -208,13 +193,6 @@ def test_what_cannot_be_is_refused_before_a_byte_is_sent(
         channel.answer()
     assert files(root) == []
     assert serves(server)
-
-
-def test_a_file_of_another_rank_or_world_is_refused(server: Server, root: Path, tmp_path: Path) -> None:
-    for fields in ({"rank": 2}, {"rank": 0}, {"world_size": 2}):
-        with pytest.raises(ConnectionError, match="a file of rank"):
-            put(server.endpoint, own_file(tmp_path, **fields))
-    assert files(root) == []
 
 
 def start_put(server: Server, size: int) -> Channel:

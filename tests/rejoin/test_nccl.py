@@ -143,24 +143,6 @@ def test_an_abort_that_fails_is_the_reason_of_a_restart() -> None:
     assert devices_of(backend).settle() == "a communicator could not be aborted (RuntimeError: NCCL error: unhandled)"
 
 
-def test_groups_that_cannot_be_listed_are_the_reason_of_a_restart() -> None:
-    """The watcher goes on: it has sockets to cut."""
-    devices = devices_of(FakeNccl())
-
-    def fail() -> list[Any]:
-        raise KeyError("a group was destroyed meanwhile")
-
-    devices._backends = fail
-    devices.abort()
-    assert "a communicator could not be aborted (KeyError" in devices.settle()
-
-
-def test_a_rank_that_comes_out_by_itself_aborts_too() -> None:
-    backend = FakeNccl()
-    assert devices_of(backend).settle() == ""
-    assert backend.num_aborts == 1
-
-
 def test_after_new_connections_it_begins_anew(cuda: SimpleNamespace) -> None:
     backend = FakeNccl()
     devices = devices_of(backend)
@@ -171,13 +153,6 @@ def test_after_new_connections_it_begins_anew(cuda: SimpleNamespace) -> None:
     devices.abort()
     devices.settle()
     assert backend.num_aborts == 2
-
-
-def test_without_communicators_nothing_is_waited_for(cuda: SimpleNamespace) -> None:
-    devices = devices_of()
-    devices.abort()
-    assert devices.settle() == "" and devices.fence()
-    assert cuda.num_waits == 0
 
 
 # --- no wrong result in the weights ---
@@ -235,11 +210,6 @@ def test_only_an_error_that_stays_breaks_the_context(cuda: SimpleNamespace) -> N
     assert nccl.broken_context() == "", "no memory was left, say"
     cuda.error = RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
     assert nccl.broken_context() == "CUDA error: uncorrectable ECC error encountered"
-
-
-def test_a_process_without_a_context_is_not_given_one(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert nccl.broken_context() == "" and cuda.num_waits == 0
 
 
 def test_a_broken_rank_dies_and_is_never_a_survivor() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, AttemptRecord
 from mindx_elastic.agent.run_log import last_lines_path
-from mindx_elastic.report.drawing import span, thin
 from mindx_elastic.report.page import make_page
 from mindx_elastic.report.story import shares_of, tell
 from tests.cli.conftest import run as run
@@ -172,14 +171,6 @@ def test_absurd_numbers_are_unknown(tmp_path: Path, number: str) -> None:
     assert "nan" not in page and "inf " not in page and len(page) < 500_000
 
 
-def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    story = tell(record_run(tmp_path, attempts=501, steps=200, ranks=8))
-    assert story is not None
-    page = make_page(story)
-    assert len(page) < 2_000_000
-    assert page.count("<rect") < 7000 and "marks are not shown" in page
-
-
 def test_a_crash_loop_of_thousands_of_attempts_makes_a_small_page(tmp_path: Path) -> None:
     log = record_run(tmp_path)
     line = '{"time": %d, "event": "attempt_start", "attempt": %d, "started": %d}\n'
@@ -187,13 +178,6 @@ def test_a_crash_loop_of_thousands_of_attempts_makes_a_small_page(tmp_path: Path
     story = tell(log)
     assert story is not None and len(story.run.records) == 20_000
     assert len(make_page(story)) < 2_000_000
-
-
-@pytest.mark.parametrize("content", ['{"time": 1e999, "event": "agent_start"}', '{"time": 1, "event": "agent_start"}'])
-def test_a_log_with_hardly_anything(tmp_path: Path, content: str) -> None:
-    (tmp_path / "events.jsonl").write_text(content)
-    story = tell(tmp_path / "events.jsonl")
-    assert story is not None and "<svg" in make_page(story)
 
 
 def test_a_run_without_an_agent(tmp_path: Path) -> None:
@@ -237,16 +221,6 @@ def test_the_command(run: Callable[..., Any], tmp_path: Path) -> None:
     result = run("report", tmp_path / "empty", "-o", page, "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["page"] is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "empty", "r.html", "run"]
-
-
-def test_words_and_thinning() -> None:
-    assert [span(n) for n in (0.0123, 9, 59.6, 200, 18420, 2 * 86400)] == [
-        *("0.012 s", "9 s", "1 min", "3 min 20 s", "5 h 7 min", "2 d")
-    ]
-    points = [(float(n), n % 100) for n in range(10_000)]
-    found = thin(points, 200)
-    assert len(found) <= 210 and found[0] == points[0] and found[-1] == points[-1] and found == sorted(found)
-    assert {step for _, step in found} >= {0, 99}
 
 
 @pytest.mark.slow
