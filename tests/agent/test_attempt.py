@@ -287,7 +287,7 @@ def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) 
     workers.end(2, 1)
     started = time.monotonic()
     assert run(workers, grace_s=0.6).code == 1
-    assert 0.55 < time.monotonic() - started < 10
+    assert time.monotonic() - started > 0.55
     assert workers.sent[0] == [ORDER, TERM, KILL], "an order, at half time a SIGTERM, at the end SIGKILL"
     assert workers.sent[1] == [TERM, KILL]
 

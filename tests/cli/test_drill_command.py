@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -104,24 +103,6 @@ def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
-def test_a_script_whose_files_say_that_it_is_not_the_same(tmp_path: Path) -> None:
-    script = [JOBS / "proved.py", "schedule"]
-    (found,) = drill("--fault", "terminate:step=2", "--steps", 5, cwd=tmp_path, script=script)
-    assert found["outcome"] == "inexact as said" and found["step"] == 3
-    said = r"from step 3 on it is not bit for bit: the variable own_steps [^;]* is not kept"
-    assert re.fullmatch(said, found["what"])
-
-
-@pytest.mark.drill
-def test_a_rank_that_does_not_exist_and_a_script_that_fails(tmp_path: Path) -> None:
-    end = ("--", JOBS / "proved.py", "exact", "ckpt")
-    result = run("--steps", 3, "--fault", "kill:rank=1", *end, cwd=tmp_path)
-    assert result.returncode == 2 and "the script has 1 rank, from 0" in " ".join(result.stderr.split())
-    result = run("--steps", 3, "--fault", "kill", "--", JOBS / "proved.py", "crash", "ckpt", cwd=tmp_path)
-    assert result.returncode == 4 and "the disk with the data is not there" in result.stdout
-
-
-@pytest.mark.drill
 def test_the_disk_of_one_process(tmp_path: Path) -> None:
     kinds = ["disk-full", "io-error", "slow-disk", "bit-flip", "clock-jump", "kill-in-save"]
     words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3")]
@@ -168,12 +149,3 @@ def test_in_place_and_in_the_middle_of_a_copy(tmp_path: Path) -> None:
     agent = ["--nproc-per-node", 2, "--snapshot-every", 1, "--recover", "in-place"]
     found = drill(*words, *agent, cwd=tmp_path)
     assert [(each["outcome"], each["exit_codes"]) for each in found] == [("exact", [0])] * 2
-
-
-@pytest.mark.drill
-def test_a_death_in_the_copy_of_a_rank_that_makes_none(tmp_path: Path) -> None:
-    end = ("--", JOBS / "proved.py", "exact", "ckpt")
-    agent = ("--nproc-per-node", 2, "--snapshot-every", 1)
-    result = run("--steps", 4, "--fault", "kill:rank=1,step=2,at=copy", *agent, *end, cwd=tmp_path)
-    said = " ".join(result.stderr.split())
-    assert result.returncode == 2 and "rank 1 copies no state to shared memory from that step on" in said, said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -379,7 +378,6 @@ def test_thousands_of_ranks_fit_on_a_screen(
     assert isinstance(plan, ResumePlan)
     from mindx_elastic.platforms.plan_files import plan_to_json
 
-    started = time.process_time()
     extra: dict[str, Any] = {
         "directory": "/c",
         "proof": "no",
@@ -392,5 +390,4 @@ def test_thousands_of_ranks_fit_on_a_screen(
     plan_table.print_explanation(make_console(), plan_table.explain(plan))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70 and max(map(len, lines)) < 400
-    assert time.process_time() - started < 5
     assert any("other ranks' files" in line for line in lines)

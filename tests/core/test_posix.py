@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import pytest
 from mindx_elastic.core.posix import (
     ProcessStat,
     has_ended,
-    is_alive,
     is_own_folder,
     is_private_folder,
     killed_by,
@@ -29,7 +27,6 @@ from mindx_elastic.core.posix import (
     open_regular,
     read_json_object,
     read_small,
-    read_stat,
     start_ticks,
     thread_pidfds,
 )
@@ -156,40 +153,10 @@ def test_a_number_that_belongs_to_another_process() -> None:
     assert has_ended(os.getpid(), "1") and not has_ended(os.getpid(), start_ticks(os.getpid()))
 
 
-def test_a_python_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "pidfd_open")
-    with pytest.raises(OSError, match=r"Errno") as caught:
-        open_pidfd(os.getpid())
-    assert caught.value.errno == errno.ENOSYS
-
-
 def test_a_process_counts_as_alive_when_proc_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindx_elastic.core.posix.read_stat", lambda pid: None)
     assert not has_ended(os.getpid(), start_ticks(os.getpid()))
     assert has_ended(2**22, "1")
-
-
-def test_this_process() -> None:
-    found = read_stat(os.getpid())
-    assert found is not None and not found.is_ending
-    assert found.session == os.getsid(0)
-    assert found.started == start_ticks(os.getpid()) and found.started.isdecimal()
-    assert is_alive(os.getpid(), None) and is_alive(os.getpid(), time.time())
-    assert not is_alive(os.getpid(), time.time() - 86400 * 365)  # so that was another one
-
-
-def test_no_process() -> None:
-    assert read_stat(2**30) is None and read_stat(-1) is None
-    assert not is_alive(0, None) and not is_alive(-1, None) and start_ticks(2**30) == ""
-
-
-def test_one_of_which_only_the_exit_status_is_left() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    found = read_stat(process.pid)
-    assert found is not None and found.state == "Z" and found.is_ending
-    assert not is_alive(process.pid, None)
-    process.wait()
 
 
 def test_a_thread_that_is_on_its_way_out() -> None:
@@ -197,16 +164,6 @@ def test_a_thread_that_is_on_its_way_out() -> None:
     fields = {"session": 1, "processor_ticks": 0, "started": "1"}
     assert ProcessStat(state="R", flags=0x400004, **fields).is_ending  # type: ignore[arg-type]
     assert not ProcessStat(state="R", flags=0x400000, **fields).is_ending  # type: ignore[arg-type]
-
-
-def test_a_process_with_an_odd_name() -> None:
-    code = "import sys; open('/proc/self/comm', 'w').write(') Z 1 2'); print('named', flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"named\n"
-    found = read_stat(process.pid)
-    assert found is not None and found.session == os.getsid(0) and not found.is_ending
-    assert is_alive(process.pid, time.time())
-    process.communicate()
 
 
 def test_the_members_of_a_session() -> None:

@@ -31,10 +31,6 @@ def path(tmp_path: Path) -> Path:
     return page_path(tmp_path, 3)
 
 
-def test_the_path_of_a_rank(tmp_path: Path) -> None:
-    assert page_path(tmp_path, 3) == tmp_path / "rank_3.page"
-
-
 def test_a_new_page_says_that_nothing_is_known_yet(path: Path) -> None:
     page = StatusPage(path)
     assert read_page(path) == Status(pid=os.getpid(), phase=WorkerPhase.STARTING)
@@ -118,25 +114,6 @@ def test_long_texts_are_cut_off_and_touch_nothing_else(path: Path, name: str, ro
     assert (found.pid, found.step) == (os.getpid(), -1)
     assert {len(getattr(found, n)) for n in ("reason", "resumed_path") if n != name} <= {1023}
     page.close()
-
-
-def test_a_path_that_is_no_text(path: Path) -> None:
-    page = StatusPage(path)
-    page.set_text("arena", os.fsdecode(b"/tmp/\xff"))
-    found = read_page(path)
-    assert found is not None and found.arena == "/tmp/?"
-    page.close()
-
-
-def test_a_page_of_an_earlier_attempt_is_replaced(path: Path) -> None:
-    old = StatusPage(path)
-    old.set(step=9)
-    new = StatusPage(path)
-    old.pass_boundary(10)
-    found = read_page(path)
-    assert found is not None and found.step == -1
-    old.close()
-    new.close()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"x", b"\0" * PAGE_BYTES, b"x" * PAGE_BYTES, b"x" * (PAGE_BYTES + 1)])

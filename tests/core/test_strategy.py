@@ -74,18 +74,6 @@ def test_contradictory_types_are_refused_and_named_and_an_unknown_one_is_no_cont
         assert [each.dtype for each in merged.tensors] == ["F32"]
 
 
-def test_tensors_of_one_name_on_different_ranks_are_different_tensors() -> None:
-    first, second = layout_of((2,), "R", ranks=(0, 1)), layout_of((2,), "R", ranks=(2, 3))
-    strategy = Strategy(4, (spec("w", (8,), first), spec("w", (5,), second)))
-    assert [each.shape for each in strategy.by_name["w"]] == [(8,), (5,)]
-    assert len({each.key for each in strategy.tensors}) == 2
-
-
-def test_a_rank_outside_of_the_world_is_named() -> None:
-    with pytest.raises(UsageError, match="w lies on rank 3, but the strategy has 3 ranks"):
-        Strategy(3, (spec("w", (8,), DDP),))
-
-
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "4", None, 10**18], ids=str)
 def test_a_world_size_that_is_none_is_refused(world_size: Any) -> None:
     with pytest.raises(UsageError):
@@ -105,12 +93,6 @@ def test_a_tensor_that_is_split_and_has_no_shape_is_one_whose_shape_is_not_known
 
 
 # --- what follows from it ---
-
-
-def test_tensors_of_one_layout_are_one_class() -> None:
-    strategy = Strategy(4, (spec("a", (8,), DDP), spec("b", (8,), HSDP), spec("c", (3,), DDP)))
-    assert [[each.name for each in group.tensors] for group in strategy.classes] == [["a", "c"], ["b"]]
-    assert strategy.ranks == frozenset(range(4))
 
 
 def test_a_shard_is_empty_when_no_tensor_of_its_class_has_an_element_in_it() -> None:
@@ -284,11 +266,6 @@ def test_a_record_gives_the_strategy_as_the_file_knows_it() -> None:
         ("optimizer.state.model.w.exp_avg", (9, 4), "model.w"),
     ]
     assert all(each.layout == FSDP_TP and each.dtype == "F32" for each in strategy.tensors)
-
-
-def test_a_default_layout_covers_what_is_not_named() -> None:
-    strategy = strategy_from_record(record(default=0), TENSORS)
-    assert strategy.by_name["rng.torch"] == (spec("rng.torch", (5056,), DDP, "U8"),)
 
 
 def test_tensors_without_a_number_of_a_known_parameter_keep_their_names() -> None:

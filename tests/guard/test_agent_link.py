@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from mindx_elastic.agent import child
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
-from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink
 from mindx_elastic.memory.agent_folder import CONTROL_FILE
 from mindx_elastic.memory.folders import AGENT_FILE
@@ -80,22 +79,6 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     assert 0 < page.entered_ns < page.left_ns
 
 
-def test_the_page_tells_a_finished_training(agent: Agent) -> None:
-    link = agent.link()
-    link.enter(None, "run-a", None, Path("/c"))
-    link.finish()
-    link.close()
-    assert (agent.page().phase, agent.page().finished) == (WorkerPhase.LEFT, 1)
-
-
-def test_a_fresh_start_without_memory(agent: Agent) -> None:
-    link = agent.link()
-    link.enter(None, "run-a", None, Path("/c"))
-    page = agent.page()
-    assert (page.step, page.resumed_step, page.resumed_path, page.arena) == (0, -1, "", "")
-    link.close()
-
-
 @pytest.mark.parametrize(
     ("later", "told"),
     [([(None, "b")], 1), ([(7, "b")], 0), ([(None, "a")], 0), ([(None, "a"), (None, "c")], 0)],
@@ -129,11 +112,6 @@ def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
             pass
         assert agent.page().phase == phase, "not undone"
     link.close()
-
-
-def test_no_folder_no_link(agent: Agent) -> None:
-    with pytest.raises(ArenaError, match="the agent's folder cannot be used"):
-        agent.link(folder=agent.folder / "nothing")
 
 
 # --- orders ---
@@ -212,29 +190,6 @@ def test_a_late_request_for_a_stack_does_not_kill_an_interpreter_that_ends(agent
     assert done.returncode == 0
 
 
-def test_stacks_of_two_guards_in_a_row(agent: Agent) -> None:
-    agent.link().close()
-    link = agent.link(attempt=3)
-    dump()
-    path = agent.run_dir / "stacks" / "attempt_3_rank_1.txt"
-    wait_until(lambda: "test_stacks_of_two_guards" in path.read_text(), "the stack")
-    link.close()
-
-
-@pytest.mark.parametrize("without", [None, "file"])
-def test_no_run_directory_no_stacks(
-    agent: Agent, caplog: pytest.LogCaptureFixture, without: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registered: list[Callable[..., object]] = []
-    monkeypatch.setattr(faulthandler, "register", lambda *args, **kwargs: registered.append(args[0]))
-    if without == "file":
-        agent.run_dir.write_text("")
-    link = agent.link(run_dir=agent.run_dir if without else None)
-    assert registered == []
-    assert ("stacks of a hang cannot be written" in caplog.text) is (without is not None)
-    link.close()
-
-
 # --- the agent's death ---
 
 _AGENT = """
@@ -284,13 +239,6 @@ def test_a_dying_agent_whose_other_thread_adopts_the_worker(tmp_path: Path) -> N
         agent.stdout.close()
 
 
-def test_an_agent_that_lives(agent: Agent) -> None:
-    (agent.folder / AGENT_FILE).write_text(own_identity())
-    link = agent.link(pid=os.getpid())
-    assert link.agent_fd >= 0 and not link.is_orphan()
-    link.close()
-
-
 @pytest.mark.parametrize("change", ["reused", "gone"])
 def test_an_agent_that_died_before_the_guard_was_entered(agent: Agent, change: str) -> None:
     pid, started = (os.getpid(), "12345") if change == "reused" else (2**22 + 1, "12345")
@@ -306,12 +254,4 @@ def test_an_agent_in_another_namespace_is_not_looked_for_by_its_number(agent: Ag
     (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
     link = agent.link(pid=os.getpid())
     assert link.agent_fd == -1 and not link.is_orphan()
-    link.close()
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 10_000])
-def test_an_agent_file_that_says_nothing(agent: Agent, content: str) -> None:
-    (agent.folder / AGENT_FILE).write_text(content)
-    link = agent.link(pid=os.getpid())
-    assert link.agent_fd >= 0 and not link.is_orphan()
     link.close()

@@ -20,9 +20,7 @@ from mindx_elastic.guard.policy import ExitPolicy, breakpoint_policy
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.storage import LOCK_FILE, create_temp, temp_name
-from tests import checkpoint_files
 from tests.guarded import Job, no_traces, stop_and_wait
 
 
@@ -57,11 +55,6 @@ def test_a_refused_guard_leaves_no_trace_and_an_evaluation_may_run_beside_a_trai
     training.close()
 
 
-def test_every_file_says_what_its_job_calls_its_files(tmp_path: Path) -> None:
-    path = stop(Job(tmp_path, prefix="resnet"))
-    assert read_header(path).info.names == ("resnet",)
-
-
 def test_another_prefix_is_refused_and_each_way_out_works(tmp_path: Path) -> None:
     path = stop(Job(tmp_path / "ckpt", prefix="resnet"))
     renamed = path.rename(path.with_name("bert-1_2_breakpoint.safetensors"))  # names are for people
@@ -86,12 +79,6 @@ def test_one_job_may_have_several_prefixes_and_change_one(tmp_path: Path) -> Non
     second = Job(tmp_path, policies=[breakpoint_policy(name, tmp_path, [15]) for name in ("request", "new")])
     second.run(epochs=1)
     assert second.steps[0] == 3
-
-
-def test_files_without_names_are_anybody_s(tmp_path: Path) -> None:
-    """An older version's, and what was converted."""
-    path = checkpoint_files.write(tmp_path / "x.safetensors", step=1)
-    assert read_header(path).info.names == ()
 
 
 def first_save_in_progress(directory: Path) -> tuple[FirstSave, Path]:

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from mindx_elastic import Guard
-from mindx_elastic.core.position import Position
-from mindx_elastic.data import position as position_module
 from mindx_elastic.errors import (
     GracefulExit,
     SaveError,
@@ -37,7 +35,7 @@ from tests.guarded import (
     stopped,
     weights_of_uninterrupted,
 )
-from tests.harness import events, wait_until
+from tests.harness import events
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +84,6 @@ def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
     leaving = stopped(Job(tmp_path), begin=wait_outside)
     assert (leaving.code, leaving.step, leaving.path) == (143, None, None), "there is nothing to save yet"
     assert_same(Job(tmp_path).run(), expected)
-
-
-def test_three_stops_in_a_row(tmp_path: Path) -> None:
-    expected = weights_of_uninterrupted(tmp_path)
-    for seed, number in enumerate((2, 3, 9)):
-        stopped(Job(tmp_path, seed=seed), middle=stop_at(number))
-    assert_same(Job(tmp_path, seed=99).run(), expected)
 
 
 def test_the_run_begun_last_goes_on_whatever_the_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +160,6 @@ def test_an_accumulation_window_is_never_cut(tmp_path: Path) -> None:
     leaving = stopped(first, middle=stop_at(7))
     assert leaving.step == 9 and first.steps[-1] == 9
     assert_same(Job(tmp_path, seed=99, accumulate=3).run(), expected)
-
-
-def test_an_exception_in_a_window_saves_its_beginning(tmp_path: Path) -> None:
-    expected = weights_of_uninterrupted(tmp_path, accumulate=3)
-    with pytest.raises(ValueError, match="injected"):
-        Job(tmp_path, accumulate=3).run(middle=fail_at(8))
-    second = Job(tmp_path, seed=99, accumulate=3)
-    assert_same(second.run(), expected)
-    assert second.guard.resumed_from_step == 6 and second.steps[0] == 7
 
 
 def test_a_program_that_swallows_the_exit_is_told_again(tmp_path: Path) -> None:
@@ -300,20 +282,6 @@ def test_a_stop_whose_save_failed_has_not_answered_the_flag(tmp_path: Path, monk
     assert Job(tmp_path, flag_file=flag).run()
 
 
-def test_an_answered_flag_stands_in_every_later_file(tmp_path: Path) -> None:
-    """The stop's own file may be gone, or older than what the next start takes."""
-    flag = tmp_path / "graceful_exit.json"
-    flag.write_text('{"GracefulExit": 1}')
-    leaving = stopped(Job(tmp_path, flag_file=flag))
-    assert leaving.path is not None
-    paths: list[Path] = []
-    again = Job(tmp_path, flag_file=flag)
-    again.run(1, after=lambda job, step: paths.append(job.guard.save()))
-    leaving.path.unlink()
-    assert [flags_of(path) for path in paths] == [1] * 4
-    assert Job(tmp_path, flag_file=flag).run()
-
-
 def test_a_flag_set_while_nothing_was_trained_since_the_resume_is_noted_in_a_new_file(tmp_path: Path) -> None:
     flag = tmp_path / "graceful_exit.json"
     expected = weights_of_uninterrupted(tmp_path)
@@ -344,16 +312,6 @@ def test_an_exception_is_not_saved_when_that_is_not_wanted(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="injected"):
         Job(tmp_path, save_on_exception=False).run(middle=fail_at(7))
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_keyboard_interrupt_raised_by_the_program_is_an_exception(tmp_path: Path) -> None:
-    def interrupt(job: Job, step: int) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Job(tmp_path).run(middle=interrupt)
-    assert [read_header(p).info.step for p in tmp_path.glob("*.safetensors")] == [2]
 
 
 def test_leaving_with_sys_exit_0_is_the_end_of_training(tmp_path: Path) -> None:
@@ -479,38 +437,8 @@ def test_a_phase_that_is_over_is_no_smaller_number(tmp_path: Path, caplog: pytes
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-def test_fewer_steps_than_are_done_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run(steps: int) -> None:
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
-            for _ in guard.steps(steps):
-                model(torch.ones(1, 1)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                guard.step_end()
-
-    run(4)
-    run(4)
-    assert "makes no step" not in caplog.text
-    run(3)
-    assert "guard.steps(3): the resumed run is at step 4 already" in caplog.text
-
-
 def stop_with(text: str) -> None:
     raise RuntimeError(text)
-
-
-def test_no_epochs_and_negative_epochs(tmp_path: Path) -> None:
-    assert Job(tmp_path).run(epochs=0)
-    with pytest.raises(UsageError, match="whole number from 0"):
-        Job(tmp_path).run(epochs=-1)
-
-
-def test_positions_count_boundaries(tmp_path: Path) -> None:
-    seen: list[Position] = []
-    Job(tmp_path).run(epochs=2, after=lambda job, step: seen.append(job.guard.position))
-    assert seen == [Position(5 * e + s, e + 1, s, STEPS_PER_EPOCH) for e in range(2) for s in range(1, 6)]
 
 
 def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
@@ -539,35 +467,3 @@ def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
     guard, weight = run(tmp_path / "b")
     assert guard.resumed_from_step == 4
     assert_same(weight, expected)
-
-
-def test_what_kind_of_loader_it_is_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime Protocol answers slowly, and every step wants to know the epoch."""
-    asked: list[str] = []
-    protocol = position_module.PositionedLoader
-
-    class Counted(type):
-        def __instancecheck__(cls, loader: object) -> bool:
-            asked.append(type(loader).__name__)
-            return isinstance(loader, protocol)
-
-    class Stand(metaclass=Counted):
-        pass
-
-    monkeypatch.setattr(position_module, "PositionedLoader", Stand)
-    Job(tmp_path).run()
-    assert len(asked) <= 1, asked
-
-
-def test_a_fault_report_in_a_folder_that_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`MINDX_FAULT_DIR` names a folder that is not there yet when the training begins."""
-    folder = tmp_path / "fault"
-    monkeypatch.setenv("MINDX_FAULT_DIR", str(folder))
-
-    def report(job: Job, step: int) -> None:
-        if step == 3:
-            folder.mkdir()
-            (folder / "fault-npus").write_text('{"FaultRankIds": ["0"]}')
-            wait_until(lambda: job.guard.stopper.agreed_step is not None, "the agreement")
-
-    assert stopped(Job(tmp_path / "ckpt"), middle=report).code == 75

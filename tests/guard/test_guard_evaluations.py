@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from mindx_elastic.errors import GracefulExit
 from tests.capture.round_trip import assert_same
-from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, stop_and_wait
+from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment
 
 EVERY = 2
 EPOCHS = 3
@@ -80,53 +79,9 @@ def never(job: EvaluatedJob, name: str, moment: str) -> None:
     pass
 
 
-def stop_once(wanted_name: str, wanted_moment: str) -> Callable[[EvaluatedJob, str, str], None]:
-    def act(job: EvaluatedJob, name: str, moment: str) -> None:
-        if (name, moment) == (wanted_name, wanted_moment):
-            stop_and_wait(job)
-
-    return act
-
-
-def run_with_stop(directory: Path, where: str, name: str, moment: str) -> tuple[EvaluatedJob, EvaluatedJob]:
-    """The stopped run and the one that went on, which must have ended."""
-    first = EvaluatedJob(directory, where, stop_once(name, moment))
-    with pytest.raises(GracefulExit):
-        first.train()
-    second = EvaluatedJob(directory, where, never, seed=99)
-    second.train()
-    assert second.guard.resumed_from_step is not None
-    return first, second
-
-
 # 4: in mid-epoch, 10: the last step of an epoch.
 MOMENTS = [(f"step {step}", moment) for step in (4, 2 * STEPS_PER_EPOCH) for moment in ("in the step", "in", "after")]
 MOMENTS += [("epoch 2", moment) for moment in ("before", "in", "after")]
-
-
-@pytest.mark.parametrize(("name", "moment"), MOMENTS)
-def test_at_the_loops_head_every_evaluation_comes_exactly_once(tmp_path: Path, name: str, moment: str) -> None:
-    whole = EvaluatedJob(tmp_path / "whole", "head", never)
-    expected = whole.train()
-    first, second = run_with_stop(tmp_path / "stopped", "head", name, moment)
-    assert_same(second.weights(), expected)
-    done = first.evaluations + second.evaluations
-    assert done == whole.evaluations
-
-
-@pytest.mark.parametrize(("name", "moment"), MOMENTS)
-def test_after_step_end_one_evaluation_may_be_left_out_and_the_weights_are_equal(
-    tmp_path: Path, name: str, moment: str
-) -> None:
-    whole = EvaluatedJob(tmp_path / "whole", "tail", never)
-    expected = whole.train()
-    first, second = run_with_stop(tmp_path / "stopped", "tail", name, moment)
-    assert_same(second.weights(), expected)
-    done = first.evaluations + second.evaluations
-    # As the documentation says: only that of the very step that was stopped at, and only where it was not finished.
-    missing = [each for each in whole.evaluations if each not in done]
-    assert [each[0] for each in missing] == ([name] if name.startswith("step") and moment != "after" else [])
-    assert done == [each for each in whole.evaluations if each not in missing]
 
 
 def test_an_evaluation_leaves_no_trace_in_the_streams(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from mindx_elastic.errors import (
     GracefulExit,
     MismatchError,
     NoUsableCheckpointError,
-    UnsafeDirectoryError,
     UnsupportedStateError,
     UsageError,
 )
@@ -154,21 +153,6 @@ def test_a_wrong_grace_period_is_refused(tmp_path: Path, grace_s: Any) -> None:
         Job(tmp_path, grace_s=grace_s).run()
 
 
-def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file; give a directory"):
-        Job(tmp_path / "file").run()
-
-
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o777)
-    monkeypatch.setattr("os.geteuid", lambda: 12345)
-    with pytest.raises(UnsafeDirectoryError):
-        Job(tmp_path).run()
-    with Job(tmp_path, allow_shared_directory=True).guard:
-        pass
-
-
 def test_signals_that_cannot_be_caught_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be caught"):
         Job(tmp_path, signals=[signal.SIGKILL]).run()
@@ -178,12 +162,6 @@ def test_signals_that_cannot_be_caught_are_refused(tmp_path: Path) -> None:
 def test_a_prefix_with_a_folder_is_refused(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(UsageError, match="prefix"):
         Guard(directory=tmp_path, prefix=prefix)
-
-
-def test_attempts_count_up(tmp_path: Path) -> None:
-    for number in (2, 4, 6):
-        stopped(Job(tmp_path), middle=stop_at(number))
-    assert [e["attempt"] for e in events(tmp_path, "durable")] == [0, 1, 2]
 
 
 def test_append_info_that_is_no_json_is_refused_before_training(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.guard.save_clock import SaveClock, next_check, open_clock
+from mindx_elastic.guard.save_clock import SaveClock
 
 
 class MemoryStore:
@@ -111,26 +111,6 @@ def test_a_slower_rank_zero_is_waited_for() -> None:
     assert first.due(1)
     thread.join(10)
     assert answers == [True]
-
-
-def test_next_check() -> None:
-    assert next_check(10, remaining_s=60, step_s=0) == 11
-    assert next_check(10, remaining_s=60, step_s=0.1) == 310
-    assert next_check(10, remaining_s=0.05, step_s=0.1) == 11
-    assert next_check(10, remaining_s=-3, step_s=0.1) == 11
-
-
-def test_old_keys_do_not_pile_up() -> None:
-    store = MemoryStore()
-    clock = SaveClock(0.0001, rank=0, store=store)
-    for step in range(1, 100_000):
-        clock.due(step)
-    assert len(store.values) <= 1000
-
-
-def test_no_clock_without_seconds() -> None:
-    assert open_clock(0, 0, 1) is None
-    assert open_clock(5, 0, 1) is not None
 
 
 _RANK = """

@@ -28,7 +28,7 @@ from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.places import neighbours_in
 from mindx_elastic.persist.reader import read_checkpoint
-from mindx_elastic.persist.writer import SaveResult, write_checkpoint
+from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted
@@ -183,18 +183,6 @@ def test_asynchronous_saves_hold_two_copies_at_most(tmp_path: Path, monkeypatch:
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
-def test_a_copy_that_fails_leaves_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = Collector({"model": nn.Linear(4, 4)})
-    collector.copy(Position(1, 1, 1, 10))
-    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id="run"))
-    with monkeypatch.context() as patch:
-        patch.setattr(saving_module, "to_host", fail)
-        assert [saver.save_periodic(Every(tmp_path, asynchronous=True)) for _ in range(5)] == [False] * 5
-    assert saver.save_periodic(Every(tmp_path, asynchronous=True))
-    saver.close()
-    assert steps_in(tmp_path) == [1]
-
-
 def fail(*args: Any, **options: Any) -> Any:
     raise SaveError("injected: disk full")
 
@@ -252,18 +240,7 @@ def test_state_that_becomes_unsupported_does_not_end_training(tmp_path: Path, as
     assert "turning.value" in outcomes[2]
 
 
-def test_two_periodic_policies_of_one_step(tmp_path: Path) -> None:
-    Job(tmp_path, periodic=[Every(tmp_path, 5), Every(tmp_path / "more", 3)]).run()
-    assert (steps_in(tmp_path), steps_in(tmp_path / "more")) == ([5, 10, 15], [3, 6, 9, 12, 15])
-
-
 # --- retention ---
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_newest_files_are_kept(tmp_path: Path, asynchronous: bool) -> None:
-    Job(tmp_path, periodic=[Every(tmp_path, 1, asynchronous, keep_max=3)]).run()
-    assert steps_in(tmp_path) == [13, 14, 15]
 
 
 def test_retention_leaves_everything_else_alone(tmp_path: Path) -> None:
@@ -293,20 +270,6 @@ def test_two_policies_of_one_directory_leave_each_others_files_alone(tmp_path: P
         "every-4-2_3.safetensors",
         "every-4-3_2.safetensors",
     ]
-
-
-def test_files_saved_by_hand_are_never_deleted(tmp_path: Path) -> None:
-    def save(job: Job, step: int) -> None:
-        if step == 3:
-            job.guard.save("best", tmp_path / "best.safetensors")
-            job.guard.save()
-
-    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=1)]).run(epochs=1, after=save)
-    assert {p.name: read_header(p).info.kind for p in tmp_path.glob("*.safetensors")} == {
-        "best.safetensors": "manual",
-        "job-1_3.safetensors": "manual",
-        "every-1_5.safetensors": "periodic",
-    }
 
 
 def test_the_policys_older_files_of_another_attempt_are_counted(tmp_path: Path) -> None:
@@ -366,37 +329,11 @@ def test_a_step_that_was_judged_is_not_judged_again_after_the_next_save(
     assert judged == [1, 1, 3, 3] and steps_in(tmp_path / "rank_1") == [3]
 
 
-def test_a_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_disk(job: Job, step: int) -> None:
-        if step == 4:
-            monkeypatch.setattr(saving_module, "write_checkpoint", fail)
-
-    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=2)]).run(epochs=1, after=break_disk)
-    assert steps_in(tmp_path) == [3, 4]
-
-
 # --- saves at the end ---
 
 
 def exit_policy(directory: Path, kind: str, name: Callable[[Position], str]) -> ExitPolicy:
     return ExitPolicy(kind=kind, alarms=frozenset({"signal"}), name=name, directory=directory, signals=(15,))
-
-
-def test_two_policies_are_two_names_for_the_same_bytes(tmp_path: Path) -> None:
-    expected = weights_of_uninterrupted(tmp_path)
-    policies = [
-        exit_policy(tmp_path / "a", "breakpoint", breakpoint_name("job")),
-        exit_policy(tmp_path / "b", "request_exit", lambda position: "net_train.safetensors"),
-    ]
-    with pytest.raises(GracefulExit) as caught:
-        Job(tmp_path / "a", policies=policies).run(middle=lambda job, step: stop_and_wait(job) if step == 7 else None)
-    one, two = tmp_path / "a" / "job-2_2_breakpoint.safetensors", tmp_path / "b" / "net_train.safetensors"
-    assert caught.value.path == one
-    assert one.read_bytes() == two.read_bytes()
-    one.unlink()
-    second = Job(tmp_path / "a", seed=99, policies=policies)
-    assert_same(second.run(), expected)
-    assert second.guard.resumed_path == two
 
 
 def test_a_policy_that_does_not_answer_the_alarm_writes_nothing(tmp_path: Path) -> None:
@@ -434,14 +371,6 @@ def make_saver(tmp_path: Path, **ranks: int) -> Saver:
     return Saver(collector, RankInfo(**ranks), EventLog(tmp_path / "events.jsonl", run_id="run"))
 
 
-def test_several_ranks_have_folders_of_their_own(tmp_path: Path) -> None:
-    assert make_saver(tmp_path).folder(tmp_path) == tmp_path
-    saver = make_saver(tmp_path, rank=3, world_size=4)
-    result = saver.save_to(None, tmp_path, "net", "manual")
-    assert result.path == tmp_path / "rank_3" / "net-1_5.safetensors"
-    assert (result.info.rank, result.info.world_size, result.info.kind) == (3, 4, "manual")
-
-
 def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     """And what is put together of an earlier attempt's files says where that one began."""
     base = ("base_attempt", "base_step")
@@ -464,20 +393,6 @@ def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     restored = read_header(path).info
     kept = {name: infos[1].coordinates[name] for name in base}
     assert (restored.attempt, restored.coordinates) == (1, kept)
-
-
-def test_the_slowest_save_sets_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, durations = make_saver(tmp_path), iter([1.0, 4.0, 0.5])
-
-    def timed(path: Path, state: Any, info: Any, **options: Any) -> SaveResult:
-        return SaveResult(path, 1000, next(durations), info)
-
-    monkeypatch.setattr(saving_module, "write_checkpoint", timed)
-    speeds = []
-    for _ in range(3):
-        saver.save_to(None, tmp_path, "net", "manual")
-        speeds.append(saver.bytes_per_s)
-    assert speeds == [1000.0, 250.0, 250.0]
 
 
 def test_drain_tells_whether_background_saves_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

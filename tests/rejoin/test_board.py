@@ -50,7 +50,7 @@ def test_it_is_known_whether_all_notes_are_there(store: Any) -> None:
 def test_the_time_is_kept(store: Any) -> None:
     began = time.monotonic()
     assert board(store).wait(["1/never"], 0.1) is None
-    assert 0.1 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.1
 
 
 @pytest.mark.parametrize(

@@ -65,20 +65,6 @@ def test_all_run_that_code_again_where_one_had_not_come_to_its_end(
     assert bool(job.matches("the code behind epoch 2 runs again on all ranks")) == bool(when), job.report()
 
 
-@drill
-@pytest.mark.parametrize("data", ["", "--stream"])
-@pytest.mark.parametrize("recover", ["in-place", "restart"])
-def test_in_the_update_of_the_last_step_its_loss_is_lost_and_a_warning_says_so(
-    whole: dict[tuple[object, ...], Job], tmp_path: Path, recover: str, data: str
-) -> None:
-    expected = run_whole(whole, tmp_path, 2, *filter(None, [data]))
-    job = run_killed(tmp_path, 2, 1, recover, "--in-update", *filter(None, [data]))
-    assert job.matches(r"WARNING rank 1 was killed .* step 6.*: loss \(the code behind the epoch reads it"), (
-        job.report()
-    )
-    assert job.hashes() == expected.hashes(), job.report()  # no step has used it
-
-
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=drill)])
 @pytest.mark.parametrize("where", ["tail", pytest.param("next", marks=drill)])
 def test_a_snapshot_of_a_last_boundary_that_nobody_knew_to_be_the_last(tmp_path: Path, where: str, every: int) -> None:
@@ -91,17 +77,3 @@ def test_a_snapshot_of_a_last_boundary_that_nobody_knew_to_be_the_last(tmp_path:
     assert len(job.matches("KILLED")) == 1 and job.matches("READY 0 \\d+ 6"), job.report()
     assert {m[0] for m in job.matches("LOSS .*")} == {m[0] for m in whole.matches("LOSS .*")}, job.report()
     assert job.hashes() == whole.hashes() and len(whole.hashes()) == 1, job.report()
-
-
-@drill
-@pytest.mark.parametrize(("victim", "recover"), [(1, "in-place"), (0, "restart")])
-def test_where_that_code_has_changed_weights_a_killed_rank_goes_on_behind_it_and_a_warning_says_so(
-    tmp_path: Path, victim: int, recover: str
-) -> None:
-    job = run_killed(tmp_path, 2, victim, recover, "--late", "--shrink")
-    assert job.matches(rf"the code behind epoch 2 has changed weights on rank {1 - victim}"), job.report()
-    assert not job.matches("the code behind epoch 2 runs again"), job.report()
-    sums = {(m[1], m[2]) for m in job.matches(r"LOSS \d (\d) (\S+)")}
-    assert len(sums) == 4, job.report()  # once each epoch: the ranks are in step
-    rates = {m[1] for m in job.matches(r"DONE \d \w+ (\S+)")}
-    assert len(rates) == 1, job.report()

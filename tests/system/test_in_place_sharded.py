@@ -129,40 +129,6 @@ def test_a_survivor_that_is_cut_off_in_its_update_goes_back_to_the_dead_ranks_sn
 
 
 @drill
-@needs_reset
-def test_a_snapshot_every_few_steps_costs_the_steps_since(runs: Runs) -> None:
-    orders = ("1:7:mid", "0:9:start", "1:15:backward")
-    folder = check(
-        runs, 2, orders, "--layout", "fsdp", "--epochs", 3, options=("--snapshot-every", "3", *EVERY_STEP[2:])
-    )
-    assert [event["steps_lost"] for event in rejoins(folder)][:2] == [0, 2]
-    compared = [event["outcome"] for event in events(folder / "ckpt", "compared")]
-    assert len(compared) >= 2 and set(compared) == {"verified"}, "steps that were done again are the same"
-
-
-@drill
-@needs_reset
-def test_accumulated_gradients_are_forgotten(runs: Runs) -> None:
-    orders = ("1:4:mid", "0:7:inside", "1:10:backward")
-    check(runs, 2, orders, "--layout", "fsdp", "--accumulate", 2, "--epochs", 3)
-
-
-@drill
-@needs_reset
-def test_without_snapshots_a_death_restarts_the_job_with_the_reason(runs: Runs) -> None:
-    job, _ = runs.run(2, "--layout", "fsdp", *faults("1:6:mid"))
-    check_restart(job, "--snapshot-every")
-
-
-@drill
-@needs_reset
-def test_all_ranks_but_one_are_killed_at_once(runs: Runs) -> None:
-    orders = ("0:6:start", "1:6:start", "2:6:start")
-    job, _ = runs.run(4, "--layout", "fsdp", "--epochs", 3, *faults(*orders), options=EVERY_STEP)
-    assert job.matches("in place: ranks? 0") or job.matches(WHY), job.report()
-
-
-@drill
 @pytest.mark.skipif(CAN_RESET, reason="from torch 2.13 on FSDP is taken up again")
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 does not train on CPUs")
 def test_a_torch_that_cannot_take_fsdp_up_again_says_so_and_restarts_the_job(runs: Runs) -> None:
