@@ -61,8 +61,8 @@ def logged_runs(directory: Path, wanted: Collection[str] | None = None, owners: 
 def marked_runs(directory: Path, owners: Owners | None = None) -> set[str]:
     """The runs with a marker in `directory`; see `known_runs`."""
     found: set[str] = set()
-    with suppress(OSError):
-        for entry in os.scandir(directory):
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
             if entry.name.startswith(_MARK_PREFIX) and entry.name.endswith(_MARK_SUFFIX):
                 with suppress(OSError):
                     if owners is None or owners.problem(entry.stat(follow_symlinks=False)) is None:

@@ -260,7 +260,9 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
     Files whose writer is alive, files that cannot be opened, and everything on a file system without locks stay.
     """
     removed = []
-    for entry in os.scandir(directory):
+    with os.scandir(directory) as found:
+        entries = list(found)
+    for entry in entries:
         if not entry.name.endswith(TEMP_SUFFIX) or not entry.is_file(follow_symlinks=False):
             continue
         path = Path(entry.path)
