@@ -120,17 +120,18 @@ def choose(each: int, seed: int) -> None:
     LIST.write_text("".join(json.dumps(asdict(m)) + "\n" for m in chosen))
 
 
-def noticed_by(mutant: Mutant) -> str:
-    """The test that fails, or "" when all pass; "gone" when the package has no such line."""
+def noticed_by(room: str, mutant: Mutant | None) -> str:
+    """The test of the room that fails, "" if none does, "gone" if there is no such line. None: nothing is changed."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
             if (ROOT / name).is_file():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, copy / name)
-        if not mutant.apply(copy):
+        if mutant is not None and not mutant.apply(copy):
             return "gone"
-        tests = sorted((copy / "tests" / mutant.room).glob("test_*.py"), key=lambda p: p.stem not in _near(mutant))
+        near = f"test_{Path(mutant.file).stem}" if mutant is not None else ""  # the file that mirrors it comes first
+        tests = sorted((copy / "tests" / room).glob("test_*.py"), key=lambda path: (path.stem != near, path.stem))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--timeout=120"]
         process = subprocess.Popen(
             [*command, *map(str, tests)],
@@ -153,11 +154,6 @@ def noticed_by(mutant: Mutant) -> str:
     return failed[0].partition(" - ")[0] if failed else f"exit code {process.returncode}"
 
 
-def _near(mutant: Mutant) -> tuple[str, ...]:
-    """The file of tests that mirrors the changed one comes first."""
-    return (f"test_{Path(mutant.file).stem}",)
-
-
 def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -175,13 +171,17 @@ def main() -> int:
         return 0
     mutants = [Mutant(**json.loads(line)) for line in LIST.read_text().splitlines()]
     counts: dict[str, Counter[str]] = {}
-    for mutant in mutants:
-        if given.rooms and mutant.room not in given.rooms:
-            continue
-        by = noticed_by(mutant)
-        outcome = {"": "not noticed", "gone": "gone"}.get(by, "noticed")
-        counts.setdefault(mutant.room, Counter())[outcome] += 1
-        print(f"{outcome:12} {mutant.file}: {mutant.old}  ->  {mutant.new}  {by}", flush=True)
+    for room in given.rooms or ROOMS:
+        if by := noticed_by(room, None):
+            print(f"{room}: {by} fails without any change")
+            return 1
+        counts[room] = Counter()
+        for mutant in mutants:
+            if mutant.room == room:
+                by = noticed_by(room, mutant)
+                outcome = {"": "not noticed", "gone": "gone"}.get(by, "noticed")
+                counts[room][outcome] += 1
+                print(f"{outcome:12} {mutant.file}: {mutant.old}  ->  {mutant.new}  {by}", flush=True)
     for room, count in counts.items():
         print(f"{room:10}", *(f"{name} {count[name]:3}" for name in ("noticed", "not noticed", "gone")), sep="  ")
     return 0
