@@ -114,7 +114,7 @@ def _of(component: Component) -> Iterator[tuple[str, Any]]:
         groups = component.local.param_groups
         for number, group in enumerate(groups):
             where = f" of group {number}" if len(groups) > 1 else ""
-            yield from ((key + where, value) for key, value in _plain(group))
+            yield from [(key + where, value) for key, value in _plain(group)]
     elif isinstance(component, PlainComponent):
         if isinstance(component.target, LRScheduler):
             yield from _of_scheduler(component.target.state_dict())
@@ -128,19 +128,18 @@ def _of_scheduler(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((f"{key} of scheduler {number}", value) for key, value in _of_scheduler(inner))
 
 
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
     for key, value in values.items():
+        kind = type(value)
         if key == "params" or key.startswith("_"):
             continue
-        plain = _plain_value(value)
-        if issubclass(type(plain), _PLAIN) or (
-            issubclass(type(plain), list) and all(issubclass(type(each), _NUMBERS) for each in plain)
-        ):
-            yield key, plain
-
-
-def _plain_value(value: Any) -> Any:
-    if issubclass(type(value), torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        return value.item()
-    items = items_of(value)  # a dict: the Counter of a MultiStepLR
-    return value if items is None else [key if issubclass(type(value), dict) else item for key, item in items]
+        if issubclass(kind, _PLAIN):
+            found.append((key, value))
+        elif issubclass(kind, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+            found.append((key, value.item()))
+        elif (items := items_of(value)) is not None:  # a dict: the Counter of a MultiStepLR
+            numbers = [key if issubclass(kind, dict) else item for key, item in items]
+            if all(issubclass(type(each), _NUMBERS) for each in numbers):
+                found.append((key, numbers))
+    return found

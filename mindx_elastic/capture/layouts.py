@@ -11,7 +11,7 @@ group. For a tensor with none of these:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -128,7 +128,9 @@ class LayoutRecorder:
 
         A file names them, so that a start notices when the files of the ranks that held them are missing.
         """
-        self._job, self._record = job, None
+        self._job = job
+        if self._record is not None:
+            self._record = replace(self._record, job=job)
 
     def blueprint(self) -> Blueprint:
         """What a state for this rank has to be made of."""

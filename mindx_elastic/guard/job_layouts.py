@@ -141,8 +141,10 @@ class JobLayouts(Part):
         return self._pieces
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        strategies = read_strategies(self._exchange, [self._world_size] * len(said), said)
-        specs = dict.fromkeys(spec for each in {id(s): s for s in strategies}.values() for spec in each.tensors)
+        strategies = [self.target.own]
+        if len(said) > 1:
+            strategies = read_strategies(self._exchange, [self._world_size] * len(said), said)
+        specs = dict.fromkeys([spec for each in {id(s): s for s in strategies}.values() for spec in each.tensors])
         strategy = self.target.strategy = Strategy(self._world_size, tuple(specs))
         # Files do not record layouts that are only assumed for other ranks.
         samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]

@@ -210,7 +210,10 @@ def fields_of(spec: TensorSpec, stage_size: int) -> Fields | None:
     if orders is None or not _stands_alone(layout, stage_size):
         return None
     # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
-    orders += [[] for _ in range((spec.num_dims or len(spec.shape)) - len(orders))]
+    num_dims = spec.num_dims or len(spec.shape)
+    if not orders:
+        return Fields(layout.mesh_shape, ((-1,) * num_dims,))
+    orders += [[] for _ in range(num_dims - len(orders))]
     found = next((fields for fields in _candidates(layout.mesh_shape, orders) if _says(fields, layout, orders)), None)
     if found is None or not spec.shape:
         return found

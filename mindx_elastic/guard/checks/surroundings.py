@@ -403,10 +403,12 @@ def _judge(module: str) -> bool:
         return False
     if root in _CLOSED:
         return True
-    spec = (table_of(sys.modules.get("__main__")) or {}).get("__spec__")
+    # No call for plain modules: this judges hundreds at a start.
+    main, known = sys.modules.get("__main__"), sys.modules.get(module)
+    spec = (vars(main) if type(main) is types.ModuleType else table_of(main) or {}).get("__spec__")
     if spec is not None and root == spec.name.partition(".")[0]:
         return False  # python -m program
-    file = (table_of(sys.modules.get(module)) or {}).get("__file__")
+    file = (vars(known) if type(known) is types.ModuleType else table_of(known) or {}).get("__file__")
     return file is not None and (file.startswith(_STANDARD) or not _INSTALLED.isdisjoint(PurePath(file).parts))
 
 
