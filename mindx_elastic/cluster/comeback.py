@@ -76,7 +76,7 @@ class Ending:
 
     def _hear_end(self, why: str) -> None:
         """The job is over: the guard saves and leaves; a program without one is ended after a while."""
-        from mindx_elastic.guard.stages import request_stop
+        from mindx_elastic.guard.active import request_stop
 
         dead = self._member.dead_rank
         if report_death(dead) if dead is not None else request_stop(why, EXIT_TEMPORARY):

@@ -246,27 +246,6 @@ class Layout:
             shape[dim] *= self.mesh_shape[i]
         return tuple(shape)
 
-    def whole_shape(self, shape: Sequence[int], parts: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-        """The whole tensor's, where shards differ. `shape`: of any shard; `parts`: of all shards, by number.
-
-        Raises UsageError when they are not the parts that this layout makes of a tensor.
-        """
-        whole = list(shape)
-        for dim in self._orders:
-            if dim >= len(whole):
-                raise UsageError(f"{self} splits dimension {dim} of a tensor of shape {list(shape)}")
-            others = [i for i in self.splitting if self.placements[i].dim != dim]
-            line = [s for s in range(self.num_shards) if not any(self._coordinate(s)[i] for i in others)]
-            whole[dim] = sum(parts[shard][dim] for shard in line)
-        for shard, part in parts.items():
-            expected = self.local_shape(whole, shard)
-            if expected != tuple(part):
-                raise UsageError(
-                    f"{self} gives rank {self.holders[shard][0]} a part of shape {list(expected)} of a tensor of "
-                    f"{list(whole)}, but it has {list(part)}: uneven parts are cut as torch.chunk does"
-                )
-        return tuple(whole)
-
     def _coordinate(self, shard: int) -> dict[int, int]:
         if not 0 <= shard < self.num_shards:
             raise UsageError(f"{self} has no shard {shard}")

@@ -12,7 +12,14 @@ from mindx_elastic.config import AgentInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.rejoin.trial import pass_trial
 
-__all__ = ["active", "check_that_it_is_not_active", "check_that_one_may_enter", "has_been_one", "require_entered"]
+__all__ = [
+    "active",
+    "check_that_it_is_not_active",
+    "check_that_one_may_enter",
+    "has_been_one",
+    "request_stop",
+    "require_entered",
+]
 
 _active: list[Any] = []
 _count = 0  # of all guards that have been entered
@@ -33,6 +40,14 @@ def active(guard: object) -> Iterator[None]:
 def has_been_one() -> bool:
     """Whether a guard of this process is or was entered."""
     return _count > 0
+
+
+def request_stop(reason: str, exit_code: int) -> bool:
+    """Any thread: stop the training of this process as its program could, where a guard is open. False: none is."""
+    guards = list(_active)
+    for guard in guards:
+        guard.stopper.request(reason, exit_code)
+    return bool(guards)
 
 
 def check_that_it_is_not_active(guard: object) -> None:

@@ -14,18 +14,16 @@ behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.looks import asked
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.position import whole_number
@@ -74,11 +72,10 @@ class FewerRanks:
         unmanaged: Unmanaged,
         page: StatusPage,
         ranks: RankInfo,
-        targets: Mapping[str, Any],
         collector: Collector,
         loaders: Loaders,
     ) -> None:
-        """The state is back, and no update gate is open yet. `targets`: what the guard keeps, by name."""
+        """The state is back, and no update gate is open yet."""
         optimizers, world_size, rank = collector.optimizers(), ranks.world_size, ranks.rank
         settings = ShrinkSettings.from_env()
         self._page, self._unmanaged, self._loaders = page, unmanaged, loaders
@@ -92,7 +89,6 @@ class FewerRanks:
         if not self.is_shrunk:
             return
         full = self._full = settings.full_size
-        _check_schedulers(targets.values(), unmanaged, settings.mode, world_size, full)
         named = {id(optimizer) for optimizer in optimizers}
         if settings.mode == "keep":
             handle = register_optimizer_step_pre_hook(_only(named, self._check_window))
@@ -252,24 +248,3 @@ def why_fixed(
             if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
                 return f"a {type(optimizer).__name__} has no learning rate that can be scaled"
     return ""
-
-
-def _check_schedulers(schedulers: Iterable[Any], unmanaged: Unmanaged, mode: str, world_size: int, full: int) -> None:
-    """The functions of a `LambdaLR` are in no checkpoint: one that was made from the number of ranks, or from the
-    length of the loader, gives other rates now."""
-    for scheduler in schedulers:
-        _check_schedulers(asked(scheduler, "_schedulers", ()), unmanaged, mode, world_size, full)
-        if not isinstance(scheduler, LambdaLR) or scheduler.last_epoch < 1:
-            continue
-        functions = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        rates, before = (
-            [float(r * f(scheduler.last_epoch)) for r, f in functions],
-            list(map(float, scheduler.get_last_lr())),
-        )
-        if rates != before:
-            tell = unmanaged.certain if mode == "keep" else unmanaged.risk
-            tell(
-                f"a LambdaLR gives {rates} with {world_size} ranks, and has given {before}: its function depends on "
-                "the number of ranks or on len(loader)",
-                f"Make it from the length of the data set, and from {full} as the number of ranks",
-            )

@@ -261,8 +261,8 @@ class Guard(LayeredGuard):
         self._loaders.know((self._checks.at_entry() if trains else look(sys._getframe(1), {})).loaders)
         if trains:
             stack.callback(self._checks.refreshed.leave)
-            kept = self._targets, self._collector, self._loaders
-            self._fewer.enter(stack, self._unmanaged, opening.around.page, self._ranks, *kept)
+            page = opening.around.page
+            self._fewer.enter(stack, self._unmanaged, page, self._ranks, self._collector, self._loaders)
         self._start_stages(stack, settings, opening)
         if trains:
             self._checks.watch(self._update_gate)

@@ -24,17 +24,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.rejoin.member import Member
 
-__all__ = ["Stages", "request_stop"]
-
-_stoppers: list[Stopper] = []
-
-
-def request_stop(reason: str, exit_code: int) -> bool:
-    """Any thread: stop the training of this process as its program could, where a guard is open. False: none is."""
-    stoppers = list(_stoppers)
-    for stopper in stoppers:
-        stopper.request(reason, exit_code)
-    return bool(stoppers)
+__all__ = ["Stages"]
 
 
 class Stages:
@@ -97,8 +87,6 @@ class Stages:
         """From here on alarms stop the job. The last thing to do: one may have come already."""
         self.listeners.start(stack, self.stopper, self._around.exchange, self._peers, self._around.link)
         self._last_resort.watch_signals(self.listeners.alarm_of)
-        _stoppers.append(self.stopper)
-        stack.callback(_stoppers.remove, self.stopper)
 
     def _close_saver(self) -> None:
         bounded = self.stopper.alarm is not None and not self.stopper.finished

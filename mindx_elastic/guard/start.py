@@ -3,8 +3,7 @@
 The meetings (see `agreement.gather`); each of their topics is a `Part`:
 
 =========  ===================================================================================================
-here       the machine and disk of each rank; whole shapes of by-hand layouts; the fault report; settings that
-           must be equal
+here       the machine and disk of each rank; the fault report; settings that must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
 tail       on which side of the code behind an epoch each rank's state is
@@ -38,7 +37,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.job_layouts import JobLayouts, own_target
 from mindx_elastic.guard.loading import load, replay_orders
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
@@ -129,13 +128,12 @@ def start_job(
     """
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
-    had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
     places = places_of(look_in, resume if entry is None else "never", arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
     peers = PeersPart(ranks)
     lengths = LoaderLengthsPart(targets)
-    meet(exchange, "here", [disks, WholeShapes(collector), faults, group_info, peers, lengths, *around.parts()])
+    meet(exchange, "here", [disks, faults, group_info, peers, lengths, *around.parts()])
     around.connect()
 
     layouts = JobLayouts(
@@ -158,7 +156,7 @@ def start_job(
 
     if found is not None and resume == "auto" and entry is None:
         _refuse_another_job(found, saver.names)
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
+    around.is_guest = around.evaluates or _is_guest(targets, found)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     saver.coordinates["generation"] = plan.generation
@@ -235,16 +233,16 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
+def _is_guest(targets: Mapping[str, Any], found: Resumed | None) -> bool:
     """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
 
     It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no
-    optimizer either; but it resumes from a state with the same objects, or from an empty directory.
+    optimizer either; but it resumes from a state with the same objects.
     """
+    if found is None:
+        return False
     if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
         return False
-    if found is None:
-        return had_strategy
     return any(name not in targets and name not in RESERVED_NAMES for name in found.checkpoint.state)
 
 

@@ -30,9 +30,7 @@ Enter = Callable[..., FewerRanks]
 def enter(monkeypatch: pytest.MonkeyPatch) -> Any:
     with ExitStack() as stack:
 
-        def enter(
-            optimizer: Any, mode: str, full: int = 4, there: int = 2, schedulers: Any = (), **more: Any
-        ) -> FewerRanks:
+        def enter(optimizer: Any, mode: str, full: int = 4, there: int = 2, **more: Any) -> FewerRanks:
             monkeypatch.setenv("WORLD_SIZE", str(there))
             monkeypatch.setenv("MINDX_FULL_WORLD_SIZE", str(full))
             monkeypatch.setenv("MINDX_ON_SHRINK", mode)
@@ -40,10 +38,7 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Any:
             collector: Any = SimpleNamespace(optimizers=lambda: [optimizer])
             content = {"first_track": None, "is_first_at_end": lambda: False, "by_name": list, **more}
             loaders: Any = SimpleNamespace(**content)
-            targets = {f"lr_scheduler_{number}": each for number, each in enumerate(schedulers)}
-            fewer.enter(
-                stack, Unmanaged("error"), StatusPage(), RankInfo(world_size=there), targets, collector, loaders
-            )
+            fewer.enter(stack, Unmanaged("error"), StatusPage(), RankInfo(world_size=there), collector, loaders)
             fewer.begin_updates(stack)
             return fewer
 
@@ -171,20 +166,6 @@ def test_a_step_that_is_ended_with_each_batch_counts_as_with_all_ranks(
         left_out = [fewer.leaves_out(partial(bool, inside)) for inside in is_inside]
         assert left_out.count(False) == window
         assert not left_out[-1]
-
-
-def test_a_function_of_the_number_of_ranks_is_refused(enter: Enter) -> None:
-    _, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.5))
-    ranks = [4]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (10 * ranks[0]))
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    enter(optimizer, "keep", schedulers=[scheduler])
-    ranks[0] = 2
-    with pytest.raises(UnmanagedStateError, match="depends on the number of ranks"):
-        enter(optimizer, "keep", schedulers=[scheduler])
-    enter(optimizer, "scale-lr", schedulers=[scheduler])
 
 
 def test_what_keeps_the_number_of_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Layouts that the user gives: the ranks add up their uneven shards, and refuse shapes that the layout cannot have."""
+"""Layouts that the user gives: parts of other sizes are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, own_target
 from tests.resume.shared_store import on_all_ranks
 
 
@@ -34,7 +34,6 @@ def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
         collector.set_parallel_setup(
             ParallelSetup(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks))
         )
-        meet(exchange, "here", [WholeShapes(collector)])
         layouts = JobLayouts(exchange, own_target(collector, ranks), collector.layouts.set_job_layouts)
         meet(exchange, "plan", [layouts])
         return layouts.target.own if rank else layouts.target.strategy
@@ -42,12 +41,9 @@ def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
     return on_all_ranks(len(shapes), describe)
 
 
-def test_uneven_parts_by_hand_add_up() -> None:
-    for strategy in targets(rows(4), [(3, 2), (3, 2), (3, 2), (1, 2)]):
-        (spec,) = strategy.tensors
-        assert spec.shape == (10, 2)
-
-
-def test_parts_that_the_layout_does_not_make_are_refused_on_all_ranks() -> None:
-    for error in targets(rows(4), [(4, 2), (2, 2), (3, 2), (1, 2)]):
-        assert isinstance(error, UsageError) and "uneven parts are cut as torch.chunk does" in str(error)
+def test_parts_of_other_sizes_are_refused_on_all_ranks() -> None:
+    for error in targets(rows(4), [(3, 2), (3, 2), (3, 2), (1, 2)]):
+        assert isinstance(
+            error, UsageError
+        ) and "model.experts: the ranks' parts make tensors of [12, 2] and [4, 2]" in str(error)
+    assert all(target.tensors[0].shape == (12, 2) for target in targets(rows(4), [(3, 2)] * 4))
