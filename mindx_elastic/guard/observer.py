@@ -80,6 +80,10 @@ class KeptSteps(Protocol):
     """Keeps a little of each step where a kill leaves it, and compares the steps that are done again. Training thread
     only."""
 
+    @property
+    def are_redone(self) -> bool:
+        """Whether steps come that were done before."""
+
     def at_boundary(self, position: Position, loss: object) -> None:
         """A step has ended with a boundary. `loss`: as the program gave it."""
 

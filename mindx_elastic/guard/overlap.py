@@ -33,6 +33,7 @@ from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.rehearsal import Rehearsal
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.persist.format import CheckpointInfo
 
 __all__ = ["Overlap"]
 
@@ -42,7 +43,7 @@ _AGREEMENT_S = 2.0
 _COMES_OUT_S = 1.5
 """How long an interrupted training thread may take to come out of what it waits in."""
 _STEPS = 5
-_ALARMS = ("signal", "flag", "fault", REHEARSAL)
+_ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
 
 
 class Overlap:
@@ -94,9 +95,18 @@ class Overlap:
             self.observer = observers().open_comparison(stack, seen, on_difference=opening.on_difference)
             if (path := opening.around.steps_file) is not None:
                 self.kept_steps = observers().open_kept_steps(stack, seen, path)
+            is_redone = self.kept_steps is not None and self.kept_steps.are_redone
+            if self.observer is None and not is_redone and opening.start.resumed is not None:
+                self._tell_not_compared(opening.start.resumed.checkpoint.info)
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
         self.looks = self.observer is not None or not self._rehearsal.is_over
         """`at_boundary` has something to do."""
+
+    def _tell_not_compared(self, info: CheckpointInfo) -> None:
+        """Nothing will show whether what is not kept matters."""
+        if info.not_kept and self._stopper.ranks.rank == 0:
+            told = "step %d is not compared with the one of the stopped process (%s); go on and are not kept: %s"
+            logger.info(told, info.step + 1, info.reason, info.not_kept)
 
     # --- the stop ---
 
@@ -131,8 +141,8 @@ class Overlap:
         stopper, loops = self._stopper, self._loops
         if stopper.phase is not StopPhase.SAVED or stopper.save.path is None or stopper.save.step != loops.step:
             return "this boundary is not on disk"
-        if alarm.kind not in _ALARMS:
-            return f"the stop is of kind {alarm.kind}"
+        if alarm.kind not in _ALARMS or (alarm.kind == "request" and alarm.exit_code == 0):
+            return f"the stop is of kind {alarm.kind}"  # with code 0 the program's own end, and no restart
         if not self._boundaries.has_passed:
             return "no step was made"
         if loops.is_at_end(is_tail_over=self.is_at_tail):

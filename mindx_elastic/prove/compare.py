@@ -81,6 +81,12 @@ class Lost:
         """``self`` of ``self.meter.n``."""
         return re.split(r"[.\[]", self.short)[0]
 
+    def is_same_count(self, window: int) -> bool:
+        """Whether it is a count that is off by a multiple of the accumulation window of so many steps: the update comes
+        with the same batch of it (``if n % 3 == 0``)."""
+        is_count = self.first.isdecimal() and self.second.isdecimal()
+        return window > 1 and is_count and (int(self.first) - int(self.second)) % window == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:

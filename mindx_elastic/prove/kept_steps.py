@@ -71,6 +71,11 @@ class KeptSteps:
         stack.callback(self._file.close)
         stack.callback(self._tell_equal)
 
+    @property
+    def are_redone(self) -> bool:
+        """See `guard.observer.KeptSteps`."""
+        return bool(self._before)
+
     def at_boundary(self, position: Position, loss: object) -> None:
         """A step has ended with a boundary. `loss`: as the program gave it; a tensor on a device is not waited for."""
         if position.step <= self._newest or self._is_broken:  # a later half of it

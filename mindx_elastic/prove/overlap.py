@@ -220,6 +220,7 @@ class Comparison(_Notes):
         others: list[str] = []
         for each in found:
             goes_on = not handed_on.isdisjoint((each.root, each.short, f"{each.short.rpartition('.')[0]}.*"))
+            goes_on = goes_on and not each.is_same_count(self._left.last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others).append(str(each))
         return lost, others, num_equal

@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,6 +64,15 @@ def test_local_sgd_that_begins_later_is_told_once(job: Job) -> None:
         job.update(job.first)
         told.append(job.end_step())
     assert told == [0, 0, 1, 1]
+
+
+def test_gradients_that_the_program_averages_are_not_meant(job: Job) -> None:
+    for _ in range(2):
+        job.forward(job.first, reduces=False).backward()
+        for parameter in job.first.parameters():
+            dist.all_reduce(parameter.grad)
+        job.update(job.first)
+        assert job.end_step() == 0
 
 
 def test_a_forward_without_gradients_says_nothing_of_the_next_update(job: Job) -> None:

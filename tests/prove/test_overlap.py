@@ -23,6 +23,7 @@ from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard import overlap as guard_overlap
 from mindx_elastic.prove import overlap
 from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
+from tests.harness import wait_until
 
 STOP = 7  # in the middle of an epoch of five steps
 
@@ -107,8 +108,27 @@ def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     assert job.steps[-1] == STOP and not list(tmp_path.glob(f"*{WITNESS_SUFFIX}"))
 
 
-def test_a_count_that_is_not_kept_is_told_with_both_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (None, "step 8 is equal to the one of the stopped process; not got back: count (7, now 0)"),
+        (75, "step 8 is equal to the one of the stopped process; not got back: count (7, now 0)"),
+        (0, "step 8 is not compared with the one of the stopped process (enough); go on and are not kept: count"),
+    ],
+)
+def test_a_count_that_is_not_kept_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int | None, told: str
+) -> None:
+    """With both values; not after the program's own end. `code`: of its request; None: SIGTERM."""
+    caplog.set_level(logging.INFO)
     job = Quiet(tmp_path)
+
+    def stop_here(job: Job) -> None:
+        if code is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            job.guard.request_stop("enough", code)
+        wait_until(lambda: job.guard.stopper.agreed_step == STOP, "the agreement")
 
     def train(job: Job) -> None:
         count = 0
@@ -121,14 +141,14 @@ def test_a_count_that_is_not_kept_is_told_with_both_values(tmp_path: Path, caplo
                     job.optimizer.zero_grad()
                     count += 1
                     if guard.step + 1 == STOP and guard.resumed_from_step is None:
-                        stop_at(STOP)(job, STOP)
+                        stop_here(job)
                     guard.step_end()
 
     with pytest.raises(SystemExit):
         train(job)
     train(Quiet(tmp_path, seed=1))
-    assert lines(caplog, f"step {STOP + 1} is equal to the one of the stopped process; not got back: count (7, now 0)")
-    assert outcomes(tmp_path) == ["variables differ"]
+    assert lines(caplog, told), caplog.text
+    assert outcomes(tmp_path) == (["variables differ"] if code != 0 else [])
 
 
 def scaled_by(number: float) -> Callable[[Job, int], None]:
