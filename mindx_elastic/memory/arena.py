@@ -50,6 +50,7 @@ __all__ = [
     "RankArena",
     "SlotRecord",
     "SlotState",
+    "bytes_of",
     "read_records",
 ]
 
@@ -188,6 +189,12 @@ class ArenaFile:
             with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
                 self.map.close()
             self.map = None
+
+
+def bytes_of(memory: mmap.mmap) -> torch.Tensor:
+    """`memory` as a tensor, live, which keeps it mapped. By way of a memoryview: `torch.frombuffer` itself keeps the
+    object alive, but not its buffer, so that a `close` or a `resize` would unmap what the tensor looks at."""
+    return torch.frombuffer(memoryview(memory), dtype=torch.uint8)
 
 
 @cache

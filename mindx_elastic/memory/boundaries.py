@@ -36,7 +36,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
-from mindx_elastic.memory.arena import ArenaFile, RankArena
+from mindx_elastic.memory.arena import ArenaFile, RankArena, bytes_of
 from mindx_elastic.memory.device_copies import (
     ROOM_HEAD,
     Addition,
@@ -162,7 +162,7 @@ class BoundaryRing:
         kinds = (_BOUNDARIES, _FORECASTS, _PINNED)
         self._boundaries, self._forecasts, self._pinned = (deque(sorted(k, key=self._sequence)) for k in kinds)
         self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, device_room, self._run_id)
-        self._whole = torch.frombuffer(self._map, dtype=torch.uint8) if device_room else None
+        self._whole = bytes_of(self._map) if device_room else None
 
     @property
     def last_stamp(self) -> int:

@@ -33,7 +33,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
-from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
+from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState, bytes_of
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
@@ -501,7 +501,7 @@ def receive_snapshot(
 
 def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str], None]) -> None:
     base = len(snapshot.header)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole = bytes_of(memory)
     start, memmove = whole.data_ptr() + base, ctypes.memmove
     devices: set[torch.device] = set()
     half, queued = len(snapshot.entries) // 2, 0

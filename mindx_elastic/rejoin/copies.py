@@ -30,6 +30,7 @@ import torch.distributed as dist
 import xxhash
 
 from mindx_elastic.errors import ArenaError
+from mindx_elastic.memory.arena import bytes_of
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE
 from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.rejoin.protocol import Verdict
@@ -137,8 +138,7 @@ def take(parcel: Parcel, donor: int, receive: Receive, timeout_s: float) -> Path
     RuntimeError, OSError (ArenaError among it)."""
 
     def fill(memory: mmap.mmap) -> None:
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        _exchange(dist.irecv, whole, donor, timeout_s)
+        _exchange(dist.irecv, bytes_of(memory), donor, timeout_s)  # which may write there after its time-out
         if xxhash.xxh3_128_hexdigest(memory) != parcel.digest:
             raise ArenaError("the donor's state was damaged on its way")
 

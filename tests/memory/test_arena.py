@@ -9,7 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory import arena as arena_module
-from mindx_elastic.memory.arena import ArenaFile, RankArena, SlotRecord, SlotState
+from mindx_elastic.memory.arena import ArenaFile, RankArena, SlotRecord, SlotState, bytes_of
 from mindx_elastic.memory.folders import job_folder, rank_folders
 
 _HOLD = """
@@ -277,4 +277,14 @@ def test_a_file_keeps_its_content_and_its_map_while_its_size_is_the_same(tmp_pat
     view.release()
     file.close()
     assert file.resize(3)[:] == b"abc"
+    file.close()
+
+
+@pytest.mark.parametrize("change", [lambda file: file.close(), lambda file: file.resize(1 << 22)])
+def test_a_tensor_keeps_the_memory_that_it_looks_at(tmp_path: Path, change: Callable[[ArenaFile], object]) -> None:
+    file = ArenaFile(tmp_path / "slot")
+    tensor = bytes_of(file.resize(1 << 20))
+    tensor[-1] = 7
+    change(file)
+    assert int(tensor[-1]) == 7
     file.close()
