@@ -194,7 +194,7 @@ class _Explainer:
     def _unknown_batch(self, part: Part) -> _Words:
         what, name = f"the batch of step {self.step} is another one", part.names[0]
         pairs = zip(part.first.split(" "), part.second.split(" "), strict=False)
-        if any(one != other and self._telling(one, other, name) for one, other in pairs):
+        if any(self._telling(one, other, name) for one, other in pairs):  # also one call of several: real, not fake
             what = f"step {self.step}: a part of what the model was given is equal, and another part is not"
             cause = "the model is given something besides the batch (a hidden state, noise, a table) that is not kept"
             return what, cause, "Name it in stateful=, make it a buffer of the model, or compute it within the step"

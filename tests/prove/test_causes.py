@@ -78,6 +78,9 @@ def test_a_hidden_state_is_told_from_a_mask_of_ones() -> None:
     masked = given(partial(part, "a"), lambda n: part("d"))
     other = step(15, inputs={"model": (f"{part('c')},{part('d')}",)})
     assert in_part not in words(other, reference=masked)
+    steps = [step(n, inputs={"model": (part("a", n), part("d", n))}) for n in range(1, 21)]  # a discriminator
+    pooled = step(15, inputs={"model": (part("a", 15), part("c"))})
+    assert in_part in words(pooled, reference=Reference(lives=[life(steps)]))
 
 
 def test_another_number_of_forwards_is_counted() -> None:
