@@ -117,6 +117,8 @@ class _Notes(Witness):
         """Nothing: a step that did not come to its end is no step."""
 
     def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
+        if self._forward is None:  # a memory that is filled before the training begins
+            self.at_forward()
         self.note_step(position, is_cut=is_cut)
         for frame in program_frames(sys._getframe(1)):
             self.carried |= {name for _, names in carried(frame) for name in names}
@@ -208,11 +210,11 @@ class Comparison(_Notes):
         return explained
 
     def _not_got_back(self, life: Life) -> tuple[list[str], list[str], int]:
-        """As the step began: those that were not got back and that later steps read as far as one can see (names that
-        the running loops hand on from step to step, containers, attributes of kept objects), others, and how many are
-        equal."""
+        """As the step began, or ended where it had no forward: those that were not got back and that later steps read
+        as far as one can see (names that the running loops hand on from step to step, containers, attributes of kept
+        objects), others, and how many are equal."""
         first = self._left.life.steps[1]  # the one before is the stop's boundary
-        before, now = first.given or {}, life.steps[0].given or {}
+        before, now = (step.given or step.end for step in (first, life.steps[0]))
         rebound, handed_on = self.rebound | self._left.rebound, self.carried | self._left.carried
         before = {key: each for key, each in before.items() if Lost(key, "", "").root not in rebound}
         found, num_equal = compare_variables(before, now)

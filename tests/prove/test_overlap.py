@@ -151,6 +151,30 @@ def test_a_count_that_is_not_kept_is_told(
     assert outcomes(tmp_path) == (["variables differ"] if code != 0 else [])
 
 
+def test_a_step_without_a_forward_compares_the_variables_as_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replay memory that is filled before the training begins."""
+
+    def train(job: Job) -> None:
+        memory: list[float] = []
+        with job.guard as guard:
+            for _ in guard.epochs(3):
+                for x, y in job.loader:
+                    memory.append(float(x.sum()))
+                    if len(memory) > 2 * STOP:
+                        torch.nn.functional.cross_entropy(job.network(x), y).backward()
+                        job.optimizer.step()
+                    if guard.step + 1 == STOP and guard.resumed_from_step is None:
+                        stop_at(STOP)(job, STOP)
+                    guard.step_end()
+
+    with pytest.raises(SystemExit):
+        train(Quiet(tmp_path))
+    train(Quiet(tmp_path, seed=1))
+    assert lines(caplog, "not got back: memory (length 8, now 1)"), caplog.text
+
+
 def scaled_by(number: float) -> Callable[[Job, int], None]:
     """As a value of the program that a start has otherwise: it acts on the gradients of the step behind the stop."""
 
