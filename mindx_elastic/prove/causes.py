@@ -48,7 +48,7 @@ class Explained:
 
 def in_words(lost: Sequence[Lost], most: int = _VARIABLES) -> str:
     """Variables with both values, where these are no digests."""
-    return listed([*map(str, lost)], most)
+    return listed(list(dict.fromkeys(map(str, lost))), most)
 
 
 def explain(reference: Reference, difference: Difference) -> Explained:

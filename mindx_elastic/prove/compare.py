@@ -62,10 +62,11 @@ class Lost:
     """In the resumed run."""
 
     def __str__(self) -> str:
-        """``passed (5, now 0)``, ``rows (length 2, now 0)``; of a value that is a digest the name alone."""
-        is_hashed = _HASHED.fullmatch(self.first) or _HASHED.fullmatch(self.second)
-        length = "length " * self.is_length
-        return printable(self.short + ("" if is_hashed else f" ({length}{self.first}, now {self.second})"), 120)
+        """``passed (5, now 0)``, ``rows (length 2, now 0)``; of a value that is a digest the name alone, of one in a
+        container the container's."""
+        if _HASHED.fullmatch(self.first) or _HASHED.fullmatch(self.second):
+            return printable(self.whole, 120)
+        return printable(f"{self.short} ({'length ' * self.is_length}{self.first}, now {self.second})", 120)
 
     @property
     def is_length(self) -> bool:
@@ -75,6 +76,11 @@ class Lost:
     def short(self) -> str:
         """The name alone."""
         return self.name.partition('"')[2].rpartition('" (')[0] or self.name
+
+    @property
+    def whole(self) -> str:
+        """``ema.shadow`` of ``ema.shadow['0.weight']``."""
+        return self.short.partition("[")[0]
 
     @property
     def root(self) -> str:

@@ -221,11 +221,12 @@ class Comparison(_Notes):
         lost: list[str] = []
         others: list[str] = []
         for each in found:
-            goes_on = not handed_on.isdisjoint((each.root, each.short, f"{each.short.rpartition('.')[0]}.*"))
+            names = each.root, each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
+            goes_on = not handed_on.isdisjoint(names)
             goes_on = goes_on and not each.is_same_count(self._left.last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others).append(str(each))
-        return lost, others, num_equal
+        return list(dict.fromkeys(lost)), list(dict.fromkeys(others)), num_equal
 
     def _tell(
         self, step: int, explained: Explained | None, lost_ones: Sequence[str], others: Sequence[str], num_equal: int

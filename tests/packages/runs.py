@@ -31,8 +31,8 @@ _STOP = 12
 _MOST_S = 300
 _OWN = re.compile(r"SIGTERM heard|Graceful exit|ends after the step")
 _TOLD = re.compile(r"^SAID (?:WARNING|ERROR) (.*)|^SAID INFO verified: .*; (not as they were: .*)", re.M)
-_OF_THE_TRIAL = re.compile(r"\bstop \(\d+, now \d+\)(?:, )?")
-"""A variable of this module, which differs in each run."""
+_OF_THE_TRIAL = re.compile(r"\b(?:stop|code) \(\d+, now \d+\)(?:, )?")
+"""Variables of this module, which differ in each run."""
 _REFUSAL = re.compile(r"mindx_elastic\.errors\.\w+: (.*)")
 
 

@@ -151,6 +151,27 @@ def test_a_count_that_is_not_kept_is_told(
     assert outcomes(tmp_path) == (["variables differ"] if code != 0 else [])
 
 
+def test_tensors_in_a_container_that_goes_on_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(job: Job) -> None:
+        ema = SimpleNamespace(shadow={n: p.detach().clone() for n, p in job.network.named_parameters()})
+        with job.guard as guard:
+            for _ in guard.epochs(3):
+                for x, y in job.loader:
+                    torch.nn.functional.cross_entropy(job.network(x), y).backward()
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                    for name, parameter in job.network.named_parameters():
+                        ema.shadow[name].lerp_(parameter.detach(), 0.1)
+                    if guard.step + 1 == STOP and guard.resumed_from_step is None:
+                        stop_at(STOP)(job, STOP)
+                    guard.step_end()
+
+    with pytest.raises(SystemExit):
+        train(Quiet(tmp_path))
+    train(Quiet(tmp_path, seed=1))
+    assert lines(caplog, "not got back: ema.shadow. Where later steps read it"), caplog.text
+
+
 def test_a_step_without_a_forward_compares_the_variables_as_it_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
