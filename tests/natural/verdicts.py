@@ -309,7 +309,7 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop("muon", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("muon", EXACT, [Cut("optimizer=opt, ", Told("an optimizer that is not named"))]),
     Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(
         "mixup_generator",

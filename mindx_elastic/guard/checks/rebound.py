@@ -107,18 +107,19 @@ class ReboundState:
 
 def _content_of(value: Any, depth: int = 0) -> object:
     """Some of what is in it, to be compared."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)  # isinstance() would run a property `__class__`
+    if issubclass(kind, torch.Tensor):
         return value.shape, value.dtype, _elements([value])
-    if isinstance(value, np.ndarray):
+    if issubclass(kind, np.ndarray):
         every = max(1, value.size // _MOST_ITEMS)
         return value.shape, value.dtype.str, None if value.dtype.hasobject else value.flat[::every].tobytes()
-    if type(value) in _PLAIN:
+    if kind in _PLAIN:
         return repr(value)
-    if isinstance(value, nn.Module):
+    if issubclass(kind, nn.Module):
         return _elements([*value.parameters(), *value.buffers()])
     items = items_of(value)
     if items is None or depth >= _DEPTH:
-        return type(value).__name__
+        return kind.__name__
     some = items if len(items) <= 2 * _MOST_ITEMS else [*items[:_MOST_ITEMS], *items[-_MOST_ITEMS:]]
     return len(items), [_content_of(item, depth + 1) for _, item in some]
 

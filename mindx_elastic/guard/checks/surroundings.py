@@ -263,8 +263,8 @@ class _Walk:
             held = attributes_of(value).items()
             return [(f".{name}", item) for name, item in held if name not in _OPTIMIZER_INTERNALS]
         if kind == "loader" and not self._everything:  # what hangs on it is its own business
-            held = attributes_of(value).items()
-            ours = [(n, i) for n, i in held if isinstance(i, _TO_LOADERS) or type(i).__module__.startswith(_OUR_DATA)]
+            kinds = [(name, item, type(item)) for name, item in attributes_of(value).items()]
+            ours = [(n, i) for n, i, k in kinds if issubclass(k, _TO_LOADERS) or k.__module__.startswith(_OUR_DATA)]
             return [(f".{name}", item) for name, item in ours]
         if kind in ("instance", "loader", "scheduler", "scaler"):
             found = [(f".{name}", item) for name, item in attributes_of(value).items()]
