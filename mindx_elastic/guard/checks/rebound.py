@@ -31,7 +31,6 @@ __all__ = ["ReboundState"]
 _KINDS = (torch.Tensor, np.ndarray, list, deque, dict, set, nn.Module)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _MOST_ITEMS = 32
-_DEPTH = 3
 _LONGEST_PATH = 3
 
 
@@ -105,7 +104,7 @@ class ReboundState:
         self.unmanaged.risk(f"{what}change: checkpoints hold the first one", _remedy(holder, value))
 
 
-def _content_of(value: Any, depth: int = 0) -> object:
+def _content_of(value: Any) -> object:
     """Some of what is in it, to be compared."""
     kind = type(value)  # isinstance() would run a property `__class__`
     if issubclass(kind, torch.Tensor):
@@ -113,15 +112,11 @@ def _content_of(value: Any, depth: int = 0) -> object:
     if issubclass(kind, np.ndarray):
         every = max(1, value.size // _MOST_ITEMS)
         return value.shape, value.dtype.str, None if value.dtype.hasobject else value.flat[::every].tobytes()
-    if kind in _PLAIN:
-        return repr(value)
     if issubclass(kind, nn.Module):
         return _elements([*value.parameters(), *value.buffers()])
-    items = items_of(value)
-    if items is None or depth >= _DEPTH:
-        return kind.__name__
-    some = items if len(items) <= 2 * _MOST_ITEMS else [*items[:_MOST_ITEMS], *items[-_MOST_ITEMS:]]
-    return len(items), [_content_of(item, depth + 1) for _, item in some]
+    items = [item for _, item in items_of(value) or ()]
+    some = [*items[:_MOST_ITEMS], *items[-_MOST_ITEMS:]]
+    return len(items), [repr(item) if type(item) in _PLAIN else id(item) for item in some]
 
 
 def _elements(tensors: Sequence[torch.Tensor]) -> str:

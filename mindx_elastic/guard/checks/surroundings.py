@@ -68,24 +68,27 @@ _CLOSED = _LIBRARIES | sys.stdlib_module_names | {_OURS, "builtins"}
 _HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OPTIMIZER_INTERNALS = frozenset(("state", "param_groups", "defaults"))
-_ATOMS: tuple[type, ...] = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    bool,
-    type(None),
-    types.ModuleType,
-    types.CodeType,
-    range,
-    slice,
-)
-_ATOMS += (types.BuiltinFunctionType, types.FrameType, types.TracebackType, torch.dtype, torch.device, torch.Size)
-
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+_PLAIN = (int, float, complex, str, bytes, bytearray, type(None), range, slice, torch.dtype, torch.device, torch.Size)
+_OF_PYTHON = (types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.FrameType, types.TracebackType)
+_WORDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("", (*_PLAIN, *_OF_PYTHON, random.SystemRandom, ChainMap)),
+    ("tensor", (torch.Tensor,)),
+    ("module", (nn.Module,)),
+    ("optimizer", (torch.optim.Optimizer,)),
+    ("scheduler", _SCHEDULERS),
+    ("scaler", (torch.amp.GradScaler,)),
+    ("generator", GENERATORS),
+    ("loader", (DataLoader,)),
+    ("dict", (dict,)),
+    ("sequence", (list, tuple, set, frozenset, deque)),
+    ("function", (types.FunctionType,)),
+    ("method", (types.MethodType,)),
+    ("partial", (partial,)),
+    ("class", (type,)),
+)
+"""See `kind_of`; the first that fits counts."""
 _OUR_DATA = f"{_OURS}.data"
 _TO_LOADERS = (DataLoader, partial, types.MethodType)
 
@@ -295,38 +298,11 @@ def kind_of(kind: type) -> str:
 
 
 def _kind_of(kind: type) -> str:
-    if issubclass(kind, _ATOMS):
-        return ""
-    if issubclass(kind, torch.Tensor):
-        return "tensor"
-    if issubclass(kind, nn.Module):
-        return "module"
-    if issubclass(kind, torch.optim.Optimizer):
-        return "optimizer"
-    if issubclass(kind, _SCHEDULERS):
-        return "scheduler"
-    if issubclass(kind, torch.amp.GradScaler):
-        return "scaler"
-    if issubclass(kind, GENERATORS):
-        return "" if issubclass(kind, random.SystemRandom) else "generator"
-    if issubclass(kind, DataLoader) or kind.__module__.startswith(_OUR_DATA):
+    if kind.__module__.startswith(_OUR_DATA):
         return "loader"
-    if issubclass(kind, dict | ChainMap):
-        return "dict" if issubclass(kind, dict) else ""
-    if issubclass(kind, (list, tuple, set, frozenset, deque)):
-        return "sequence"
-    return _kind_of_code(kind)
-
-
-def _kind_of_code(kind: type) -> str:
-    if issubclass(kind, types.FunctionType):
-        return "function"
-    if issubclass(kind, types.MethodType):
-        return "method"
-    if issubclass(kind, partial):
-        return "partial"
-    if issubclass(kind, type):
-        return "class"
+    for word, kinds in _WORDS:
+        if issubclass(kind, kinds):
+            return word
     if issubclass(kind, _HOLDERS) or kind.__module__ == "argparse":
         return "instance" if kind.__name__ in ("SimpleNamespace", "Namespace") else ""
     return "" if is_of_library(kind) else "instance"
