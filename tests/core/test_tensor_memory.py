@@ -20,7 +20,7 @@ OWN = {
     *("convert/mindspore_file.py", "convert/rank_file.py", "convert/plain_file.py"),  # what they have read themselves
     *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py", "persist/packed.py"),
     *("capture/rng.py", "capture/own_attributes.py", "core/mersenne.py"),  # states of generators
-    *("guard/checks/movements.py", "prove/digests.py", "capture/data_listing.py"),
+    *("guard/checks/generators.py", "prove/digests.py", "capture/data_listing.py"),
     *("rejoin/copies.py", "mirror/wire.py"),
 }
 """Files that call `Tensor.numpy()` on tensors of our own only."""
