@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.harness import start_agent
-from tests.natural.test_loops import RUN, check_exact, result, run
-from tests.natural.verdicts import EXACT, Cut, Loop, Warned
+from tests.natural.test_loops import RUN, check_exact, check_told, result, run
+from tests.natural.verdicts import EXACT, Cut, Loop, Told
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,9 +19,8 @@ pytestmark = [
 
 _FOLDER = Path(__file__).parent / "loops" / "on_gpu"
 _OF_TWO_RANKS = {"ddp_gloo", "ddp_sync_batch_norm", "fsdp2", "zero"}
-_RECURRENT_DROPOUT = Cut(
-    "nn.LSTM(16, 16, num_layers=2", Warned("cuDNN draws the dropout"), new="nn.LSTM(16, 16, dropout=0.1, num_layers=2"
-)
+_TOLD = Told("is not the one of the stopped process")
+_RECURRENT_DROPOUT = Cut("nn.LSTM(16, 16, num_layers=2", _TOLD, new="nn.LSTM(16, 16, dropout=0.1, num_layers=2")
 _LOOPS = [
     Loop(path.stem, EXACT, ranks=2 if path.stem in _OF_TWO_RANKS else 1, folder=_FOLDER)
     for path in sorted(_FOLDER.glob("*.py"))
@@ -33,12 +32,11 @@ def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) ->
     check_exact(loop, tmp_path, seed=1, stops=2)
 
 
-def test_dropout_that_cudnn_draws_is_named(tmp_path: Path) -> None:
+def test_dropout_that_cudnn_draws_is_told_by_the_first_resume(tmp_path: Path) -> None:
     loop = next(loop for loop in _LOOPS if loop.name == "recurrent")
     script = tmp_path / "recurrent.py"
     script.write_text(loop.source(_RECURRENT_DROPOUT))
-    job = run(loop, tmp_path / "warned", script=script)
-    assert job.matches("cuDNN draws the dropout between the layers"), job.report()
+    check_told(loop, _TOLD, tmp_path, script)
 
 
 @pytest.mark.parametrize("name", ["compiled_with_graphs", "graph_of_a_step", "graph_with_scheduler", "images"])
