@@ -158,9 +158,8 @@ class Cursor:
         """A new iteration begins; returns its token."""
         if self.live:
             self._drop()
-        moved_on = bool(self.requested is None and not self.pending and self.batch and not self.is_at_end)
         if self.track is not None:
-            self.track.begin(moved_on=moved_on)
+            self.track.begin()
         if self.requested is not None:
             self.move_to(self.requested)
         elif not self.pending:

@@ -48,8 +48,6 @@ class Track:
         self._left_at_boundary = False
         self.ended_behind = self.left_behind = 0
         """After how many boundaries an iteration last came to its end, and one was last given up right after a step."""
-        self.peeked = False
-        """Batches were fetched and their epoch was left before the first step."""
         self.left_early = False
         """An epoch was left right after a boundary, with batches left."""
         self._thread = threading.get_ident()
@@ -116,13 +114,11 @@ class Track:
 
     # --- called by the loader ---
 
-    def begin(self, *, moved_on: bool) -> None:
-        """`moved_on`: to the next epoch, though batches of the one before were left."""
+    def begin(self) -> None:
         self.iterations += 1
         self.at_next_ask = self.at_next_batch = None
         self._handed_at_begin = self.handed
         self.left_early |= self._left_at_boundary
-        self.peeked |= moved_on and not self._boundaries
         self._left_at_boundary = False
 
     def drop(self) -> None:

@@ -444,7 +444,7 @@ class Guard(LayeredGuard):
             self._fewer.end_step()
             if self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
                 return
-        self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
+        self._known = self._loaders.at_boundary()
         loops.count()
         self._finished_step = False
         is_inside = self._boundaries.is_inside_accumulation()

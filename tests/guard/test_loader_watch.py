@@ -96,7 +96,7 @@ def cycled(run: Run, loader: Any) -> None:
     ("form", "words"),
     [
         (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=train"),
-        (after_the_step, r"(is read between step_end\(\)|moves after guard.step_end\(\)).*outside_step"),
+        (after_the_step, r"moves after guard.step_end\(\).*outside_step"),
         (thread, r"batches of loader are fetched in another thread.*prefetch"),
         (cycled, r"itertools.cycle\(loader\) keeps the batches"),
     ],

@@ -238,7 +238,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 "with guard.outside_step():\n                    loss = evaluate()",
-                Refused("is read between step_end() and the next batch"),
+                Refused("a random stream (torch) moves after guard.step_end()"),
                 new="loss = evaluate()",
             )
         ],
@@ -422,7 +422,7 @@ LOOPS: Sequence[Loop] = (
     Loop("no_position", Refused("begins anew after a resume, for it counts by itself")),
     Loop("no_loader_named", Refused("no loader is named")),
     Loop("another_loader", Refused("beside the named ones")),
-    Loop("evaluation_in_mid_epoch", Refused("is read between step_end() and the next batch")),
+    Loop("evaluation_in_mid_epoch", Refused("a random stream (torch) moves after guard.step_end()")),
     Loop("optimizer_of_phase_two", Refused("steps and is not named")),
     Loop("new_head", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(

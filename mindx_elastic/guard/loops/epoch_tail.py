@@ -85,11 +85,8 @@ class EpochTail:
         """A loop over epochs begins. `values`: what finds the changes; None: the layer above keeps the loop."""
         self._epoch_values = values
 
-    def begin_epoch(self, frame: FrameType) -> None:
-        """`frame`: that of the loop."""
+    def begin_epoch(self) -> None:
         self.is_pending = self._may_go_on = False
-        if self._epoch_values is not None:
-            self._epoch_values.begin_epoch(frame)
 
     def at_boundary(self, frame: FrameType, *, ends: bool | None = None) -> None:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
@@ -190,10 +187,6 @@ class EpochTail:
     def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
         """Whether nothing is left of `epoch`."""
         return _over(loop).get("epoch") == epoch > 0
-
-    def was_left(self, loop: Mapping[str, Any], epoch: int, num_epochs: int) -> bool:
-        """Whether the loop over so many epochs was left in `epoch`; only files of older versions say so."""
-        return self.is_over(loop, epoch) and _over(loop).get("left") == num_epochs
 
     def move_on(self, loop: Mapping[str, Any]) -> None:
         """A resumed run begins behind that epoch: so do the loaders that had ended theirs."""

@@ -96,7 +96,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
-        self.is_resumed = False
         self._iteration, self._num_batches = 0, 0
         self._first_use: FirstUse | None = None
         self._told_doubt = False
@@ -151,7 +150,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         if state.get(_OVER) is True:
             self.move_on()
             self.has_moved_on = True
-        self.is_resumed = True
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
             self.look_ahead = LookAhead(ahead, per_step)
@@ -170,7 +168,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         return {} if self.settings is None else listing_of(asked(self._inner, "dataset"), self.settings.parts)
 
     def begin(self) -> None:
-        self.look_ahead, self.is_resumed = LookAhead(), False
+        self.look_ahead = LookAhead()
         self._is_over = self.has_moved_on = False
         if self.settings is None:
             self.settings = DataSettings(self._inner, rank_and_world_size(None, None)[1])
@@ -310,14 +308,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
                 "not known",
                 "Iterate `mindx_elastic.data.prefetch(loader)`, which fetches in a thread and knows it",
             )
-        if track.peeked:
-            track.peeked = False
-            if not self.is_resumed:
-                unmanaged.risk(
-                    f"a batch of {self.name} is fetched before the first step and its epoch is left, as "
-                    "`next(iter(loader))` does: a resumed run would leave the resumed epoch",
-                    "Do it before `with guard:`, or in `with guard.outside_step():`",
-                )
         if self.look_ahead.is_doubtful:
             self.look_ahead.is_doubtful = False
             if not self._told_doubt:

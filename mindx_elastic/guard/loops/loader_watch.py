@@ -6,12 +6,12 @@ seen                                                  certain, for
 ====================================================  ===========================================================
 an iterator of a loader that is not named gives       steps use its batches, and a resumed run would begin anew
 batches before a boundary and after it
-one begins right after a boundary, and the named      an evaluation that a stop at that boundary leaves out, with
-loader's epoch goes on                                the numbers that it draws; where the training draws any
 an iterator of a named one, made before entry         it gives the epoch's first batches again
 ====================================================  ===========================================================
 
-What happens in ``guard.outside_step()``, between epochs, in whole inside of one step, or inside of a data set is free.
+Where one begins right after a boundary, and the named loader's epoch goes on, it is an evaluation: what the code up to
+the next batch moves is looked at (`between_steps`). What happens in ``guard.outside_step()``, between epochs, in whole
+inside of one step, or inside of a data set is free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -54,6 +53,8 @@ class LoaderWatch:
         self._unmanaged, self._adopted, self._now = unmanaged, adopted, now
         self.in_use: Callable[[], Sequence[tuple[str, Any]]] = tuple
         """Gives the loaders under the guard's `loader` that have handed out batches: name and the program's object."""
+        self.at_evaluation: Callable[[], None] = lambda: None
+        """Called in the training thread when an evaluation begins right after a boundary, in mid-epoch."""
         self.kept: Sequence[OwnState] = ()
         """DataLoaders that the guard keeps by their own state."""
         self._thread = threading.get_ident()
@@ -63,9 +64,6 @@ class LoaderWatch:
         self._endless: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known: dict[int, weakref.ref[Any]] = {}  # the program's loaders when the guard was entered
         self._told: set[str] = set()
-        self._after: tuple[int, str] | None = None  # an evaluation right after a boundary: the iteration, what it read
-        self._rng: Any = None  # torch's stream at the boundary before the last one
-        self._evaluated = False
         self.has_named = bool(adopted)
         self._names: dict[int, str] = {}
         self.is_outside = self.ends_epoch = False
@@ -131,7 +129,7 @@ class LoaderWatch:
             if state.get(_MADE) is not self:
                 self._see_older(iterator)
             else:
-                self._see_first(iterator, iterator.__dict__[_LOADER]())
+                self._see_first()
         elif began != self._boundaries and self._crossing is None:
             loader = iterator.__dict__.get(_LOADER, lambda: None)()
             if self._kept_of(loader) is None:
@@ -148,7 +146,7 @@ class LoaderWatch:
             began = self._endless.setdefault(loader, self._boundaries)  # a new iterator goes on
         elif (began := state.get(_BEGAN)) is None:
             began = state[_BEGAN] = self._boundaries
-            self._see_first(iteration, loader)
+            self._see_first()
         if began != self._boundaries and self._crossing is None:
             self._cross(_describe_ours(loader), loader, sys._getframe(2))
 
@@ -187,42 +185,21 @@ class LoaderWatch:
                     "Make it inside of the block, after `with guard:`",
                 )
 
-    def _see_first(self, iterator: Any, loader: Any) -> None:
-        if self.ends_epoch or not self._boundaries or self._after is not None or threading.get_ident() != self._thread:
-            return
-        now = self._now()
-        if isinstance(iterator, Iteration):
-            draws = isinstance(loader, ReplayLoader)
-        else:
-            draws = loader is None or loader.generator is None  # its base seed, from torch's stream
-        if now is not None and now[0] == self._fetched and draws:
-            self._after = now[1], _describe_ours(loader) if isinstance(iterator, Iteration) else _describe(iterator)
+    def _see_first(self) -> None:
+        if not self.ends_epoch and self._boundaries and threading.get_ident() == self._thread:
+            now = self._now()
+            if now is not None and now[0] == self._fetched:
+                self.at_evaluation()
 
-    def at_boundary(self, rng: Any) -> None:
-        """A step has ended. `rng`: torch's stream as it was at the last boundary."""
+    def at_boundary(self) -> None:
+        """A step has ended."""
         now = self._now()
-        crossing, after = self._crossing, self._after
+        crossing, self._crossing = self._crossing, None
         self._boundaries += 1
-        self._crossing = self._after = None
-        before, self._rng = self._rng, rng
-        was_free, self._evaluated = not self._evaluated, after is not None
         self._fetched = now[0] if now is not None else -1
-        if crossing is not None:
-            self._tell(*crossing)
-        if after is None or now is None or now[1] != after[0] or before is None:
-            return
-        # Without such numbers in the training itself, those of the evaluation change nothing.
-        if was_free and not torch.equal(before, rng):
-            self._tell(
-                f"{after[1]} is read between step_end() and the next batch, in mid-epoch, and draws random numbers: "
-                "a stop at that step leaves both out",
-                "Put the evaluation into `with guard.outside_step():`",
-            )
-
-    def _tell(self, what: str, remedy: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._unmanaged.certain(what, remedy)
+        if crossing is not None and crossing[0] not in self._told:
+            self._told.add(crossing[0])
+            self._unmanaged.certain(*crossing)
 
 
 def _describe(iterator: Any) -> str:

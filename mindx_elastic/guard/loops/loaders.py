@@ -225,6 +225,10 @@ class Loaders:
         """At a boundary: whether it is the last one of an epoch that is a number of steps."""
         self._watch.ends_epoch = ends_epoch
 
+    def at_evaluation(self, look: Callable[[], None]) -> None:
+        """Have `look` called when an evaluation begins right after a boundary, in mid-epoch."""
+        self._watch.at_evaluation = look
+
     @contextmanager
     def outside(self) -> Iterator[None]:
         """In here batches are for an evaluation."""
@@ -317,10 +321,9 @@ class Loaders:
             if followed.loader is self.first:
                 followed.begin_epoch()
 
-    def at_boundary(self, rng: Any) -> bool:
-        """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders.
-
-        `rng`: torch's stream at the last boundary. Raises UnmanagedStateError for batches that no position covers.
+    def at_boundary(self) -> bool:
+        """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders. Raises
+        UnmanagedStateError for batches that no position covers.
         """
         known, fetched, idle = True, 0, bool(self._followed)
         ended: list[FollowedLoader] = []
@@ -344,10 +347,9 @@ class Loaders:
             idle = idle and look_ahead.used == before
             if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
-            has_seen = track.left_early or track.peeked or track.other_thread is not None
-            if has_seen or look_ahead.is_doubtful:
+            if track.left_early or track.other_thread is not None or look_ahead.is_doubtful:
                 followed.tell(self._unmanaged)
-        self._watch.at_boundary(rng)
+        self._watch.at_boundary()
         if fetched:
             self._has_fetched = True
             for followed in ended:

@@ -26,6 +26,7 @@ from typing import Any
 from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
+from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
@@ -40,7 +41,6 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.numbered import Numbered
 from mindx_elastic.guard.loops.own_loop import OwnLoop
 from mindx_elastic.guard.loops.resumed_state import (
-    equal_trees,
     named_streams,
     put_back_small_state,
     put_back_streams,
@@ -128,6 +128,7 @@ class Loops:
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, is_resumed=self._is_resuming)
+        self._loaders.at_evaluation(self.watch_tail)
         self._weights_in_front: Mapping[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
@@ -251,7 +252,7 @@ class Loops:
         try:
             for epoch in range(first, num_epochs + 1):
                 self._begin_epoch(epoch)
-                self.tail.begin_epoch(sys._getframe(1))
+                self.tail.begin_epoch()
                 yield epoch - 1 + start
                 if self._running is not own:
                     raise UsageError(
@@ -294,9 +295,6 @@ class Loops:
             )
 
     def _first_epoch(self, num_epochs: int) -> int:
-        if self.tail.was_left(self._collector.loop, self.epoch, num_epochs):
-            self._done = self.epoch
-            return num_epochs + 1
         if self._done >= self.epoch or self._is_over():
             return self.epoch + 1
         if not self._is_resuming:
@@ -497,7 +495,7 @@ class Loops:
                     ready.restores = False
         elif self._begin is not None:
             named = named_streams(self._collector)
-            if not (equal_rng(self._begin["global"], capture_rng()) and equal_trees(self._begin["named"], named)):
+            if not (equal_rng(self._begin["global"], capture_rng()) and same_tree(self._begin["named"], named)):
                 self._note_streams()
             self._begin = None
 

@@ -8,20 +8,17 @@ training's own loader. What it changes in the small state (options of optimizers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
-from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.core.looks import are_equal
+from mindx_elastic.capture.copying import copy_tree, same_tree
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
-__all__ = ["equal_trees", "moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
-
-_PLAIN = frozenset((type(None), bool, int, float, str))
+__all__ = ["moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
 
 
 def put_back_small_state(collector: Collector) -> list[str]:
@@ -30,7 +27,7 @@ def put_back_small_state(collector: Collector) -> list[str]:
     buffers: list[str] = []
     for name, component in collector.components.items():
         if isinstance(component, OptimizerComponent):
-            if not equal_trees(component.look(), component.groups):
+            if not same_tree(component.look(), component.groups):
                 changed.append(name)
                 _put_back_options(component)
         elif isinstance(component, ModuleComponent):
@@ -42,10 +39,10 @@ def put_back_small_state(collector: Collector) -> list[str]:
                 cursor = component.target.engine.cursor
                 if cursor.live or cursor.pending:
                     continue  # the loop has begun to iterate, or nothing has
-                if equal_trees(component.look(), component.seen):
+                if same_tree(component.look(), component.seen):
                     # Where an epoch was over, the next iteration would begin another.
                     component.put_back(component.state())
-            if not equal_trees(component.look(), component.seen):
+            if not same_tree(component.look(), component.seen):
                 changed.append(name)
                 component.put_back(component.state())
     return changed + buffers
@@ -57,13 +54,13 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
     others: list[str] = []
     for name, component in collector.components.items():
         if isinstance(component, OptimizerComponent):
-            if not equal_trees(component.look(), component.groups):
+            if not same_tree(component.look(), component.groups):
                 certain.append(name)
         elif not isinstance(component, PlainComponent):
             continue
         elif component.is_heavy or isinstance(component.target, FollowedLoader):
             continue  # not copied at the boundary, or asked for its batch just now
-        elif not equal_trees(component.look(), component.seen):
+        elif not same_tree(component.look(), component.seen):
             is_known = component.is_stream or type(component.target).__module__.partition(".")[0] == "torch"
             (certain if is_known else others).append(name)
     return certain, others
@@ -75,7 +72,7 @@ def _put_back_options(component: OptimizerComponent) -> None:
         if len(optimizer.param_groups) == len(component.groups):
             for live, copied in zip(optimizer.param_groups, component.groups, strict=True):
                 for key, value in copied.items():
-                    if not equal_trees(live.get(key), value):
+                    if not same_tree(live.get(key), value):
                         live[key] = copy_tree(value)
 
 
@@ -85,7 +82,7 @@ def _put_back_buffers(component: ModuleComponent) -> list[str]:
     changed = []
     for name, live in component.named_buffers():
         copied = copies.get(name)
-        if copied is not None and copied.shape == live.shape and not equal_trees(live, copied):
+        if copied is not None and copied.shape == live.shape and not same_tree(live, copied):
             live.copy_(copied)
             changed.append(name)
     return changed
@@ -102,38 +99,3 @@ def put_back_streams(collector: Collector, states: Mapping[str, Any]) -> None:
         component = collector.components.get(name)
         if isinstance(component, PlainComponent) and component.is_stream:
             component.put_back(state)
-
-
-def equal_trees(one: Any, other: Any) -> bool:
-    """Whether two nested states are the same, bit for bit in tensors and arrays."""
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _equal_bits(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and _equal_pairs([(value, other[key]) for key, value in one.items()])
-    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, (str, bytes)):
-        return len(one) == len(other) and _equal_pairs(zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or (one != one and other != other)
-    if type(one) is not type(other):
-        return False
-    return are_equal(one, other)
-
-
-def _equal_pairs(pairs: Iterable[tuple[Any, Any]]) -> bool:
-    for one, other in pairs:  # without a call for what most are
-        if one is other or (type(one) in _PLAIN and type(one) is type(other) and one == other):
-            continue
-        if not equal_trees(one, other):
-            return False
-    return True
-
-
-def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.device != other.device:
-        one, other = one.cpu(), other.cpu()
-    if torch.equal(one, other):
-        return True
-    # nan equals nan
-    return bool(torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)))

@@ -11,9 +11,10 @@
         print(epoch, loss.item(), sum(losses) / len(losses))    # the tail
 
 The usual stop waits for that code (`epoch_tail`); a kill, an exception and the deadline do not, and a run that is
-resumed at the epoch's last boundary comes to it without a batch. So what the epoch has changed in the functions between
-the loop over the epochs and the boundary is part of that boundary: variables, and attributes of the program's objects.
-When the resumed loop over the loader ends, they are set in the frames of the program, as a debugger sets them.
+resumed at the epoch's last boundary comes to it without a batch. So what has changed since the loop over the epochs
+began, in the functions between it and the boundary, is part of that boundary: variables, and attributes of the
+program's objects. When the resumed loop over the loader ends, they are set in the frames of the program, as a debugger
+sets them. (To take the last step once more would give the tail the loss of other weights.)
 """
 
 from __future__ import annotations
@@ -33,27 +34,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.capture.copying import copy_tree, map_tensors
-from mindx_elastic.core.looks import attributes_of, has_attributes
-from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.capture.copying import copy_state, copy_tree, map_tensors, same_tree
+from mindx_elastic.capture.stand_ins import is_plain_class, originals
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of, table_of
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import MismatchError, UnsupportedStateError
 from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
-from mindx_elastic.guard.loops.resumed_state import equal_trees
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
 __all__ = ["EpochValues", "put_back_values", "stored_size"]
 
-_VALUE, _ATTRIBUTES = "value", "attributes"  # keys of what is kept of a name
-_CLASS = "mindx.class"  # beside its attributes, of an object that is in another one
+_VALUE, _ATTRIBUTES, _LARGE = "value", "attributes", "large"  # keys of what is kept of a name
 _SCALARS, _SIZE_OF_SCALAR = frozenset((type(None), bool, int, float, str)), 8
-_LEAVES = frozenset((torch.Tensor, np.ndarray, set, frozenset, bytes, complex, torch.Size, torch.dtype, torch.device))
-_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque))
+_LEAVES = frozenset((bytes, complex, torch.Size, torch.dtype, torch.device))
+_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset))
 _MOST_BYTES = 1 << 20
 """Of one rank: losses and sums have less, batches and outputs have more."""
 _MOST_ITEMS = 20_000  # in all lists and dicts of a value: 10 ms, twice an epoch
 
 
 class _Unknown:
-    """Stands for what cannot be kept, or made again. Its objects have attributes and nothing else."""
+    """Stands for what cannot be kept. Its objects have attributes and nothing else."""
+
+
+class _Large(_Unknown):
+    """It is larger than what is kept."""
 
 
 def _function_of(frame: FrameType) -> str:
@@ -68,8 +74,7 @@ def _globals_of(frame: FrameType) -> str:
 
 
 class EpochValues:
-    """What the functions that run have changed: variables since a loop over epochs began, where this is made, and
-    attributes of the program's objects since the epoch began. Training thread."""
+    """What the functions that run have changed since a loop over epochs began, where this is made. Training thread."""
 
     def __init__(self, frame: FrameType | None, kept: Collection[int]) -> None:
         """`frame`: that of the loop. `kept`: `id` of what the guard keeps by itself, and of data sets."""
@@ -78,20 +83,10 @@ class EpochValues:
         self._outermost = None if place is None else place.f_code
         scopes = {} if place is None else self._scopes(place)
         self._before = {
-            (scope, name): value if type(value) in _SCALARS else _copied(_TakeApart()(value, set()))
+            place: value if type(value) in _SCALARS else _copied(value)[1]
             for scope, variables in scopes.items()
-            for name, value in variables.items()
-            if type(value) in _SCALARS or not _is_own(value)
+            for place, _, _, value in _parts(scope, variables)
         }
-        self._objects: dict[int, dict[str, Any]] = {}  # attributes of the program's objects, by `id`
-
-    def begin_epoch(self, frame: FrameType | None) -> None:
-        """`frame`: that of the loop over epochs."""
-        place = next(program_frames(frame), None)
-        scopes = {} if place is None else self._scopes(place)
-        values = (value for variables in scopes.values() for value in variables.values())
-        own = [value for value in values if type(value) not in _SCALARS and _is_own(value)]
-        self._objects = {id(value): {name: _copied(each) for name, each in _parts(value)} for value in own}
 
     def changed(self, frame: FrameType, *, outermost_only: bool = False) -> dict[str, dict[str, Any]]:
         """Copies of what a checkpoint can hold and is small, by `_function_of`: what has changed in the function that
@@ -100,29 +95,28 @@ class EpochValues:
 
         `frame`: at the boundary, or where the loop over the loader ends.
         """
-        values: list[tuple[int, str, str, str | None, Any]] = []
+        values: list[tuple[int, str, str, str | None, Any, str]] = []
         for at in program_frames(frame):
             is_outermost = at.f_code is self._outermost
-            if is_outermost:
-                for scope, variables in self._scopes(at).items():
+            scopes = self._scopes(at) if is_outermost else {_function_of(at): self._variables(locals_of(at))}
+            for scope, variables in scopes.items():
+                if is_outermost or not outermost_only:
                     values += self._changed_in(scope, variables, variables_only=outermost_only)
+            if is_outermost:
                 break
-            if not outermost_only:
-                values += self._changed_in(_function_of(at), self._variables(locals_of(at)))
         found: dict[str, dict[str, Any]] = {}
         left = _MOST_BYTES
-        for size, scope, name, attribute, value in sorted(values, key=operator.itemgetter(0)):
+        for size, scope, name, attribute, copied, device in sorted(values, key=operator.itemgetter(0)):
             left -= size
-            if left < 0:
-                break
-            device, copied = next(iter(_devices(value)), "cpu"), map_tensors(copy_tree(value), torch.Tensor.cpu)
-            names = found.setdefault(scope, {})
-            if attribute is None:
-                names[name] = {_VALUE: copied, "device": device}
+            kept = found.setdefault(scope, {}).setdefault(name, {})
+            if copied is _Large or left < 0:
+                kept.setdefault(_LARGE, []).append(attribute)
                 continue
-            kept = names.setdefault(name, {_ATTRIBUTES: {}, "device": device})
-            kept[_ATTRIBUTES][attribute] = copied
-            kept["device"] = device if kept["device"] == "cpu" else kept["device"]
+            if attribute is None:
+                kept[_VALUE] = copied
+            else:
+                kept.setdefault(_ATTRIBUTES, {})[attribute] = copied
+            kept["device"] = device if kept.get("device", "cpu") == "cpu" else kept["device"]
         return found
 
     def _scopes(self, frame: FrameType) -> dict[str, dict[str, Any]]:
@@ -142,157 +136,102 @@ class EpochValues:
         }
 
     def _changed_in(
-        self, scope: str, variables: Mapping[str, Any], *, variables_only: bool = False
-    ) -> Iterator[tuple[int, str, str, str | None, Any]]:
-        """Size, scope, name, attribute if it is one, and value."""
-        for name, value in variables.items():
-            before = self._before.get((scope, name), _Unknown)
-            if type(value) in _SCALARS:
-                if type(before) is not type(value) or before != value:
-                    yield _SIZE_OF_SCALAR + (len(value) if type(value) is str else 0), scope, name, None, value
+        self, scope: str, variables: Mapping[str, Any], *, variables_only: bool
+    ) -> Iterator[tuple[int, str, str, str | None, Any, str]]:
+        """Size, scope, name, attribute if it is one, its copy and the device of its tensors."""
+        for place, name, attribute, value in _parts(scope, variables):
+            before = self._before.get(place, _Unknown)
+            if attribute is not None and variables_only:
                 continue
-            is_own = _is_own(value)
-            if is_own and variables_only:
+            if type(value) in _SCALARS and type(before) is type(value) and before == value:
                 continue
-            if not is_own:
-                taken = _TakeApart()(value, set())
-                if (size := _size_of_change(taken, before)) is not None:
-                    yield size, scope, name, None, taken
+            size, copied = _copied(value)
+            if copied is _Unknown or copied is before:
                 continue
-            attributes = self._objects.get(id(value), {})
-            for attribute, taken in _parts(value):
-                if (size := _size_of_change(taken, attributes.get(attribute, _Unknown))) is not None:
-                    yield size, scope, name, attribute, taken
+            if copied is _Large or not same_tree(copied, before):
+                yield size, scope, name, attribute, copied, next(iter(_devices(value)), "cpu")
 
 
 def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Set them in the functions that run. `frame`: where the loop over the loader ends."""
     done: set[str] = set()
+    missing: list[str] = []
     for at in program_frames(frame):
         for name, kept in values.get(_function_of(at), {}).items():
-            _put_back(name, kept, at.f_locals)
+            missing += _put_back(name, kept, at.f_locals)
             if _VALUE in kept and sys.version_info < (3, 13):  # there `f_locals` is a copy, and this writes it back
                 ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(at), ctypes.c_int(0))
         if (scope := _globals_of(at)) not in done:
             done.add(scope)
             for name, kept in values.get(scope, {}).items():
-                _put_back(name, kept, at.f_globals)
+                missing += _put_back(name, kept, at.f_globals)
         locals_of(at)
+    if missing:
+        logger.warning(
+            "the code behind the epoch's loop runs without what its steps had set in %s: too large for a boundary. "
+            "Keep sums or counts of it in place of all of it",
+            listed(sorted(missing), 4),
+        )
 
 
-def _put_back(name: str, kept: Mapping[str, Any], variables: Any) -> None:
-    kind = _VALUE if _VALUE in kept else _ATTRIBUTES
-    value = map_tensors(copy_tree(kept[kind]), partial(_moved, device=kept["device"]))
+def _put_back(name: str, kept: Mapping[str, Any], variables: Any) -> list[str]:
+    """Returns the names of what is there now (an empty list) and not as it was."""
     now = variables.get(name)
-    if kind == _VALUE:
-        variables[name] = _put_together(value, now)
-    elif has_attributes(now):  # the program has made it anew
-        _give(now, value)
+    table = table_of(now)
+    if _VALUE in kept:
+        variables[name] = _original(kept[_VALUE], now, kept["device"])
+    elif type(table) is dict:  # the program has made it anew
+        for key, value in kept.get(_ATTRIBUTES, {}).items():
+            table[key] = _original(value, table.get(key), kept["device"])
+    large = kept.get(_LARGE, ())
+    own = [f"{name}.{key}" for key in large if key is not None and table is not None and table.get(key) is not None]
+    return [*own, name] if None in large and now is not None else own
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object of the program's own (a meter), and so of each such object in it (a logger has a dict
-    of meters)."""
-    take_apart = _TakeApart()
-    for name, each in attributes_of(value).items():
-        yield name, take_apart(each, {id(value)})
+def _original(kept: Any, now: Any, device: str) -> Any:
+    """The value again; `now`, what the program has made anew, where no file has all of it."""
+    try:
+        value = originals(map_tensors(copy_tree(kept), partial(_moved, device=device)))
+    except MismatchError:  # it has no such class any more
+        return now
+    if type(now) is list and type(value) is list:  # others may know it, and the statement that runs
+        now[:] = value
+        return now
+    if type(now) in (dict, defaultdict) and type(value) is dict:  # the factory of the latter is code
+        now.clear()
+        now.update(value)
+        return now
+    return value
 
 
-def _small_size(taken: Any) -> int | None:
-    size = stored_size(taken)
-    return None if size is None or size > _MOST_BYTES else size
+def _parts(scope: str, variables: Mapping[str, Any]) -> Iterator[tuple[tuple[object, str], str, str | None, Any]]:
+    """Where it is found again, name, None and value; in place of an object of the program's own (a meter) its
+    attributes."""
+    for name, value in variables.items():
+        if type(value) in _SCALARS or not _is_own(value):
+            yield (scope, name), name, None, value
+            continue
+        for attribute, each in attributes_of(value).items():
+            yield (id(value), attribute), name, attribute, each
 
 
-def _copied(taken: Any) -> Any:
-    return copy_tree(map_tensors(taken, torch.Tensor.cpu))
-
-
-def _size_of_change(taken: Any, before: Any) -> int | None:
-    """None: it is as before, or nothing that a checkpoint can keep."""
-    size = _small_size(taken)
-    return None if size is None or equal_trees(map_tensors(taken, torch.Tensor.cpu), before) else size
-
-
-class _TakeApart:
-    """Puts a dict in the place of each object of the program's own. What is bigger than `_MOST_ITEMS` in all is not
-    walked through."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_ITEMS
-
-    def __call__(self, value: Any, around: set[int]) -> Any:
-        """`around`: by `id`, what `value` is in."""
-        kind = type(value)
-        is_own = _is_own(value)
-        if not is_own and kind not in _CONTAINERS:
-            is_known = kind in _SCALARS or kind in _LEAVES or issubclass(kind, np.generic)  # nothing is asked of others
-            is_large = kind in (torch.Tensor, np.ndarray) and value.nbytes > _MOST_BYTES
-            return value if is_known and not is_large else _Unknown
-        self._left -= 1 if is_own else len(value) + 1
-        if self._left < 0 or id(value) in around or len(around) > MAX_DEPTH:
-            return _Unknown  # no checkpoint can hold it; perhaps it contains itself
-        around = around | {id(value)}
-        if is_own:
-            of = [kind.__module__, kind.__qualname__]
-            return {_CLASS: of, _ATTRIBUTES: {name: self(each, around) for name, each in attributes_of(value).items()}}
-        if isinstance(value, dict):
-            items = ((key, self(each, around)) for key, each in value.items())
-            return OrderedDict(items) if kind is OrderedDict else dict(items)
-        each_apart = (self(each, around) for each in value)
-        return deque(each_apart, value.maxlen) if isinstance(value, deque) else kind(each_apart)
-
-
-def _put_together(kept: Any, now: Any) -> Any:
-    """What `_TakeApart` was given. Objects that the program has made anew (`now`, and what is in it) stay the same
-    ones, and others may know them."""
-    if isinstance(kept, dict):
-        if _CLASS in kept:
-            return _object(kept, now)
-        before = now if isinstance(now, dict) else {}
-        found = ((key, _put_together(each, before.get(key))) for key, each in kept.items())
-        items = {key: each for key, each in found if each is not _Unknown}
-        if type(before) is not defaultdict:
-            return type(kept)(items)
-        before.clear()  # in place: its factory is code, which no checkpoint has
-        before.update(items)
-        return before
-    if type(kept) in (list, tuple, deque):
-        others = now if type(now) is type(kept) and len(now) == len(kept) else [None] * len(kept)
-        each_found = (_put_together(each, other) for each, other in zip(kept, others, strict=True))
-        return deque(each_found, kept.maxlen) if isinstance(kept, deque) else type(kept)(each_found)
-    return kept
-
-
-def _object(kept: Mapping[str, Any], now: Any) -> Any:
-    """`now` with the attributes of `kept`, or another object of its class; `_Unknown` where there is none: it is that
-    of a function, say."""
-    module, name = kept[_CLASS]
-    if not _is_own(now) or [type(now).__module__, type(now).__qualname__] != [module, name]:
-        kind = sys.modules.get(module)
-        for part in name.split("."):
-            kind = getattr(kind, part, None)
-        if not isinstance(kind, type) or not _has_attributes_only(kind):
-            return _Unknown
-        now = object.__new__(kind)
-    _give(now, kept[_ATTRIBUTES])
-    return now
-
-
-def _give(target: Any, attributes: Mapping[str, Any]) -> None:
-    own = object.__getattribute__(target, "__dict__")
-    own.update({name: _put_together(each, own.get(name)) for name, each in attributes.items()})
+def _copied(value: Any) -> tuple[int, Any]:
+    """Its size, and how a checkpoint holds it, on the CPU: `_Large` or `_Unknown` where none does."""
+    size = _size(value)
+    if size is None or size > _MOST_BYTES:
+        return 0, _Unknown if size is None else _Large
+    copied = map_tensors(copy_state(value), torch.Tensor.cpu)
+    copied = dict(copied) if type(copied) is defaultdict else copied
+    size = stored_size(copied)
+    return (0, _Unknown) if size is None else (size, copied)
 
 
 def _is_own(value: Any) -> bool:
-    """Whether it is an object of the program's own with attributes, and nothing else."""
-    return not callable(value) and _has_attributes_only(type(value))
-
-
-def _has_attributes_only(kind: type) -> bool:
-    """Whether that is so of its objects. Those of a class that goes on from a container have items, too, and a member
-    of an enum is one of few."""
+    """Whether it is an object of the program's own with attributes, and nothing else. Those of a class that goes on
+    from a container have items, too, and a member of an enum is one of few."""
+    kind = type(value)
     is_plain = kind.__dictoffset__ != 0 and kind.__basicsize__ <= _Unknown.__basicsize__
-    return is_plain and not is_library(kind.__module__) and not issubclass(kind, Enum)
+    return is_plain and not callable(value) and not is_library(kind.__module__) and not issubclass(kind, Enum)
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -300,8 +239,9 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def stored_size(value: Any) -> int | None:
-    """Of `value` in a checkpoint, in bytes; None: a checkpoint cannot hold it."""
-    if _count(value) > _MOST_ITEMS or (isinstance(value, torch.Tensor) and value.nbytes > _MOST_BYTES):
+    """Of `value` in a checkpoint, in bytes; None: a checkpoint cannot hold it, or it has more than 1 MiB."""
+    size = _size(value)
+    if size is None or size > _MOST_BYTES:
         return None
     try:
         tree, tensors = flatten(map_tensors(value, torch.Tensor.detach))
@@ -310,17 +250,27 @@ def stored_size(value: Any) -> int | None:
     return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(tree))
 
 
-def _count(value: Any, depth: int = 0) -> int:
-    """Items, as far as `_MOST_ITEMS`: what is bigger is not walked through."""
-    items = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)) or depth > MAX_DEPTH:
-        return 1
-    found = len(value)
-    for item in items:
-        if found > _MOST_ITEMS:
-            break
-        found += _count(item, depth + 1)
-    return found
+def _size(value: Any) -> int | None:
+    """In bytes, about, as far as `_MOST_BYTES`: what is larger is not walked through. None: it has something that no
+    checkpoint can hold, or contains itself."""
+    size, waiting, done = 0, [(value, 0)], 0
+    while waiting and size <= _MOST_BYTES:
+        each, depth = waiting.pop()
+        kind, done = type(each), done + 1
+        if depth > MAX_DEPTH:
+            return None
+        if kind in (torch.Tensor, np.ndarray):
+            size += each.nbytes
+        elif kind in _SCALARS or kind in _LEAVES or issubclass(kind, np.generic):
+            size += len(each) if kind in (str, bytes) else _SIZE_OF_SCALAR
+        elif kind in _CONTAINERS or is_plain_class(kind):
+            parts = attributes_of(each) if kind not in _CONTAINERS else each
+            if done + len(waiting) + len(parts) > _MOST_ITEMS:
+                return _MOST_BYTES + 1
+            waiting += [(one, depth + 1) for one in (parts.values() if isinstance(parts, dict) else parts)]
+        else:
+            return None
+    return size
 
 
 def _devices(value: Any) -> list[str]:
