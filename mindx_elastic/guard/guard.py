@@ -26,7 +26,6 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import active, check_that_it_is_not_active, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
-from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.ending import Ending
 from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.layered import LayeredGuard
@@ -258,8 +257,8 @@ class Guard(LayeredGuard):
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest
-        self._loaders.know((self._checks.at_entry() if trains else look(sys._getframe(1), {})).loaders)
         if trains:
+            self._checks.at_entry()
             stack.callback(self._checks.refreshed.leave)
             page = opening.around.page
             self._fewer.enter(stack, self._unmanaged, page, self._ranks, self._collector, self._loaders)

@@ -498,9 +498,9 @@ REFUSED = {
         notes = guard._unmanaged.notes
         """,
         (
-            "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. It "
-            "was made after the guard was entered. Make it once, before, and write "
-            "Guard(loader=[loader, loader_2], ...); for one that is made in each round, one over a data set"
+            "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. "
+            "Make it once, before the guard, and write Guard(loader=loader, ...), or Guard(loader=[first, second], "
+            "...) for several; for one that is made in each round, one over a data set"
         ),
     ),
     "one of two schedulers": (

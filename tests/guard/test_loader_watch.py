@@ -95,7 +95,7 @@ def cycled(run: Run, loader: Any) -> None:
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=train"),
+        (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=loader"),
         (after_the_step, r"moves after guard.step_end\(\).*outside_step"),
         (thread, r"batches of loader are fetched in another thread.*prefetch"),
         (cycled, r"itertools.cycle\(loader\) keeps the batches"),
@@ -107,7 +107,7 @@ def test_what_is_certain_is_refused(form: Callable[[Run, Any], None], words: str
 
 
 def test_no_loader_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnmanagedStateError, match=r"no loader is named.*Guard\(loader=train"):
+    with pytest.raises(UnmanagedStateError, match=r"no loader is named.*Guard\(loader=loader"):
         run_loop(another, tmp_path, unnamed=True)
 
 
@@ -142,7 +142,7 @@ def ours(kind: str) -> Callable[[Run, Any], None]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("function", r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=batches, ...\)"),
+        ("function", r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=loader, ...\)"),
         ("replay", r"a ReplayLoader over list"),
         ("resumable", r"a ResumableLoader over Pictures"),
         ("prefetched", r"a ResumableLoader over Pictures"),
@@ -162,7 +162,7 @@ def in_lockstep(run: Run, loader: Any) -> None:
 
 
 def test_the_line_to_write_has_the_loaders_that_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnmanagedStateError, match=r"beside the named ones.*write Guard\(loader=\[loader, "):
+    with pytest.raises(UnmanagedStateError, match=r"beside the named ones.*or Guard\(loader=\[first, second\]"):
         run_loop(in_lockstep, tmp_path)
 
 
@@ -222,23 +222,6 @@ def test_what_may_differ_is_one_warning(form: Callable[[Run, Any], None], words:
 
 def noisy(batch: Any) -> Any:
     return batch[0] + 0.1 * torch.randn(4), batch[1]
-
-
-def a_generator_that_draws(run: Run, loader: Any) -> None:
-    """Timm's, with its random erasing."""
-
-    def ahead() -> Iterator[Any]:
-        batch = None
-        for following in loader:
-            changed = noisy(following)
-            if batch is not None:
-                yield batch
-            batch = changed
-        yield batch
-
-    for _ in run.guard.epochs(EPOCHS):
-        for batch in ahead():
-            run.train(batch)
 
 
 def ahead_of_a_function(run: Run, loader: Any) -> None:
@@ -308,13 +291,6 @@ class Preloader:
         if batch is not None:
             self.preload()
         return batch
-
-
-def a_function_that_draws(run: Run, loader: Any) -> None:
-    for _ in run.guard.epochs(EPOCHS):
-        preloader = Preloader(loader, noisy)
-        while (batch := preloader.next()) is not None:
-            run.train(batch)
 
 
 def a_loop_that_draws(run: Run, loader: Any) -> None:

@@ -98,7 +98,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         self.look_ahead = LookAhead()
         self._iteration, self._num_batches = 0, 0
         self._first_use: FirstUse | None = None
-        self._told_doubt = False
         self.settings: DataSettings | None = None
         """What the program sets on its data set, from the first entry on."""
         self.others: Sequence[FollowedLoader] = ()
@@ -267,11 +266,6 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             )
         return True
 
-    def has_begun(self) -> bool:
-        """Whether it has handed out batches, in this process or before."""
-        cursor = self.engine.cursor
-        return cursor.batch > 0 or cursor.epoch > 1 or cursor.finished
-
     def foresees_end(self) -> bool:
         """Whether it knows that a batch is the last of its epoch when it gives it."""
         if isinstance(self.loader, ReplayLoader):
@@ -310,15 +304,13 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             )
         if self.look_ahead.is_doubtful:
             self.look_ahead.is_doubtful = False
-            if not self._told_doubt:
-                self._told_doubt = True
-                unmanaged.risk(
-                    f"steps take different numbers of batches of {self.name}, and the first ones looked as if the loop "
-                    "fetched ahead: which batches a boundary has used is not certain, and a resumed run may use some "
-                    "of them again",
-                    "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) "
-                    "does; where a batch is left out, call guard.step_end() before `continue`",
-                )
+            unmanaged.risk(
+                f"steps take different numbers of batches of {self.name}, and the first ones looked as if the loop "
+                "fetched ahead: which batches a boundary has used is not certain, and a resumed run may use some of "
+                "them again",
+                "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) does; "
+                "where a batch is left out, call guard.step_end() before `continue`",
+            )
         if track.left_early:
             track.left_early = False
             unmanaged.risk(

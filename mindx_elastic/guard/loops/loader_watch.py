@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -33,26 +31,28 @@ from mindx_elastic.data import FunctionLoader, ReplayLoader
 from mindx_elastic.data.iteration import Iteration, at_unfollowed
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
-from mindx_elastic.guard.checks.surroundings import Found, look
 from mindx_elastic.guard.loops.followed_loader import OwnState
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch", "find_cycle"]
 
 _BEGAN, _MADE, _LOADER = "_mindx_began", "_mindx_made", "_mindx_loader"
+_NAME_IT = (
+    "Make it once, before the guard, and write Guard(loader=loader, ...), or Guard(loader=[first, second], ...) for "
+    'several; for one that is made in each round, one over a data set that changes (stateful={"indices": indices} for '
+    "its list); for an evaluation, `with guard.outside_step():` around it"
+)
 
 
 class LoaderWatch:
     """One per guard. `at_boundary` belongs to the training thread; what a DataLoader gives is seen in any thread."""
 
     def __init__(
-        self, unmanaged: Unmanaged, adopted: dict[str, DataLoader[Any]], now: Callable[[], tuple[int, int] | None]
+        self, unmanaged: Unmanaged, adopted: dict[str, DataLoader[Any]], now: Callable[[], int | None]
     ) -> None:
         """`adopted`: DataLoaders that are named, by name. `now`: how many batches the first named loader has handed
-        out and in which iteration, or None between its epochs and without one."""
+        out, or None between its epochs and without one."""
         self._unmanaged, self._adopted, self._now = unmanaged, adopted, now
-        self.in_use: Callable[[], Sequence[tuple[str, Any]]] = tuple
-        """Gives the loaders under the guard's `loader` that have handed out batches: name and the program's object."""
         self.at_evaluation: Callable[[], None] = lambda: None
         """Called in the training thread when an evaluation begins right after a boundary, in mid-epoch."""
         self.kept: Sequence[OwnState] = ()
@@ -60,12 +60,9 @@ class LoaderWatch:
         self._thread = threading.get_ident()
         self._boundaries = 0
         self._fetched = 0  # by the first named loader up to the last boundary
-        self._crossing: tuple[str, str] | None = None  # what and the remedy
+        self._crossing = ""
         self._endless: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._known: dict[int, weakref.ref[Any]] = {}  # the program's loaders when the guard was entered
-        self._told: set[str] = set()
         self.has_named = bool(adopted)
-        self._names: dict[int, str] = {}
         self.is_outside = self.ends_epoch = False
         """The latter: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
         self._active = False
@@ -106,13 +103,6 @@ class LoaderWatch:
     def _kept_of(self, loader: Any) -> OwnState | None:
         return next((kept for kept in self.kept if kept.loader is loader), None)
 
-    def know(self, loaders: Mapping[int, Found]) -> None:
-        """What was found when the guard was entered, by `id`: the program's loaders are those that a variable has. What
-        loaders hand around (`data.track`) counts as one there, and cannot be referred to weakly."""
-        loaders = {key: f for key, f in loaders.items() if f.place and type(f.value).__weakrefoffset__}
-        self._known = {key: weakref.ref(found.value) for key, found in loaders.items()}
-        self._names = {key: found.name for key, found in loaders.items()}
-
     def _leave(self) -> None:
         self._active = False
         if self._see_ours in at_unfollowed:
@@ -130,10 +120,8 @@ class LoaderWatch:
                 self._see_older(iterator)
             else:
                 self._see_first()
-        elif began != self._boundaries and self._crossing is None:
-            loader = iterator.__dict__.get(_LOADER, lambda: None)()
-            if self._kept_of(loader) is None:
-                self._cross(_describe(iterator), loader, sys._getframe(2))
+        elif began != self._boundaries and self._kept_of(state.get(_LOADER, lambda: None)()) is None:
+            self._cross(_describe(iterator))
 
     def _see_ours(self, iteration: Iteration) -> None:
         """A loader of ours that no guard follows is asked for a batch."""
@@ -147,34 +135,13 @@ class LoaderWatch:
         elif (began := state.get(_BEGAN)) is None:
             began = state[_BEGAN] = self._boundaries
             self._see_first()
-        if began != self._boundaries and self._crossing is None:
-            self._cross(_describe_ours(loader), loader, sys._getframe(2))
+        if began != self._boundaries:
+            self._cross(_describe_ours(loader))
 
-    def _cross(self, described: str, loader: Any, frame: FrameType | None) -> None:
-        """Steps on both sides of a boundary have batches of the same iterator of `loader`."""
+    def _cross(self, described: str) -> None:
+        """Steps on both sides of a boundary have batches of the same iterator of that loader."""
         already = "beside the named ones" if self.has_named else "and no loader is named"
-        what = f"steps use batches of {described}, {already}: its position is not kept"
-        if what in self._told:
-            return
-        found = look(frame, {}).loaders.get(id(loader)) if loader is not None else None
-        known = self._known.get(id(loader), lambda: None)()
-        names = [self._names.get(id(named), name) for name, named in self.in_use()]
-        own = "loader" if found is None else found.name
-        evaluation = "for an evaluation, `with guard.outside_step():` around it"
-        if found is None or known is loader:
-            own = self._names.get(id(loader), own)
-            self._crossing = what, f"Write {_line([*names, own])}; {evaluation}"
-            return
-        own = own.rpartition(".")[2]
-        own = f"{own}_2" if own in names else own
-        self._crossing = (
-            what,
-            (
-                "It was made after the guard was entered. Make it once, before, and write "
-                f"{_line([*names, own])}; for one that is made in each round, one over a data set that changes "
-                f'(stateful={{"indices": indices}} for its list); {evaluation}'
-            ),
-        )
+        self._crossing = self._crossing or f"steps use batches of {described}, {already}: its position is not kept"
 
     def _see_older(self, iterator: Any) -> None:
         for name, loader in self._adopted.items():
@@ -186,20 +153,18 @@ class LoaderWatch:
                 )
 
     def _see_first(self) -> None:
-        if not self.ends_epoch and self._boundaries and threading.get_ident() == self._thread:
-            now = self._now()
-            if now is not None and now[0] == self._fetched:
-                self.at_evaluation()
+        is_between = bool(self._boundaries) and not self.ends_epoch and threading.get_ident() == self._thread
+        if is_between and self._now() == self._fetched:
+            self.at_evaluation()
 
     def at_boundary(self) -> None:
         """A step has ended."""
-        now = self._now()
-        crossing, self._crossing = self._crossing, None
+        crossing, self._crossing = self._crossing, ""
         self._boundaries += 1
-        self._fetched = now[0] if now is not None else -1
-        if crossing is not None and crossing[0] not in self._told:
-            self._told.add(crossing[0])
-            self._unmanaged.certain(*crossing)
+        now = self._now()
+        self._fetched = -1 if now is None else now
+        if crossing:
+            self._unmanaged.certain(crossing, _NAME_IT)
 
 
 def _describe(iterator: Any) -> str:
@@ -215,12 +180,6 @@ def _describe_ours(loader: Any) -> str:
         return f"{kind} of {getattr(loader.function, '__name__', 'a function')}()"
     source = loader.loader if isinstance(loader, ReplayLoader) else loader
     return f"{kind} over {type(getattr(source, 'dataset', source)).__name__}"
-
-
-def _line(names: Sequence[str]) -> str:
-    """``Guard(loader=[labelled, unlabelled], ...)``"""
-    own = list(dict.fromkeys(names))
-    return f"Guard(loader={own[0] if len(own) == 1 else '[' + ', '.join(own) + ']'}, ...)"
 
 
 def find_cycle(num_batches: int) -> bool:

@@ -25,7 +25,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.checks.surroundings import Found, program_frames
+from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -42,13 +42,11 @@ class Loaders:
         self._followed: list[FollowedLoader] = []
         self.own: list[OwnState] = []
         """DataLoaders that are kept by their own state."""
-        self._given: list[tuple[str, Any, Any]] = []  # the name, the program's object, what is saved for it
         self.named: list[Any] = []
         """Every loader, the resumable one in place of an adopted one."""
         given = list(loader) if several else [] if loader is None else [loader]
         names = [f"loader_{number}" for number in range(len(given))] if several else ["loader"]
         targets = [self._target(name, one) for name, one in zip(names, given, strict=False)]
-        self._given = list(zip(names, given, targets, strict=False))
         self.argument: Any = targets if several else targets[0] if targets else None
         """What to save under the guard's `loader`."""
         self.stateful: Any = stateful
@@ -121,7 +119,7 @@ class Loaders:
         self._unmanaged = unmanaged
         self._watch = LoaderWatch(unmanaged, adopted, self._now)
         self._watch.kept = self.own
-        self._watch.has_named, self._watch.in_use = bool(self.named), self._in_use
+        self._watch.has_named = bool(self.named)
         self._watch.enter(stack)
         self._has_fetched = self._told_idle = self._has_ended = False
         self._idle_after_end = 0
@@ -155,25 +153,12 @@ class Loaders:
                     what = f"{', '.join(unseeded)} in the data set of {followed.name} is seeded by time and process"
                     unmanaged.risk(what, "Give it a seed: shuffle(1000, seed=0), WebDataset(..., seed=0)")
 
-    def know(self, loaders: Mapping[int, Found]) -> None:
-        """After `enter`: the program's loaders at that time, by `id`, with the names that it has for them."""
-        assert self._watch is not None
-        self._watch.know(loaders)
-
-    def _in_use(self) -> list[tuple[str, Any]]:
-        """The loaders under `loader`, without those that were never asked for a batch: another is used instead."""
-        return [
-            (name, given)
-            for name, given, target in self._given
-            if not isinstance(target, FollowedLoader) or target.has_begun()
-        ]
-
-    def _now(self) -> tuple[int, int] | None:
-        """Batches handed out by the first loader, and the number of its iteration, while there is one."""
+    def _now(self) -> int | None:
+        """Batches handed out by the first loader, while there is an iteration."""
         followed = self._followed[0] if self._followed else None
         if followed is None or (track := followed.track) is None or not followed.engine.cursor.live:
             return None
-        return None if followed.look_ahead.ahead else (track.handed, track.iterations)
+        return None if followed.look_ahead.ahead else track.handed
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
