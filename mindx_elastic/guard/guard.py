@@ -553,7 +553,7 @@ class Guard(LayeredGuard):
         into evaluation mode in it: buffers that change are part of no boundary, and a warning names them. Averaged
         weights can be evaluated in it, if the block puts the training's back: a stop waits for that. After the block,
         note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
-        resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
+        resume is said in docs/your-loop.md. Between `boundary` and `finish_step` the stop waits for the
         latter, as long as the deadline allows.
         """
         require_entered(self, "outside_step()")
