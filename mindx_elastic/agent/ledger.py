@@ -35,7 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.agent.restarts import Failure
-from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
@@ -182,6 +182,8 @@ class Ledger:
         self._number, self._num_workers = -1, 0
         self._pause: _Pause | None = None
         self._resumed = False
+        self._directories: dict[str, None] = {}
+        """Those that the attempts have saved in, the oldest first."""
 
     @property
     def records(self) -> list[AttemptRecord]:
@@ -243,12 +245,26 @@ class Ledger:
         resumed = min(status.resumed_step for status in statuses.values())
         path = next((status.resumed_path for status in statuses.values() if status.resumed_path), "")
         self.update(self._number, resumed_step=resumed, resumed_path=path or None)
+        self._compare_directory(statuses[min(statuses)])
         if self._pause is None:
             return
         lost = max(0, self._pause.step_reached - max(0, resumed))
         record = self._records[self._pause.attempt]
         saved = resumed if record.saved_step is None or resumed > record.saved_step else record.saved_step
         self.update(record.attempt, steps_lost=lost, saved_step=saved)
+
+    def _compare_directory(self, status: Status) -> None:
+        """A restart that begins anew in another directory than the job had: its name may have the time of the start."""
+        own, known = status.directory, list(self._directories)
+        if own and known and own not in known and status.resumed_step < 0:
+            reason = (
+                f"this restart saves in {own}, and the job had saved in {known[-1]}: what it has done so far is not "
+                "found, and all steps are done again. Give a directory whose name is the same in each start"
+            )
+            logger.warning("%s", reason)
+            self._events.emit("directory", reason=reason)
+        if own:
+            self._directories[own] = None
 
     def note_pause(self, seconds: float) -> None:
         """The ranks of this attempt have waited by command."""

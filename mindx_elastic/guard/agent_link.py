@@ -32,8 +32,6 @@ __all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 STACK_SIGNAL = signal.SIGRTMAX - 2
-_DIRECTORIES = "directories"
-"""File in the agent's folder: attempt and directory of each guard of rank 0, a line each."""
 _stacks_fd = -1  # where this process writes its stacks, until it ends
 
 
@@ -47,7 +45,7 @@ class AgentLink:
         self._notes_progress = ranks.rank == 0
         self.stays = False
         """The guard is left to be entered again in a moment."""
-        self._folder, self._rank, self._attempt = info.folder, ranks.rank, info.attempt
+        self._folder, self._rank = info.folder, ranks.rank
         self._parent = os.getppid()
         self._known: dict[int, str] = {}
         """Start times of the parent and the agent, by process id; the same one where no script stands between."""
@@ -110,31 +108,13 @@ class AgentLink:
         self.page.set(resumed_step=step)
 
     def enter(self, step: int | None, run_id: str, arena: Path | None, directory: Path) -> None:
-        """The state is back and training begins. `directory`: where it saves; a start that begins anew in another one
-        than the job had before a restart is warned of: its name may have the time of the start."""
-        if self._rank == 0:
-            with suppress(OSError):
-                self._compare_directory(directory, begins_anew=step is None)
+        """The state is back and training begins. `directory`: where it saves."""
         with suppress(OSError):  # 0.3 ms; what is forked from the agent's zygote later need not import them
             modules_path(self._folder, self._rank).write_text("\n".join(list(sys.modules)), errors="replace")
         self.page.set_text("run_id", run_id)
         self.page.set_text("arena", "" if arena is None else str(arena))
         self.page.set_text("directory", str(directory))
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), asked_code=-1, phase=WorkerPhase.TRAINING)
-
-    def _compare_directory(self, directory: Path, *, begins_anew: bool) -> None:
-        with open(self._folder / _DIRECTORIES, "a+", encoding="utf-8") as file:
-            file.seek(0)
-            known = [line.rstrip("\n").partition(" ") for line in file]
-            file.write(f"{self._attempt} {directory}\n")
-        is_first = all(attempt != str(self._attempt) for attempt, _, _ in known)  # a program may have several guards
-        if begins_anew and is_first and known and all(path != str(directory) for _, _, path in known):
-            logger.warning(
-                "this restart saves in %s, and the job had saved in %s: what it has done so far is not found, and all "
-                "steps are done again. Give a directory whose name is the same in each start",
-                directory,
-                known[0][2],
-            )
 
     def pass_boundary(self, step: int, loss: object, *, cut: bool) -> None:
         """Training thread: a step has ended."""

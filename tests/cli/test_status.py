@@ -83,6 +83,7 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
         "host": socket.gethostname(),
         "running": False,
         "outcome": "finished",
+        "reason": None,
         "command": None,
         "agent_dir": None,
     }

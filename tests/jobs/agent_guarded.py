@@ -27,6 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--spin-at", type=int, default=-1, help="never come back from this step, on a fresh start")
     parser.add_argument("--own-count", action="store_true", help="a count that is not kept decides the loss")
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--own-name", action="store_true", help="each process gives the directory another name")
     parser.add_argument("--full-log", action="store_true", help="the event log of the directory is on a full disk")
     return parser.parse_args()
 
@@ -57,6 +58,7 @@ def main() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     directory = os.path.join(args.directory, str(rank)) if rank else args.directory
+    directory += f"-{os.getpid()}" * args.own_name
     if args.full_log:
         fill_the_disk_of(os.path.realpath(os.path.join(directory, "events.jsonl")))
     count = 0

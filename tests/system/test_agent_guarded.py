@@ -93,6 +93,21 @@ def test_shared_memory_that_was_emptied_under_the_agent_costs_no_restart(squatte
     assert nothing_left()
 
 
+def test_a_restart_in_another_directory_is_told_with_both_names() -> None:
+    """As with a name that has the time of the start. Where the name is the same, nothing is said."""
+    with agent(SMALL, "ckpt", "--own-name", "--steps", 20, "--step-s", 0.2, options=["--snapshot-every", "0"]) as job:
+        job.wait_for("READY")
+        job.signal_rank(0, signal.SIGKILL)
+        job.expect(0)
+    first, second = [f"ckpt-{match[1]}" for match in job.matches(r"^READY 0 (\d+) None")]
+    words = rf"this restart saves in \S+{second}, and the job had saved in \S+{first}: "
+    assert len(job.matches(f"WARNING {words}")) == 1, job.report()
+    status = CliRunner().invoke(app, ["status", str(RUN)], env={"COLUMNS": "1000"}).output
+    assert re.search(f"directory: {words}", status), status
+    (told,) = events(RUN, "directory")
+    assert re.search(words, told["reason"])
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Of 1 MiB."""
