@@ -24,6 +24,7 @@ from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.persist.writer import previous_path, write_checkpoint
+from tests.harness import no_descriptor_left
 from tests.persist.states import assert_same, states
 
 INFO = CheckpointInfo(
@@ -90,6 +91,12 @@ def test_result_tells_the_size_and_fills_in_the_version(tmp_path: Path) -> None:
     assert result.info == dataclasses.replace(INFO, torch_version=torch.__version__) == read_header(path).info
     assert names(tmp_path) == {"x.safetensors"}
     assert path.stat().st_mode & 0o022 == 0
+
+
+def test_a_save_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "x.safetensors", STATE, at_step(1))
+    with no_descriptor_left():
+        write_checkpoint(tmp_path / "x.safetensors", STATE, at_step(2), also=[tmp_path / "y.safetensors"])
 
 
 def test_further_names_are_links_to_the_same_bytes(tmp_path: Path) -> None:
