@@ -19,7 +19,6 @@ Most steps of a program that has none of this cost two comparisons: of a step's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import count
 
 from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
@@ -50,8 +49,9 @@ class HiddenChanges:
         is_due = self.are_known or step >= self.next_look
         self.sample = self._samples.take() if is_due else None
         if is_due:
-            is_first = self.are_known or self._boundaries < _FIRST
-            self.next_look = next(s for s in count(step + 1) if is_first or (s + 1) % _EVERY <= 1)
+            self.next_look = step + 1
+            if not (self.are_known or self._boundaries < _FIRST or step % _EVERY == _EVERY - 1):
+                self.next_look += -(step + 2) % _EVERY
 
     def before_update(self) -> bool:
         """The first optimizer behind a boundary is about to step. Returns whether such changes were found just now."""

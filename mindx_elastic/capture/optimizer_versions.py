@@ -36,7 +36,7 @@ class OptimizerVersions:
 
     def num_changed(self) -> int:
         """How many tensors were changed or replaced since."""
-        return sum(state.num_changed() for state in self._states)
+        return sum(map(_State.num_changed, self._states))
 
 
 class _State:

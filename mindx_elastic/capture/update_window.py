@@ -99,8 +99,9 @@ class UpdateWindow:
         """How many were looked at."""
         return self._learned.num_windows
 
-    def at_boundary(self, step: int) -> None:
-        """Boundary `step` has just been copied. Learns from the look into this step and plans the next one."""
+    def at_boundary(self, step: int, sample: Mapping[str, WeightSample] | None) -> None:
+        """Boundary `step` has just been copied. Learns from the look into this step and plans the next one. `sample`:
+        of the weights as they are, where one was taken."""
         self._boundaries += 1
         before, self._base = self._base, self._collector.copies()
         if self._gate.had_updates:  # not in a step that the scaler has skipped
@@ -108,7 +109,7 @@ class UpdateWindow:
         middle, self._middle = self._middle, None
         if middle is not None and self._broken is None:
             try:
-                self._learn(middle, self._by_name(before))
+                self._learn(middle, self._by_name(before), sample)
             except Exception as error:  # an object that cannot be compared does not end the training
                 self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
         if self._boundaries <= _FIRST:
@@ -210,24 +211,23 @@ class UpdateWindow:
             buffers = {name: component.copy_buffers(self._blocks.get(name)) for name, component in modules.items()}
             self._blocks = buffers
             sample = None if self._learned.hidden or is_capturing() else self._samples.take()
-            self._middle = _Middle(capture_rng(), self._parts(), buffers, sample)
+            self._middle = _Middle(capture_rng(self._collector.rng), self._parts(), buffers, sample)
         except Exception as error:  # a `state_dict` of the program's that raises
             self._middle, self._broken = None, f"the state cannot be looked at ({type(error).__name__}: {error})"
 
-    def _learn(self, middle: _Middle, before: Mapping[str, Any]) -> None:
+    def _learn(self, middle: _Middle, before: Mapping[str, Any], sample: Mapping[str, WeightSample] | None) -> None:
         learned, collector, base = self._learned, self._collector, self._by_name(self._base)
         learned.num_windows += 1
         learned.draws |= not equal_rng(middle.rng, collector.rng)
         if middle.sample is not None:
-            learned.hidden = self._samples.num_hidden(middle.sample)
+            learned.hidden = self._samples.num_hidden(middle.sample, sample)
         for name, block in middle.buffers.items():
             component = collector.components[name]
             assert isinstance(component, ModuleComponent)
             if not component.has_buffers(block):
                 learned.buffers.add(name)
         for name, part in middle.parts.items():
-            moved = set(_changes(part, base[name]))
-            if moved:
+            if moved := _changes(part, base[name]):
                 learned.moved.setdefault(name, set()).update(moved)
                 learned.num_moves[name] = learned.num_moves.get(name, 0) + 1
                 if both := moved.intersection(_changes(before[name], part)):
@@ -263,26 +263,31 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def _changes(one: Any, other: Any, place: str = "") -> Iterator[str]:
+def _changes(one: Any, other: Any) -> set[str]:
     """The leaves in which they differ, as `_differing` finds them, without a name for each that is equal."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        one, other = dict(enumerate(one)), dict(enumerate(other))
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        yield from _differing(dict(_leaves(one, place)), dict(_leaves(other, place)))
-        return
-    if len(one) != len(other):
-        yield f"{place} (length)"
-    for key in one.keys() | other.keys():
-        here, there = one.get(key, _MISSING), other.get(key, _MISSING)
-        if here is there or (type(here) in _PLAIN and type(here) is type(there) and here == there):
+    found: set[str] = set()
+    waiting = [("", one, other)]
+    while waiting:
+        place, here, there = waiting.pop()
+        if isinstance(here, (list, tuple)) and isinstance(there, (list, tuple)):
+            here, there = dict(enumerate(here)), dict(enumerate(there))
+        if not (isinstance(here, dict) and isinstance(there, dict)):
+            found |= _differing(dict(_leaves(here, place)), dict(_leaves(there, place)))
             continue
-        inside = f"{place}.{key}" if place else str(key)
-        if type(here) in _PLAIN and type(there) in _PLAIN:
-            yield inside
-        elif here is _MISSING or there is _MISSING:
-            yield from (name for name, _ in _leaves(there if here is _MISSING else here, inside))
-        else:
-            yield from _changes(here, there, inside)
+        if len(here) != len(there):
+            found.add(f"{place} (length)")
+        for key in here.keys() | there.keys():
+            a, b = here.get(key, _MISSING), there.get(key, _MISSING)
+            if a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b):
+                continue
+            inside = f"{place}.{key}" if place else str(key)
+            if type(a) in _PLAIN and type(b) in _PLAIN:
+                found.add(inside)
+            elif a is _MISSING or b is _MISSING:
+                found.update(name for name, _ in _leaves(b if a is _MISSING else a, inside))
+            else:
+                waiting.append((inside, a, b))
+    return found
 
 
 def _inside(place: str, key: object) -> str:

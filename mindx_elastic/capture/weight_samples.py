@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ _PIECES = 4  # a sample has an element more, of a large parameter the first one 
 class WeightSample:
     """Of one module, or other tensors."""
 
+    kinds: Sequence[tuple[torch.device, torch.dtype]]
     groups: Sequence[torch.Tensor]
-    """The elements, by device and type."""
+    """The elements of each device and type."""
     owners: Sequence[Sequence[tuple[int, int]]]
     """In each group, one after the other: the number of a parameter, and how many elements are its own."""
     versions: Sequence[int]
@@ -44,7 +46,10 @@ class WeightSamples:
 
     def take(self) -> dict[str, WeightSample]:
         """By module, of the weights as they are now."""
-        return {name: sample_of(component.live_parameters()) for name, component in self._modules.items()}
+        found: dict[str, WeightSample] = {}
+        for name, component in self._modules.items():  # this is done in steps of the training: no call for nothing
+            found[name] = sample_of(component.live_parameters())
+        return found
 
     def digests(self) -> dict[str, str]:
         """Of a sample of each module, the same where the elements are."""
@@ -61,10 +66,14 @@ class WeightSamples:
         now = self.take()
         return [name for name, sample in before.items() if not same_elements(sample, now[name])]
 
-    def num_hidden(self, before: Mapping[str, WeightSample]) -> int:
-        """How many parameters have other elements now though their version counters have not moved."""
-        now = self.take()
-        return sum(_num_hidden(sample, now[name]) for name, sample in before.items())
+    def num_hidden(self, before: Mapping[str, WeightSample], now: Mapping[str, WeightSample] | None = None) -> int:
+        """How many parameters have other elements now though their version counters have not moved. `now`: the sample
+        of this moment, where there is one."""
+        after = self.take() if now is None else now
+        total = 0
+        for name, sample in before.items():
+            total += _num_hidden(sample, after[name])
+        return total
 
 
 @torch.no_grad()
@@ -72,43 +81,42 @@ def sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
     """A few elements of each, as they are now."""
     groups: dict[Any, list[torch.Tensor]] = {}
     owners: dict[Any, list[tuple[int, int]]] = {}
+    versions: list[int] = []
     for number, parameter in enumerate(parameters):
+        versions.append(-1 if parameter.is_inference() else parameter._version)
         tensor = parameter if type(parameter) in _STOCK else local_part(parameter)
-        if tensor.numel() and (piece := _piece(tensor)) is not None:
-            key = (tensor.device, tensor.dtype)
-            groups.setdefault(key, []).append(piece)
-            owners.setdefault(key, []).append((number, len(piece)))
-    versions = [-1 if p.is_inference() else p._version for p in parameters]
-    return WeightSample([torch.cat(group) for group in groups.values()], list(owners.values()), versions)
-
-
-def _piece(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A view of some elements, in one dimension; None: it has none in memory that can be picked. One made of other
-    tensors need not."""
-    is_simple = not tensor.is_meta and not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
-    if not is_simple or tensor.layout is not torch.strided:
-        return None
-    is_dense = tensor.is_contiguous() or (
-        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # in another order, without gaps
-    )
-    if not is_dense:
-        return tensor[tuple(size - 1 for size in tensor.shape)].reshape(1)
-    last = tensor.numel() - 1
-    step = max(1, last // _PIECES)
-    return tensor.as_strided((1 + min(_PIECES, last // step),), (step,), tensor.storage_offset())
+        # One made of other tensors need not have elements in memory that can be picked.
+        is_simple = not tensor.is_meta and not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
+        if not tensor.numel() or not is_simple or tensor.layout is not torch.strided:
+            continue
+        if tensor.is_contiguous() or (
+            tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # in another order, no gaps
+        ):
+            last = tensor.numel() - 1
+            step = max(1, last // _PIECES)
+            piece = tensor.as_strided((1 + min(_PIECES, last // step),), (step,), tensor.storage_offset())
+        else:
+            piece = tensor[tuple([size - 1 for size in tensor.shape])].reshape(1)
+        key = (tensor.device, tensor.dtype)
+        groups.setdefault(key, []).append(piece)
+        owners.setdefault(key, []).append((number, len(piece)))
+    return WeightSample([*groups], [*map(torch.cat, groups.values())], [*owners.values()], versions)
 
 
 def same_elements(one: WeightSample, other: WeightSample) -> bool:
     """Bit for bit, so that nan equals nan."""
-    return _fit(one, other) and all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one.groups, other.groups, strict=True)
-    )
+    if not _fit(one, other):
+        return False
+    for ours, theirs in zip(one.groups, other.groups, strict=True):
+        if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            return False
+    return True
 
 
 def _num_hidden(before: WeightSample, now: WeightSample) -> int:
     if not _fit(before, now):
         return 0  # other parameters
-    still = [a == b for a, b in zip(before.versions, now.versions, strict=True)]
+    still = [*map(eq, before.versions, now.versions)]
     found: set[int] = set()
     for owners, one, other in zip(now.owners, before.groups, now.groups, strict=True):
         differ = (one.view(torch.uint8) != other.view(torch.uint8)).view(len(one), -1).any(1)
@@ -119,6 +127,6 @@ def _num_hidden(before: WeightSample, now: WeightSample) -> int:
 
 
 def _fit(one: WeightSample, other: WeightSample) -> bool:
-    return len(one.versions) == len(other.versions) and [(g.shape, g.dtype) for g in one.groups] == [
-        (g.shape, g.dtype) for g in other.groups
-    ]
+    """Whether they are of the same elements."""
+    is_same_number = len(one.versions) == len(other.versions)
+    return is_same_number and one.kinds == other.kinds and one.owners == other.owners

@@ -63,8 +63,9 @@ class Boundaries:
             collector.keep_rank_weights()
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
-        self._hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)
-        gate.hidden = self._hidden.problem
+        self.hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)
+        """It has a sample of the weights at some boundaries."""
+        gate.hidden = self.hidden.problem
         gate.on_update = self._begin_update
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
@@ -90,7 +91,7 @@ class Boundaries:
         if self._unreduced is not None:
             self._unreduced.at_update(optimizer)
         gate, devices = self.gate, self._collector.devices
-        if not self._hidden.are_known and gate.state is _CLEAN and self._hidden.before_update():
+        if not self.hidden.are_known and gate.state is _CLEAN and self.hidden.before_update():
             gate.unguarded = True  # a snapshot that is copied beside the next forward would have both
         if self._unreduced is not None:  # several ranks
             devices.begin_update(gate.changed_since_boundary, is_long=fills_queue(optimizer))
@@ -111,7 +112,7 @@ class Boundaries:
             self._trial.at_boundary()
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
-        self._window.at_boundary(position.step)
+        self._window.at_boundary(position.step, self.hidden.sample)
         if self._not_kept is not None:
             self._look_for_not_kept(self._not_kept)
 
@@ -129,7 +130,7 @@ class Boundaries:
         self._not_kept, self._is_ahead, self._says_not_kept = look, is_ahead, aloud
 
     def _look_for_not_kept(self, look: NotKept) -> None:
-        if (names := look.at_boundary(is_ahead=self._is_ahead())) is not None:
+        if (names := look.at_boundary(self._is_ahead)) is not None:
             self._not_kept = None
             self._unmanaged.tell_not_kept(names, aloud=self._says_not_kept)
 
@@ -142,7 +143,7 @@ class Boundaries:
                 position.step,
             )
         self._changes.at_boundary()
-        hidden = self._hidden
+        hidden = self.hidden
         if hidden.sample is not None or position.step >= hidden.next_look:
             hidden.at_boundary(position.step)
 

@@ -460,7 +460,7 @@ class Guard(LayeredGuard):
             self._overlap.copy()
             return
         self._boundaries.cut(self._loops.position)
-        self._loops.at_boundary()
+        self._loops.at_boundary(self._boundaries.hidden.sample)
         self._checks.at_boundary()
         if not self._boundaries.has_warned_of_window:
             self._boundaries.warn_of_window()

@@ -104,9 +104,9 @@ class ProofObserver(Observer, Protocol):
 class NotKept(Protocol):
     """Looks at the first boundaries of one entered guard. Training thread only."""
 
-    def at_boundary(self, *, is_ahead: bool) -> Sequence[str] | None:
-        """A boundary has been passed. Returns the names at the fifth one, where the look ends. `is_ahead`: the program
-        has fetched batches of named loaders for later steps; they are fetched again by a resumed run."""
+    def at_boundary(self, is_ahead: Callable[[], bool]) -> Sequence[str] | None:
+        """A boundary has been passed. Returns the names at the fifth one, where the look ends. `is_ahead`: whether the
+        program has fetched batches of named loaders for later steps; they are fetched again by a resumed run."""
 
 
 class Observers(Protocol):

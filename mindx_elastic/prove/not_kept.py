@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -58,7 +58,7 @@ class NotKept:
         self._before: dict[str, str] = {}
         self._saved_before: list[dict[str, str]] = []
 
-    def at_boundary(self, *, is_ahead: bool) -> Sequence[str] | None:
+    def at_boundary(self, is_ahead: Callable[[], bool]) -> Sequence[str] | None:
         """See `guard.observer.NotKept`."""
         self._number += 1
         if self._number not in (_FIRST, _SECOND):
@@ -70,7 +70,8 @@ class NotKept:
             if self._number == _FIRST:
                 self._before, self._saved_before = self._look(frames), self._saved()
                 return None
-            return list(dict.fromkeys([*self._carried(frames, is_ahead), *self._changed(frames, is_ahead)]))
+            ahead = is_ahead()
+            return list(dict.fromkeys([*self._carried(frames, ahead), *self._changed(frames, ahead)]))
         except Exception as error:  # no look ends a program
             logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)
             return ()

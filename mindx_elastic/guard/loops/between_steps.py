@@ -39,10 +39,12 @@ class BetweenSteps:
         self.drawn: tuple[list[str], dict[str, Any]] | None = None
         """The streams that had moved at the last look, and how all were then; for `judge_drawn`."""
 
-    def watch(self) -> None:
-        """From the boundary just copied on."""
+    def watch(self, sample: Mapping[str, WeightSample] | None) -> None:
+        """From the boundary just copied on. `sample`: of its weights, where one was taken."""
         self.is_watching = True
-        self._weights = self._samples.take() if self._is_clean() else {}
+        if sample is None:
+            sample = self._samples.take() if self._is_clean() else {}
+        self._weights = sample
 
     def leave(self) -> None:
         """What follows belongs to no boundary yet."""
@@ -54,7 +56,7 @@ class BetweenSteps:
             return
         self.is_watching = False
         moved, others = moved_since(self._collector)
-        now = capture_rng()
+        now = capture_rng(self._collector.rng)
         if drawn := moved_streams(self._collector.rng, now):
             self.drawn = drawn, now
         sample, self._weights = self._weights, {}

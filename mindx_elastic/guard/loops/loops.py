@@ -442,8 +442,8 @@ class Loops:
         if self._asked_in_front is False and not (self._has_looped or self.is_layered or self._own_loop.may_know):
             self._own_loop.tell_of_trainer(self._unmanaged)
 
-    def at_boundary(self) -> None:
-        """The boundary has been copied."""
+    def at_boundary(self, sample: Mapping[str, WeightSample] | None) -> None:
+        """The boundary has been copied. `sample`: of its weights, where one was taken."""
         if self._between.drawn is not None:
             self._between.judge_drawn(*self._between.drawn)
         if (self._repeats or self._cuts_in_epoch == 2) and not (self.asked or self._is_judged):
@@ -455,13 +455,13 @@ class Loops:
             self._loaders.note_end(ends_epoch=bool(ends))
             self.tail.at_boundary(sys._getframe(1), ends=ends)
         if self.step in self._tail_steps:
-            self.watch_tail()
+            self.watch_tail(sample)
 
-    def watch_tail(self) -> None:
+    def watch_tail(self, sample: Mapping[str, WeightSample] | None = None) -> None:
         """See whether the code between this boundary and the next batch moves what the boundary has. Also after an
         evaluation, whose result such code may note."""
         if not self.is_layered:
-            self._between.watch()
+            self._between.watch(sample)
             self._loaders.at_next_ask(self._between.look)
 
     # --- the streams at the resumed place ---
