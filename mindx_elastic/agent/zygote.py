@@ -38,7 +38,6 @@ __all__ = [
     "ForkedWorker",
     "Zygote",
     "ZygoteError",
-    "take_ready_made",
 ]
 
 OWN_VARIABLES = (
@@ -119,30 +118,6 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
 
-class _ReadyMade:
-    """As `subprocess.Popen`, of a child that has been forked from an interpreter that had imported everything."""
-
-    def __init__(self, pid: int, channel: socket.socket, env: Mapping[str, str]) -> None:
-        """`env`: the environment at the imports."""
-        self._worker = ForkedWorker(pid, ())
-        self.pid, self.channel, self.env = pid, channel, env
-
-    def kill(self) -> None:
-        self._worker.kill()
-
-    def wait(self, timeout: float | None = None) -> int:
-        return self._worker.wait(timeout)
-
-
-_ready_made: list[_ReadyMade] = []
-
-
-def take_ready_made(pid: int, channel: socket.socket, env: Mapping[str, str]) -> None:
-    """Let the first zygote of this process be its child `pid`, which runs `zygote_process.answer` at the other end of
-    `channel`: a drill, which starts hundreds of agents, imports torch once. `env`: the environment at the imports."""
-    _ready_made[:] = [_ReadyMade(pid, channel, env)]
-
-
 class Zygote:
     """One process that forks. Main thread only: workers and zygote get their death signals when the *thread* ends that
     has started the zygote."""
@@ -155,7 +130,7 @@ class Zygote:
         self._command, self._env = list(command), dict(env)
         for name in OWN_VARIABLES:
             self._env.pop(name, None)
-        self._popen: subprocess.Popen[bytes] | _ReadyMade | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._said = -1
         self._problem = "" if self._script else _why_not(command)
@@ -196,10 +171,6 @@ class Zygote:
     def start(self) -> None:
         """Start the process; its imports go on while this one does something else."""
         if self._problem or self._popen is not None:
-            return
-        if _ready_made:
-            self._popen = _ready_made.pop()
-            self._channel, self._env = self._popen.channel, dict(self._popen.env)
             return
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._said = os.memfd_create("mindx-zygote")

@@ -152,10 +152,6 @@ class Imports:
         self._count = 1
         os.environ.__class__ = _Environment
 
-    def end_notes(self) -> None:
-        """What is imported from now on is no import of the workers'."""
-        os.environ.__class__ = _Environment.__base__
-
     def base(self) -> None:
         """What all trainings import."""
         try:

@@ -11,26 +11,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mindx_elastic.agent.zygote import WORKER_DEFAULTS
+from mindx_elastic.agent.zygote import Zygote, ZygoteError
 from mindx_elastic.config import MemorySettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_proof_folder, remove_dead_proofs, remove_proof
 from mindx_elastic.prove.control import Alarm, Control
-from mindx_elastic.prove.processes import FreshProcess, Process, Request, Zygote
+from mindx_elastic.prove.processes import Process, Request, start_forked, start_fresh
 from mindx_elastic.prove.records import Life, read_lives
 from mindx_elastic.prove.script import NOTES_FILE
-from mindx_elastic.prove.signal_handlers import handlers_held
 
 __all__ = ["Chain", "Command", "Outcome", "Runs"]
 
 _LOOK_S = 0.02
 _SHOW_S = 0.2
 _LAST_LINES = 12
+_PYTHON = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+"""Of each run. A line must be seen at once: silence counts as hanging."""
+_IMPORTS_S = 600.0
 _UNSET = ("GROUP_INFO_FILE", "MINDX_AGENT_DIR", "MINDX_AGENT_PID", "MINDX_RUN_DIR", "MINDX_ATTEMPT")
 """Variables that would make a run write where the user's own job writes."""
 
@@ -82,18 +83,6 @@ class Chain:
 
     directories: Path
     runs: list[Outcome] = field(default_factory=list)
-
-
-_SET_BY_AGENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""With `WORKER_DEFAULTS`: variables that imports read, as the agent's workers have them. Where one differs, a worker is
-a fresh interpreter."""
-
-
-def _threads_of(agent: Sequence[str]) -> dict[str, str]:
-    """What torch's agent sets besides, where it has several workers."""
-    words = [part for word in agent for part in word.replace("_", "-").split("=", 1)]
-    named = dict(pairwise(words)).get("--nproc-per-node", "1")
-    return {} if named == "1" else {"OMP_NUM_THREADS": "1"}
 
 
 class Runs:
@@ -180,7 +169,7 @@ class Runs:
             fault=fault,
         )
         variables = {**os.environ, **(env or {})}
-        variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), "PYTHONDONTWRITEBYTECODE": "1"}
+        variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), **_PYTHON}
         if self.memory is not None:
             variables["MINDX_ARENA_DIR"] = str(self.memory)
         for name in _UNSET:
@@ -201,7 +190,7 @@ class Runs:
     def _request(self, folder: Path, env: Mapping[str, str], *, under_agent: bool) -> Request:
         log = folder / "output.log"
         if not under_agent:
-            return Request(command=self.command.script, env=env, log=log, notes=folder / NOTES_FILE)
+            return Request(command=self.command.script, env=env, log=log)
         script = ("-m", "mindx_elastic.prove.script", *self.command.script)
         agent = self.command.agent or ()
         if not self._as_given and not any(word.startswith(("--snapshot-every", "--snapshot_every")) for word in agent):
@@ -209,40 +198,25 @@ class Runs:
         command = ("-m", "mindx_elastic", "run", *agent, "--run-dir", str(folder / "agent"), *script)
         if not self.is_fresh:
             env = {"MINDX_ZYGOTE": "first", **env}  # the imports of each rank are most of a short run
-        return Request(command=command, env=env, log=log, notes=None, launches=True)
+        return Request(command=command, env=env, log=log, launches=True)
 
     def _start(self, request: Request, hashes: int, *, fresh: bool) -> Process:
         if not self.is_fresh and not fresh:
             zygote = self._zygotes[hashes % len(self._zygotes)]
-            if self._ready(zygote):
-                return zygote.start(request)
-        return FreshProcess(request)
-
-    def _ready(self, zygote: Zygote) -> bool:
-        if zygote not in self._checked:
-            self._checked[zygote] = zygote.problem(self._first_on_path())
-        if self._checked[zygote]:
-            self.is_fresh, self.why_fresh = True, self._checked[zygote]
-        return not self._checked[zygote]
-
-    def _first_on_path(self) -> Path | None:
-        """The folder that Python looks into first for what the script imports; None: it cannot be listed."""
-        script = self.command.script
-        folder = Path.cwd() if not script or script[0] == "-m" else Path(os.path.realpath(script[0])).parent
-        return folder if self.command.agent is None and os.access(folder, os.R_OK | os.X_OK) else None
+            try:
+                zygote.wait(_IMPORTS_S)
+                return start_forked(zygote, request)
+            except ZygoteError as error:
+                self.is_fresh, self.why_fresh = True, str(error)
+        return start_fresh(request)
 
     def _open_zygotes(self, stack: ExitStack) -> None:
-        self._checked: dict[Zygote, str] = {}
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-        launches = self.command.agent is not None
-        if launches:
-            env = {**WORKER_DEFAULTS, **_threads_of(self.command.agent or ()), **env, **_SET_BY_AGENT}
-        for number in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
-            # Else Ctrl-C may leave a process that nobody knows: it would go on importing torch when all else has ended.
-            with handlers_held():
-                zygote = Zygote(env, self.folder / f"zygote_{number}.log", launches=launches)
-                stack.callback(zygote.close)
-                self._zygotes.append(zygote)
+        env = {**os.environ, **_PYTHON}
+        for _ in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
+            zygote = Zygote([sys.executable, "-m", "mindx_elastic.prove.script"], env)
+            stack.callback(zygote.close)
+            zygote.start()
+            self._zygotes.append(zygote)
 
     def _wait(self, process: Process, folder: Path, log: Path) -> float:
         """Until its end; the seconds after which it counts as stuck, 0 if it does not."""

@@ -14,17 +14,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.config import MemorySettings, ProveSettings
-from mindx_elastic.core.script import run as run_script
+from mindx_elastic.core.script import run
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.control import read_control
 
-__all__ = ["IMPORT_VARIABLES", "NOTES_FILE", "main", "run"]
+__all__ = ["IMPORT_VARIABLES", "NOTES_FILE", "listen", "main"]
 
 NOTES_FILE = "script.jsonl"
 """In the run's folder."""
@@ -37,35 +36,23 @@ _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 
 def main() -> None:
     """Entry point of a fresh interpreter; see the module."""
+    listen()
+    run(sys.argv[1:])
+
+
+def listen() -> None:
+    """Note what the script does from here on. Once a process, before the script."""
     control = ProveSettings.from_env().control
-    if control is None or len(sys.argv) < 2:
+    if control is None:
         raise UsageError("this module is started by mindx-elastic prove")
-    run(sys.argv[1:], notes=read_control(control).folder / NOTES_FILE)
-
-
-def run(command: Sequence[str], *, notes: Path | None) -> None:
-    """Run the script `command` names, with its arguments. Main thread, once a process.
-
-    `notes`: the file for what it does; None: note nothing.
-    """
-    if notes is None:
-        run_script(command)
-        return
+    notes = read_control(control).folder / NOTES_FILE
     fd = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     sys.addaudithook(_Listener(fd, notes.parent.parent).hear)
-    try:
-        run_script(command)
-    except SystemExit:
-        raise
-    except BaseException as error:
-        kind = type(error)
-        _note(fd, "error", type=kind.__name__, text=str(error), rank=os.environ.get("RANK", "0"))
-        raise
 
 
 class _Listener:
-    """Hears of what Python opens, renames and removes, and of what `torch.save` does, which opens its files in C++. In
-    each thread, and in processes that are forked."""
+    """Hears of what Python opens, renames and removes, of an exception that ends the script, and of what `torch.save`
+    does, which opens its files in C++. In each thread, and in processes that are forked."""
 
     def __init__(self, fd: int, own: Path) -> None:
         """`own`: the folder of the whole proof."""
@@ -85,6 +72,10 @@ class _Listener:
             self._note("write", arguments[1] if event == "os.rename" else arguments[0])
         elif event == "import" and not self._hears_torch:  # one of those that follow torch's own
             self._hears_torch = self._listen_to_torch()
+        elif event == "sys.excepthook":
+            kind, rank = arguments[1].__name__, os.environ.get("RANK", "0")
+            with suppress(Exception):  # the text is the program's
+                _note(self._fd, "error", type=kind, text=str(arguments[2]), rank=rank)
         elif event == "os.putenv":
             name = os.fsdecode(arguments[0])
             if name.startswith(IMPORT_VARIABLES) and self._environment.get(name) != os.fsdecode(arguments[1]):

@@ -165,7 +165,7 @@ def test_an_interrupted_proof_leaves_nothing(tmp_path: Path, memory: Path) -> No
 def test_a_proof_that_is_interrupted_while_it_imports_torch(tmp_path: Path, memory: Path) -> None:
     def begun(job: Job) -> bool:
         """The processes that fork are there, and have not come to their import, or are in the middle of it."""
-        return any("prove.zygote" in command_of(pid) for pid in children(job.process.pid))
+        return any("zygote_process" in command_of(pid) for pid in children(job.process.pid))
 
     interrupted(tmp_path, memory, signal.SIGINT, 130, begun)
     assert not (tmp_path / "ready").exists()

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from mindx_elastic.prove.processes import Zygote
-from tests.prove.started import environment
+from mindx_elastic.agent.zygote import Zygote
+from tests.prove.started import environment, forking
 
 
 @pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    made = Zygote(environment(), tmp_path_factory.mktemp("zygote") / "log")
-    assert made.problem() == ""
-    yield made
-    made.close()
+def zygote() -> Iterator[Zygote]:
+    with forking(environment()) as made:
+        yield made

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mindx_elastic.prove.control import Control
-from mindx_elastic.prove.processes import FreshProcess, Request, Zygote
-from tests.prove.started import environment, is_gone, wait_for, wait_until
+from mindx_elastic.agent.zygote import Zygote
+from mindx_elastic.prove.processes import Request, start_forked, start_fresh
+from tests.prove.started import is_gone, of_a_run, wait_for, wait_until
 
 
 @pytest.mark.drill
@@ -21,8 +20,7 @@ def test_a_process_is_ended_with_what_it_has_left_behind(tmp_path: Path, zygote:
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid) + '.')\n"
         "time.sleep(600)\n"
     )
-    request = Request(command=[str(script)], env=environment(), log=tmp_path / "log", notes=None)
-    process = zygote.start(request)
+    process = start_forked(zygote, Request(command=[str(script)], env=of_a_run(tmp_path), log=tmp_path / "log"))
     pid = tmp_path / "pid"
     wait_until(process, lambda: pid.exists() and pid.read_text().endswith("."))
     process.end()
@@ -40,12 +38,8 @@ def test_a_line_is_seen_at_once(tmp_path: Path, zygote: Zygote, how: str) -> Non
         f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
         "print('end')\n"
     )
-    request = Request(command=[str(script)], env=environment(), log=tmp_path / "log", notes=None)
-    if how == "fresh":
-        control = Control(folder=tmp_path, directories=tmp_path).write(tmp_path / "control.json")
-        notes, env = tmp_path / "notes", environment(MINDX_PROVE=str(control))
-        request = replace(request, notes=notes, env=env)
-    process = zygote.start(request) if how == "forked" else FreshProcess(request)
+    request = Request(command=[str(script)], env=of_a_run(tmp_path), log=tmp_path / "log")
+    process = start_forked(zygote, request) if how == "forked" else start_fresh(request)
     wait_until(process, lambda: request.log.exists() and "a line" in request.log.read_text())
     (tmp_path / "go").touch()
     assert wait_for(process) == 0

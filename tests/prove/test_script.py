@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from mindx_elastic.prove.control import Control
-from mindx_elastic.prove.processes import FreshProcess, Request, Zygote
+from mindx_elastic.agent.zygote import Zygote
+from mindx_elastic.prove.processes import Request, start_forked, start_fresh
 from mindx_elastic.prove.script import NOTES_FILE
-from tests.prove.started import environment, wait_for
+from tests.prove.started import forking, of_a_run, wait_for
 
 PROBE = """
 from __future__ import annotations
@@ -60,21 +61,20 @@ def test_it_is_as_under_the_interpreter(
     monkeypatch.chdir(program)
     folder = tmp_path / "run"
     folder.mkdir()
-    control = Control(folder=folder, directories=tmp_path).write(tmp_path / "control.json")
-    env = environment(MINDX_PROVE=str(control))
+    env = of_a_run(folder)
     words = [*command, "7", "--flag", "--", "x"]
     plain = subprocess.run(
         [sys.executable, *words], env=env, capture_output=True, text=True, check=False, start_new_session=True
     )
-    request = Request(command=words, env=env, log=tmp_path / "log", notes=folder / NOTES_FILE)
-    process = zygote.start(request) if how == "forked" else FreshProcess(request)
+    request = Request(command=words, env=env, log=tmp_path / "log")
+    process = start_forked(zygote, request) if how == "forked" else start_fresh(request)
     assert wait_for(process) == plain.returncode == 7
     assert request.log.read_text() == plain.stdout, plain.stderr
     assert '"pickle": 1' in plain.stdout and "atexit Thing(number=3) __main__" in plain.stdout
 
 
 @pytest.mark.parametrize("how", ["forked", "fresh"])
-def test_what_it_does_is_noted(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_what_it_does_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     home, folder = tmp_path / "home", tmp_path / "proof" / "run"
     (home / "temporary").mkdir(parents=True)
     folder.mkdir(parents=True)
@@ -89,11 +89,11 @@ def test_what_it_does_is_noted(tmp_path: Path, zygote: Zygote, monkeypatch: pyte
         "os.environ['OMP_NUM_THREADS'] = '3'; os.environ['OTHER'] = '1'\n"
         "raise ValueError('no')\n"
     )
-    control = Control(folder=folder, directories=tmp_path).write(tmp_path / "control.json")
-    env = environment(TMPDIR=str(home / "temporary"), OMP_NUM_THREADS="1", MINDX_PROVE=str(control))
-    request = Request(command=["writes.py"], env=env, log=tmp_path / "log", notes=folder / NOTES_FILE)
+    env = of_a_run(folder, TMPDIR=str(home / "temporary"))
+    request = Request(command=["writes.py"], env=env, log=tmp_path / "log")
     monkeypatch.chdir(home)
-    assert wait_for(zygote.start(request) if how == "forked" else FreshProcess(request)) == 1
+    with forking(env) if how == "forked" else nullcontext() as zygote:
+        assert wait_for(start_fresh(request) if zygote is None else start_forked(zygote, request)) == 1
     found = [json.loads(line) for line in (folder / NOTES_FILE).read_text().splitlines()]
     assert [(note["kind"], note["text"]) for note in found] == [
         ("write", str(home / "kept.txt")),
