@@ -84,9 +84,7 @@ def run_setting(
             time.sleep(1.0)
 
     agent = None if setting.agent is None else ("--nproc-per-node", str(setting.ranks), *setting.agent)
-    runs = Runs(
-        Command(script=setting.script, agent=agent), timeout_s=timeout_s, as_given=True, on_end=leftovers.after_run
-    )
+    runs = Runs(Command(script=setting.script, agent=agent), timeout_s=timeout_s, on_end=leftovers.after_run)
     with runs:
         leftovers.known |= runs.own_processes
         make_drill(

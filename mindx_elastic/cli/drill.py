@@ -133,7 +133,7 @@ def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, see
             bar.update(completed=done, total=max(planned, done), description=what)
 
         options: dict[str, Any] = {"fresh": asked.fresh, "keep": asked.keep, "timeout_s": asked.timeout}
-        runs = Runs(asked.command, as_given=True, on_end=leftovers.after_run, **options)
+        runs = Runs(asked.command, on_end=leftovers.after_run, **options)
         with runs:
             leftovers.known |= runs.own_processes
             drawn: dict[str, Any] = {"number": number, "seed": seed, "steps": asked.steps}

@@ -33,7 +33,6 @@ _COLUMNS = ("run", "resumed from", "steps compared", "result")
 
 _Stops = Annotated[str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")]
 _Seed = Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")]
-_Kill = Annotated[bool, typer.Option("--kill", help="Also kill a rank at as many boundaries, under mindx-elastic run.")]
 
 
 def prove_command(
@@ -41,7 +40,6 @@ def prove_command(
     stops: _Stops = str(_STOPS),
     steps: StepsOption = 0,
     seed: _Seed = 0,
-    kill: _Kill = False,
     fresh: FreshOption = False,
     timeout: TimeoutOption = 300.0,
     keep: KeepOption = None,
@@ -69,17 +67,17 @@ def prove_command(
     [bold]Examples[/bold]
     mindx-elastic prove -- train.py --epochs 2
     mindx-elastic prove --stops all --steps 12 -- train.py
-    mindx-elastic prove --nproc-per-node 2 --kill -- train.py
+    mindx-elastic prove --nproc-per-node 2 -- train.py
     mindx-elastic prove --junit prove.xml -- -m project.train
     """
     number = _number_of(stops)
     asked = Asked.of("prove", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json, junit=junit)
     began = time.monotonic()
     with interruptible():
-        proof = _prove(asked, number, seed, kill=kill)
+        proof = _prove(asked, number, seed)
     again = str(proof.repeating_steps or steps)
-    repeat = asked.repeat("prove", "--stops", stops, "--steps", again, "--seed", str(seed), *["--kill"] * kill)
-    _tell(proof, asked, time.monotonic() - began, repeat, kill=kill)
+    repeat = asked.repeat("prove", "--stops", stops, "--steps", again, "--seed", str(seed))
+    _tell(proof, asked, time.monotonic() - began, repeat)
     raise typer.Exit(proof.exit_code)
 
 
@@ -91,7 +89,7 @@ def _number_of(stops: str) -> int | None:
     return int(stops)
 
 
-def _prove(asked: Asked, stops: int | None, seed: int, *, kill: bool) -> Proof:
+def _prove(asked: Asked, stops: int | None, seed: int) -> Proof:
     from mindx_elastic.prove.proof import prove
     from mindx_elastic.prove.runs import Runs
 
@@ -106,10 +104,10 @@ def _prove(asked: Asked, stops: int | None, seed: int, *, kill: bool) -> Proof:
             bar.update(description=f"{now['what']}: {step} step{'s' * (step != 1)}")
 
         with Runs(asked.command, fresh=asked.fresh, keep=asked.keep, timeout_s=asked.timeout, on_step=on_step) as runs:
-            return prove(runs, stops=stops, steps=asked.steps, seed=seed, kill=kill, show=show)
+            return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=show)
 
 
-def _tell(proof: Proof, asked: Asked, seconds: float, repeat: Sequence[str], *, kill: bool) -> None:
+def _tell(proof: Proof, asked: Asked, seconds: float, repeat: Sequence[str]) -> None:
     from mindx_elastic.prove.report import to_json, to_junit
 
     def show(console: Console) -> None:
@@ -117,10 +115,7 @@ def _tell(proof: Proof, asked: Asked, seconds: float, repeat: Sequence[str], *, 
         console.print(make_table(_COLUMNS, rows, left="run|result", wraps="run|result"))
         console.print()
         _print_result(console, proof, seconds)
-        notes = list(proof.notes)
-        if asked.agent and not kill and len(proof.rows) > 2:
-            notes.append("the ranks were stopped, and none was killed: --kill does that, too")
-        asked.print_notes(console, notes, proof.writes)
+        asked.print_notes(console, list(proof.notes), proof.writes)
         if proof.repeating_steps and not asked.steps:
             console.print(printable(f"the same runs again: {shlex.join(repeat)}"), soft_wrap=True)
 

@@ -68,6 +68,9 @@ class Observer(Protocol):
         """A step has ended; later halves of its boundary count nothing. `is_cut`: with a boundary; not inside an
         accumulation window. Returns whether a stop is on its way: the boundary waits for it."""
 
+    def begin_step(self) -> None:
+        """What was seen since the last boundary is part of no step."""
+
     def behind_tail(self) -> None:
         """The code behind an epoch has run since `at_boundary`, and the boundary has what it has changed."""
 

@@ -101,6 +101,13 @@ class Overlap:
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
         self.looks = self.observer is not None or not self._rehearsal.is_over
         """`at_boundary` has something to do."""
+        loops.at_head_end = self._forget_head
+
+    def _forget_head(self) -> None:
+        """An epoch's first batch is asked for. What a resumed process has called before is done by the head of its
+        epoch; the stopped one did not pass that in this step."""
+        if self.observer is not None and not self._boundaries.has_passed:
+            self.observer.begin_step()
 
     def _tell_not_compared(self, info: CheckpointInfo) -> None:
         """Nothing will show whether what is not kept matters."""

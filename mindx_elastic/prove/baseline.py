@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -128,11 +127,9 @@ class Baseline:
 
     def first_run(self) -> Outcome | None:
         """The reference. None: it cannot be one, and the proof says why."""
-        outcome = self._reference_run()
-        if outcome.variables and not self.runs.is_fresh and self.runs.command.agent is None:
-            names = listed(outcome.variables, 3)
-            self.runs.is_fresh, self.runs.why_fresh = True, f"the script sets {names} for torch's import"
-            outcome = self._reference_run()
+        chain = self.runs.chain()
+        outcome = self.run(chain, "uninterrupted", steps=self._steps or -1)
+        self.runs.drop(chain)
         if self.runs.why_fresh and self.runs.why_fresh != "--fresh":
             self.proof.notes.append(f"each run is a fresh interpreter: {self.runs.why_fresh}")
         verdict = failure(outcome, "the uninterrupted run")
@@ -149,12 +146,6 @@ class Baseline:
         row = Row(name="uninterrupted", verdict=verdict or Verdict(outcome="equal"), compared=0)
         self.proof.rows.append(row)
         return outcome if verdict is None else None
-
-    def _reference_run(self) -> Outcome:
-        chain = self.runs.chain()
-        outcome = self.run(chain, "uninterrupted", steps=self._steps or -1)
-        self.runs.drop(chain)
-        return outcome
 
     def is_deterministic(self, first: Outcome) -> bool:
         chain = self.runs.chain()
@@ -178,26 +169,8 @@ class Baseline:
         found = self.earliest(other.lives)
         if found is None:
             return self.length(other) or Verdict(outcome="equal")
-        explained = explain_chance(found, by_hash=self._is_by_hash(found), unseeded=sorted(self.reference.unseeded))
+        explained = explain_chance(found, unseeded=sorted(self.reference.unseeded))
         return Verdict(outcome="not deterministic", explained=explained, rank=found.rank, step=found.step)
-
-    def _is_by_hash(self, found: Difference) -> bool:
-        """Whether runs with the same seed of Python's hashes are equal."""
-        if os.environ.get("PYTHONHASHSEED", "random") != "random":
-            return False
-        last = found.series, found.step
-        if self.runs.is_fresh or self.runs.command.agent is not None:
-            pair = [self._short_run(last, env={"PYTHONHASHSEED": "0"}) for _ in range(2)]
-            one = Reference(lives=pair[0].lives, unseeded=self.reference.unseeded, varying=self.reference.varying)
-            return count_steps(pair[1].lives) > 0 and _earliest(one, pair[1].lives) is None
-        same = self._short_run(last)
-        return count_steps(same.lives) > 0 and _earliest(self.reference, same.lives) is None
-
-    def _short_run(self, last: tuple[int, int], env: dict[str, str] | None = None) -> Outcome:
-        chain = self.runs.chain()
-        outcome = self.run(chain, "why the runs differ", last=last, env=env, fresh=bool(env))
-        self.runs.drop(chain)
-        return outcome
 
     # --- comparing ---
 

@@ -63,8 +63,8 @@ def explain(reference: Reference, difference: Difference) -> Explained:
     return Explained(what=what, cause=cause, remedy=remedy, variables=in_words(difference.lost))
 
 
-def explain_chance(difference: Difference, *, by_hash: bool, unseeded: Iterable[str]) -> Explained:
-    """Why two runs without a stop differ. `by_hash`: with equal seeds of Python's hashes they do not."""
+def explain_chance(difference: Difference, *, unseeded: Iterable[str]) -> Explained:
+    """Why two runs without a stop, of other seeds of Python's hashes, differ."""
     part, names = difference.parts[0], listed(difference.parts[0].names, _NAMED)
     thing = {
         "stream": f"the {''.join(part.names[:1])} stream",
@@ -75,14 +75,18 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: Iterable[
     early = ", before any step was done" if part.where == "entry" else ""
     what = f"the script itself is not deterministic: two uninterrupted runs differ at step {difference.step}{early}, "
     what += f"in {thing}"
-    if by_hash:
-        cause = "Python's hashes differ from process to process, and something goes through a set of texts"
-        return Explained(what=what, cause=cause, remedy="Sort it (sorted(names)), or set PYTHONHASHSEED=0 for the job")
     if part.where in ("entry", "batch") or part.kind == "stream":
-        cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
+        cause = (
+            "something is drawn from a generator that was not seeded, goes through a set of texts (Python's hashes "
+            "differ from process to process), or depends on the time"
+        )
         drawn = [_SEEDS[name] for name in unseeded if name in _SEEDS]
         seeds = ", ".join(drawn or ["torch.manual_seed(0)", "numpy.random.default_rng(0)"])
-        return Explained(what=what, cause=cause, remedy=f"Write {seeds} at the start, and seed every other generator")
+        return Explained(
+            what=what,
+            cause=cause,
+            remedy=f"Write {seeds} at the start, seed every other generator, and sort what comes from a set",
+        )
     cause = "the program depends on the time, on other processes, or on a generator that was not seeded"
     if part.kind in ("weights", "optimizer", "scalar"):
         cause = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"

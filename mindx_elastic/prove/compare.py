@@ -24,6 +24,7 @@ __all__ = [
     "compare_steps",
     "compare_variables",
     "lost_variables",
+    "root_of",
     "split_kinds",
 ]
 
@@ -75,23 +76,27 @@ class Lost:
     @property
     def short(self) -> str:
         """The name alone."""
-        return self.name.partition('"')[2].rpartition('" (')[0] or self.name
+        return _short(self.name)
 
     @property
     def whole(self) -> str:
         """``ema.shadow`` of ``ema.shadow['0.weight']``."""
         return self.short.partition("[")[0]
 
-    @property
-    def root(self) -> str:
-        """``self`` of ``self.meter.n``."""
-        return re.split(r"[.\[]", self.short)[0]
-
     def is_same_count(self, window: int) -> bool:
         """Whether it is a count that is off by a multiple of the accumulation window of so many steps: the update comes
         with the same batch of it (``if n % 3 == 0``)."""
         is_count = self.first.isdecimal() and self.second.isdecimal()
         return window > 1 and is_count and (int(self.first) - int(self.second)) % window == 0
+
+
+def root_of(name: str) -> str:
+    """``self`` of ``"self.meter.n" (train.py)``."""
+    return re.split(r"[.\[]", _short(name))[0]
+
+
+def _short(name: str) -> str:
+    return name.partition('"')[2].rpartition('" (')[0] or name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,18 +24,16 @@ _INTO_THE_NEXT_EPOCH = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A stop or a kill at one boundary."""
+    """A stop at one boundary."""
 
     series: int
     """Which guard of the program, from 0, in the order in which they are entered."""
     step: int
     rank: int
     """The rank that gets it."""
-    kill: bool = False
-    """SIGKILL; else the signal that the guard listens to."""
 
     def __str__(self) -> str:
-        return f"{'killed' if self.kill else 'stopped'} after step {self.step}"
+        return f"stopped after step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ notes the same, and says whether both are equal. The file, one JSON object a lin
 
 1. ``witness``: version, run, rank, number of ranks, step k, software and device;
 2. the lines of `records`: ``enter`` with the state at k, the steps;
-3. ``names``: of variables that each turn of the loop binds before it reads them (``rebound``), and of variables and
-   attributes that go on from step to step (``carried``);
+3. ``names``: of variables and attributes that go on from step to step (``carried``);
 4. ``end``: xxh3-64 of all that comes before it.
 """
 
@@ -37,9 +36,9 @@ from mindx_elastic.errors import CheckpointError, ResumeDiffersError
 from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.prove.carried import carried, rebound_in
+from mindx_elastic.prove.carried import carried
 from mindx_elastic.prove.causes import Explained, explain
-from mindx_elastic.prove.compare import Lost, Reference, compare_life, compare_variables
+from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, root_of
 from mindx_elastic.prove.records import Life, parse_life
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
@@ -66,8 +65,6 @@ class _Notes(Witness):
     def __init__(self, stack: ExitStack, seen: Observed) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.rebound: set[str] = set()
-        """Variables that each turn of the innermost loop binds before it reads them: a batch, a loss."""
         self.carried: set[str] = set()
         """Those that the running loops hand on from step to step, and attributes that went on in the first steps."""
         self._from = seen.position.step
@@ -105,13 +102,9 @@ class _Notes(Witness):
             logger.warning("step %d is not compared: %s", self._from + 1, what)
             return None
 
-    def at_forward(self) -> None:
-        for frame in program_frames(sys._getframe(1)):
-            self.rebound |= rebound_in(frame)
-
     def behind_tail(self) -> None:
         """The step was noted before."""
-        self._begin_step()
+        self.begin_step()
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
         """Nothing: a step that did not come to its end is no step."""
@@ -148,7 +141,7 @@ class Played(_Notes):
 
     def _keep(self) -> None:
         """Write the file. A failure costs nothing but the comparison."""
-        self.write("names", rebound=sorted(self.rebound), carried=sorted(self.carried))
+        self.write("names", carried=sorted(self.carried))
         text = json.dumps(self._head) + "\n" + "".join(self.lines)
         text += json.dumps({"event": "end", "digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
         temp = self._path.with_name(self._path.name + ".tmp")
@@ -215,13 +208,12 @@ class Comparison(_Notes):
         objects), others, and how many are equal."""
         first = self._left.life.steps[1]  # the one before is the stop's boundary
         before, now = (step.given or step.end for step in (first, life.steps[0]))
-        rebound, handed_on = self.rebound | self._left.rebound, self.carried | self._left.carried
-        before = {key: each for key, each in before.items() if Lost(key, "", "").root not in rebound}
+        handed_on = self.carried | self._left.carried
         found, num_equal = compare_variables(before, now)
         lost: list[str] = []
         others: list[str] = []
         for each in found:
-            names = each.root, each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
+            names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
             goes_on = not handed_on.isdisjoint(names)
             goes_on = goes_on and not each.is_same_count(self._left.last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
@@ -291,7 +283,6 @@ class _Left:
     life: Life
     last: int
     """The last step in it."""
-    rebound: set[str]
     carried: set[str]
     software: Mapping[str, str]
 
@@ -390,7 +381,6 @@ def _parse(text: str, head: Mapping[str, Any]) -> _Left:
     return _Left(
         life=life,
         last=max(step.number for step in life.steps),
-        rebound=set(map(str, events["names"]["rebound"])),
         carried=set(map(str, events["names"]["carried"])),
         software={str(key): str(value) for key, value in head["software"].items()},
     )

@@ -2,7 +2,7 @@
 
 First the script runs twice without a stop: is it deterministic at all? Then it is stopped and resumed again and again
 in one chain of runs, each from the checkpoint of the one before; a chain that has once differed is begun anew for the
-next stop. Kills are each a job of its own under the agent, which restarts it.
+next stop. Kills are for `drill`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mindx_elastic.prove.baseline import (
     Baseline,
@@ -32,10 +31,10 @@ __all__ = ["choose_stops", "prove"]
 
 
 def prove(
-    runs: Runs, *, stops: int | None, steps: int, seed: int, kill: bool, show: Show = lambda done, planned, what: None
+    runs: Runs, *, stops: int | None, steps: int, seed: int, show: Show = lambda done, planned, what: None
 ) -> Proof:
     """Make all runs. `stops`: how many boundaries; None: each one. `steps`: of the run; 0: as many as suit it."""
-    return _Prover(runs, stops=stops, steps=steps, seed=seed, kill=kill, show=show).prove()
+    return _Prover(runs, stops=stops, steps=steps, seed=seed, show=show).prove()
 
 
 def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_ended: bool) -> list[tuple[int, int]]:
@@ -55,37 +54,29 @@ def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_en
 
 
 class _Prover(Baseline):
-    def __init__(self, runs: Runs, *, stops: int | None, steps: int, seed: int, kill: bool, show: Show) -> None:
-        super().__init__(runs, steps=steps, show=show, planned=2 + (stops or 10) + 1 + (stops or 10) * kill)
-        self._stops, self._seed, self._kill = stops, seed, kill
+    def __init__(self, runs: Runs, *, stops: int | None, steps: int, seed: int, show: Show) -> None:
+        super().__init__(runs, steps=steps, show=show, planned=2 + (stops or 10) + 1)
+        self._stops, self._seed = stops, seed
 
     def prove(self) -> Proof:
         first = self.first_run()
         if first is None or not self.is_deterministic(first):
             return self.proof
         stops = choose_stops(self.steps_of(first), self._stops, seed=self._seed, has_ended=self.reference.has_ended)
-        kills = choose_stops(self.steps_of(first)[:-1], self._stops, seed=self._seed + 1, has_ended=False)
-        if self._lacks("stop", stops, least=2) or (self._kill and self._lacks("kill", kills, least=3)):
+        if not stops:
+            self.proof.rows.append(self._cannot_stop())
             return self.proof
-        self._planned = 2 + len(stops) + 1 + len(kills) * self._kill
+        self._planned = 2 + len(stops) + 1
         ranks = sorted(self.reference.by_rank)
         choice = random.Random(self._seed)
         self._stop_in_chains([Alarm(series=s, step=n, rank=choice.choice(ranks)) for s, n in stops])
-        if self._kill:
-            for series, number in kills:
-                self._kill_once(Alarm(series=series, step=number, rank=choice.choice(ranks), kill=True))
         return self.proof
 
-    def _lacks(self, what: str, chosen: Sequence[object], *, least: int) -> bool:
-        """Whether the runs are too short for a stop or a kill; then nothing is proved, and the table says so."""
-        if not chosen:
-            said = f"the runs have no boundary to {what} at: the proof is {steps_in_words(self.proof.steps)} long"
-            remedy = f"Give --steps {least} or more"
-            if self.proof.has_ended:
-                said, remedy = f"{said}, the whole training", f"Train for {least} steps or more, or leave --kill out"
-            verdict = Verdict(outcome="fails", explained=Explained(what=said, remedy=remedy))
-            self.proof.rows.append(Row(name=f"no {what}", verdict=verdict))
-        return not chosen
+    def _cannot_stop(self) -> Row:
+        """The runs are too short for a stop: nothing is proved, and the table says so."""
+        what = f"the runs have no boundary to stop at: the proof is {steps_in_words(self.proof.steps)} long"
+        verdict = Verdict(outcome="fails", explained=Explained(what=what, remedy="Give --steps 2 or more"))
+        return Row(name="no stop", verdict=verdict)
 
     # --- with stops ---
 
@@ -111,14 +102,6 @@ class _Prover(Baseline):
                 chain = None
         if chain is not None:
             self.runs.drop(chain)
-
-    def _kill_once(self, alarm: Alarm) -> None:
-        chain = self.runs.chain()
-        outcome = self.run(chain, str(alarm), alarm=alarm, last=self.last)
-        before = [life for life in outcome.lives if life.resumed is None]
-        after = [life for life in outcome.lives if life not in before[: self.proof.num_ranks]]
-        self.proof.rows.append(self._row(str(alarm), replace(outcome, lives=before), replace(outcome, lives=after)))
-        self.runs.drop(chain)
 
     def _row(self, name: str, stopped: Outcome, resumed: Outcome, *, is_stopped: bool = False) -> Row:
         verdict = self._never_resumed(stopped, resumed)

@@ -187,20 +187,7 @@ class ProofWitness(Witness):
             return True
         if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
             return False
-        if alarm.rank != self._ranks.rank:
-            return not alarm.kill
-        if not self._fires_first():
-            return False
-        self.write("alarm", step=position.step, kill=alarm.kill)
-        os.kill(os.getpid(), signal.SIGKILL if alarm.kill else self._signal)
-        return True
-
-    def _fires_first(self) -> bool:
-        """A job that an agent has started again passes the same boundary once more."""
-        try:
-            os.close(
-                os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            )
-        except FileExistsError:
-            return False
+        if alarm.rank == self._ranks.rank:
+            self.write("alarm", step=position.step)
+            os.kill(os.getpid(), self._signal)
         return True

@@ -75,7 +75,7 @@ class Life:
     exit: Sample = field(default_factory=dict)
     """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
     alarm: int | None = None
-    """The boundary at which it was stopped or killed."""
+    """The boundary at which it was stopped."""
     pid: int = 0
     clock: float = 0.0
     """`time.monotonic` of the machine when it had entered."""

@@ -59,8 +59,6 @@ class Outcome:
     """Exceptions that the script has ended with: ``type``, ``text``, ``rank``."""
     writes: Sequence[str] = ()
     """Files outside of temporary folders that the script itself has written to."""
-    variables: Sequence[str] = ()
-    """Variables set by the script that torch reads when it is imported."""
     hung_s: float = 0.0
     """It was ended because it passed no step and printed nothing for so long."""
 
@@ -96,14 +94,12 @@ class Runs:
         keep: Path | None = None,
         timeout_s: float = 300.0,
         on_step: Callable[[int], None] = lambda step: None,
-        as_given: bool = False,
         on_end: Callable[[int], None] = lambda pid: None,
     ) -> None:
         """`fresh`: a new interpreter for each run. `keep`: the folder for everything, which then stays. `timeout_s`:
-        how long a run may pass no step and print nothing. `on_step`: hears the newest step. `as_given`: the agent gets
-        no option that the user has not given. `on_end`: called with the process id of a run that has ended or hangs,
-        before what it has left behind is ended."""
-        self._as_given, self._on_end = as_given, on_end
+        how long a run may pass no step and print nothing. `on_step`: hears the newest step. `on_end`: called with the
+        process id of a run that has ended or hangs, before what it has left behind is ended."""
+        self._on_end = on_end
         self.command, self._keep, self._timeout_s, self._on_step = command, keep, timeout_s, on_step
         self.is_fresh = fresh
         self.why_fresh = "" if not fresh else "--fresh"
@@ -174,8 +170,7 @@ class Runs:
             variables["MINDX_ARENA_DIR"] = str(self.memory)
         for name in _UNSET:
             variables.pop(name, None)
-        under_agent = self.command.agent is not None or (alarm is not None and alarm.kill)
-        request = self._request(folder, variables, under_agent=under_agent)
+        request = self._request(folder, variables)
         process = self._start(request, hashes, fresh=fresh)
         try:
             hung_s = self._wait(process, folder, request.log)
@@ -187,14 +182,11 @@ class Runs:
         chain.runs.append(outcome)
         return outcome
 
-    def _request(self, folder: Path, env: Mapping[str, str], *, under_agent: bool) -> Request:
-        log = folder / "output.log"
-        if not under_agent:
+    def _request(self, folder: Path, env: Mapping[str, str]) -> Request:
+        log, agent = folder / "output.log", self.command.agent
+        if agent is None:
             return Request(command=self.command.script, env=env, log=log)
         script = ("-m", "mindx_elastic.prove.script", *self.command.script)
-        agent = self.command.agent or ()
-        if not self._as_given and not any(word.startswith(("--snapshot-every", "--snapshot_every")) for word in agent):
-            agent = (*agent, "--snapshot-every", "1")  # a kill soon after the start must find one
         command = ("-m", "mindx_elastic", "run", *agent, "--run-dir", str(folder / "agent"), *script)
         if not self.is_fresh:
             env = {"MINDX_ZYGOTE": "first", **env}  # the imports of each rank are most of a short run
@@ -272,7 +264,7 @@ def _read(folder: Path, log: Path, code: int, hung_s: float) -> Outcome:
     if file.exists():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         notes = [json.loads(line) for line in lines if line.endswith("\n")]
-    by_kind = {kind: [note for note in notes if note["kind"] == kind] for kind in ("error", "write", "variable")}
+    by_kind = {kind: [note for note in notes if note["kind"] == kind] for kind in ("error", "write")}
     return Outcome(
         code=code,
         lives=read_lives(folder),
@@ -280,7 +272,6 @@ def _read(folder: Path, log: Path, code: int, hung_s: float) -> Outcome:
         folder=folder,
         errors=by_kind["error"],
         writes=list(dict.fromkeys(note["text"] for note in by_kind["write"])),
-        variables=list(dict.fromkeys(note["text"] for note in by_kind["variable"])),
         hung_s=hung_s,
     )
 

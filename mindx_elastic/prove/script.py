@@ -23,13 +23,10 @@ from mindx_elastic.core.script import run
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.control import read_control
 
-__all__ = ["IMPORT_VARIABLES", "NOTES_FILE", "listen", "main"]
+__all__ = ["NOTES_FILE", "listen", "main"]
 
 NOTES_FILE = "script.jsonl"
 """In the run's folder."""
-IMPORT_VARIABLES = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_NUM_THREADS", "PYTORCH_", "TORCHDYNAMO_")
-"""Beginnings of variables that torch and numpy read when they are imported: a script that sets them to something else
-needs a fresh interpreter. (Torch itself sets others.)"""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 
@@ -60,26 +57,21 @@ class _Listener:
         temporary = {os.path.realpath(folder) for folder in folders}
         self._fd, self._others = fd, (*(f"{folder}/" for folder in temporary), *_NOT_FILES)
         self._seen: set[str] = set()
-        self._environment = dict(os.environ)
         self._hears_torch = self._listen_to_torch()
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = arguments
             if isinstance(flags, int) and flags & _WRITES:
-                self._note("write", path)
+                self._note_path(path)
         elif event in ("os.remove", "os.rename", "os.mkdir"):
-            self._note("write", arguments[1] if event == "os.rename" else arguments[0])
+            self._note_path(arguments[1] if event == "os.rename" else arguments[0])
         elif event == "import" and not self._hears_torch:  # one of those that follow torch's own
             self._hears_torch = self._listen_to_torch()
         elif event == "sys.excepthook":
             kind, rank = arguments[1].__name__, os.environ.get("RANK", "0")
             with suppress(Exception):  # the text is the program's
                 _note(self._fd, "error", type=kind, text=str(arguments[2]), rank=rank)
-        elif event == "os.putenv":
-            name = os.fsdecode(arguments[0])
-            if name.startswith(IMPORT_VARIABLES) and self._environment.get(name) != os.fsdecode(arguments[1]):
-                self._note("variable", name)
 
     def _listen_to_torch(self) -> bool:
         """Returns whether it was possible: torch's module is there."""
@@ -90,23 +82,20 @@ class _Listener:
 
         @functools.wraps(original)
         def init(opened: Any, name: Any, *arguments: Any, **more: Any) -> None:
-            self._note("write", name)
+            self._note_path(name)
             original(opened, name, *arguments, **more)
 
         writer.__init__ = init
         return True
 
-    def _note(self, kind: str, what: Any) -> None:
-        if not isinstance(what, (str, bytes, os.PathLike)):
+    def _note_path(self, path: Any) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
             return
-        text = os.fsdecode(what)
-        if kind == "write":
-            text = os.path.realpath(text)
-            if f"{text}/".startswith(self._others) or "__pycache__" in text:
-                return
-        if text not in self._seen:
+        text = os.path.realpath(os.fsdecode(path))
+        is_own = f"{text}/".startswith(self._others) or "__pycache__" in text
+        if not is_own and text not in self._seen:
             self._seen.add(text)
-            _note(self._fd, kind, text=text)
+            _note(self._fd, "write", text=text)
 
 
 def _note(fd: int, kind: str, **content: str) -> None:

@@ -29,8 +29,11 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
+from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.observer import Observed
+from mindx_elastic.prove.carried import rebound_in
+from mindx_elastic.prove.compare import root_of
 from mindx_elastic.prove.digests import digest, leaves, outline, stream_digest
 from mindx_elastic.prove.records import MOST_FORWARDS
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
@@ -54,10 +57,11 @@ class Witness:
         """What the program has given to the step's `step_end`."""
         self._targets: Mapping[str, Any] = {}
         self._known: dict[str, str] = {}
+        self._rebound: set[str] = set()
         self._kept: set[int] = set()
         self._modules: dict[str, nn.Module] = {}
         self._outside: Callable[[], bool] = lambda: False
-        self._begin_step()
+        self.begin_step()
 
     def watch(self, stack: ExitStack, seen: Observed) -> None:
         """Look from here on, until `stack` closes."""
@@ -80,7 +84,8 @@ class Witness:
 
     # --- one step ---
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """What was seen since the last boundary is part of no step."""
         self._forward: dict[str, Any] | None = None
         self._inputs: dict[str, list[str]] = {}
         self.scalars = {}
@@ -122,10 +127,10 @@ class Witness:
             streams=self._streams(),
             end=self._everything(),
         )
-        self._begin_step()
+        self.begin_step()
 
     def behind_tail(self) -> None:
-        self._begin_step()  # what that code has called is part of no step
+        self.begin_step()  # what that code has called is part of no step
         self.write("tail", end=self._everything())
 
     def _everything(self) -> dict[str, Any]:
@@ -220,8 +225,11 @@ class Witness:
         return found
 
     def _variables(self) -> dict[str, str]:
+        """Without what each turn of the innermost loop binds before it reads it: a batch, a loss."""
+        for frame in program_frames(sys._getframe(1)):
+            self._rebound |= rebound_in(frame)
         found = own_variables(sys._getframe(1), self._kept) | attributes_of_kept(self._targets, self._is_loader)
-        return {f"variable|{name}": each for name, each in found.items()}
+        return {f"variable|{name}": each for name, each in found.items() if root_of(name) not in self._rebound}
 
     def _is_loader(self, name: str) -> bool:
         return is_loader(name, self._targets.get(name))

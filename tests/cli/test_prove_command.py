@@ -95,14 +95,14 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
-def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path, memory: Path) -> None:
-    words = ["--stops", 1, "--steps", 5, "--kill", "--nproc-per-node", 2]
+def test_two_ranks_are_stopped_under_the_agent(tmp_path: Path, memory: Path) -> None:
+    words = ["--stops", 1, "--steps", 5, "--nproc-per-node", 2]
     result = run(
         *words, "--", JOBS / "proved.py", "exact", tmp_path / "ckpt", cwd=tmp_path, MINDX_ARENA_DIR=str(memory)
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "every step equal: 5 steps of 2 ranks" in result.stdout
-    assert "killed after step" in result.stdout and "stopped after step" in result.stdout
+    assert "stopped after step" in result.stdout
     assert not list(tmp_path.iterdir()), "not even the agent's run directory"
     assert not list(memory.iterdir())
 
@@ -113,7 +113,6 @@ def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     result = run(*words, "--", JOBS / "proved.py", "scaled_on_1", tmp_path / "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "is another one; not got back: own_steps" in result.stdout and "(rank 1)" in result.stdout
-    assert "note: the ranks were stopped, and none was killed: --kill does that, too" in result.stdout
 
 
 @pytest.mark.drill

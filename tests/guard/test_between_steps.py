@@ -79,12 +79,12 @@ def samples_now_and_then(p: Program, *, last: int) -> None:
     with p.guard:
         for step in p.guard.steps(last):
             one(p, p.full_batch())
-            if step % 5 == 0:
+            if step % 9 == 0:
                 p.log.append(p.full_batch())
 
 
 def test_a_run_that_was_not_refused_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps 1, 2, 3 and 8 show nothing; of the resumed process's own first steps the third one does."""
+    """Steps 1, 2 and 8 show nothing; of the resumed process's own first steps the second one does."""
     samples_now_and_then(Program(tmp_path, loader=None), last=7)
     assert "moves after" not in caplog.text
     resumed = Program(tmp_path, loader=None)

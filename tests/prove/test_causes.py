@@ -183,22 +183,22 @@ def test_stateful_objects_and_scalars_have_words() -> None:
     assert "loss differs at step 15: l15, and other" in words(step(15, scalars={"scalar|loss": "other"}))
 
 
-def test_chance_is_told_from_hashes_and_from_missing_seeds() -> None:
+def test_chance_is_told_with_missing_seeds() -> None:
     found = compare_life(REFERENCE, life([step(1), step(2, inputs={"model": ("new",)})]))
     assert found is not None
-    hashes = explain_chance(found, by_hash=True, unseeded=())
-    assert "two uninterrupted runs differ at step 2, in the batch" in hashes.what and "PYTHONHASHSEED" in hashes.remedy
-    seeds = explain_chance(found, by_hash=False, unseeded=("python",))
+    hashes = explain_chance(found, unseeded=())
+    assert "two uninterrupted runs differ at step 2, in the batch" in hashes.what and "set of texts" in hashes.cause
+    seeds = explain_chance(found, unseeded=("python",))
     assert "random.seed(0)" in seeds.remedy
     late = compare_life(REFERENCE, life([step(1), step(2), step(3, end=end(3, weights="other"))]))
     assert late is not None
-    kernels = explain_chance(late, by_hash=False, unseeded=("python",))
+    kernels = explain_chance(late, unseeded=("python",))
     assert "differ at step 3, in model.w" in kernels.what and "use_deterministic_algorithms" in kernels.remedy
     fresh = life([step(1)])
     fresh.entered = {**weights(0), "weights|model.w": "other"}
     early = compare_life(REFERENCE, fresh)
     assert early is not None
-    assert "before any step was done, in model.w" in explain_chance(early, by_hash=False, unseeded=()).what
+    assert "before any step was done, in model.w" in explain_chance(early, unseeded=()).what
 
 
 def short_step(number: int, passed: int, **ends: str) -> Step:

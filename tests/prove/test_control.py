@@ -11,10 +11,10 @@ from mindx_elastic.prove.control import Alarm, Control, read_control
 
 
 def test_the_control_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    alarm = Alarm(series=1, step=3, rank=1, kill=True)
+    alarm = Alarm(series=1, step=3, rank=1)
     one = Control(folder=tmp_path, directories=tmp_path, steps=-1, last=(0, 4), alarm=alarm)
     assert read_control(one.write(tmp_path / "control.json")) == one
-    assert str(alarm) == "killed after step 3"
+    assert str(alarm) == "stopped after step 3"
 
 
 def test_the_length_of_a_run(tmp_path: Path) -> None:

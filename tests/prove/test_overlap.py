@@ -58,7 +58,7 @@ def stop(directory: Path, *, middle: Callable[[Job, int], object] = lambda job, 
 
 
 def resume(directory: Path, **options: Any) -> tuple[Job, dict[str, torch.Tensor]]:
-    run = {name: options.pop(name) for name in ("middle", "after") if name in options}
+    run = {name: options.pop(name) for name in ("begin", "middle", "after") if name in options}
     job = Quiet(directory, seed=1, **options)
     return job, job.run(**run)
 
@@ -88,6 +88,16 @@ def test_an_exact_job_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(lines(caplog, f"verified: step {STOP + 1} is the one of the stopped process")) == 1
     assert outcomes(tmp_path / "job") == ["verified"]
     assert not lines(caplog, "not got back")
+
+
+def test_a_forward_in_front_of_the_first_batch_is_part_of_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stop(tmp_path)
+    warmed_up = []
+    resume(tmp_path, begin=lambda job: warmed_up.append(job.network(torch.ones(4, 4)).shape))
+    assert warmed_up and lines(caplog, f"verified: step {STOP + 1} is the one of the stopped process"), caplog.text
 
 
 def test_accumulation_is_played_to_the_windows_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

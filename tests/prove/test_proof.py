@@ -35,7 +35,7 @@ def runs() -> Iterator[Runs]:
 
 def prove_job(runs: Runs, *words: object, stops: int | None = 4, steps: int = 0, seed: int = 0) -> Proof:
     runs.command = Command(script=tuple(map(str, words)))
-    return prove(runs, stops=stops, steps=steps, seed=seed, kill=False)
+    return prove(runs, stops=stops, steps=steps, seed=seed)
 
 
 def prove_fault(runs: Runs, tmp_path: Path, fault: str, **more: int) -> Proof:
@@ -149,7 +149,7 @@ FAULTS = [
         *("code after step_end()", "guard.outside_step()"),
     ),
     ("scheduler", "optimizer lr differs at step 3: 0.009", "a scheduler is not named", "Guard(lr_scheduler=...)"),
-    ("content", "is another one", "its order or content depends on a generator, a counter", "what decides the batch"),
+    ("content", "is another one", "depends on a generator, a counter", "what decides the batch"),
     ("order", "the data order began anew", "no loader is named", "Guard(loader=...)"),
     ("never", "the run never resumed: it was stopped after step 1", 'resume="never"', 'resume="auto"'),
     (
@@ -225,7 +225,7 @@ def test_a_set_in_order_of_its_hashes_is_proved_with_a_fixed_seed(
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     command = Command(script=(str(JOBS / "proved.py"), "hashes", str(tmp_path / "ckpt")))
     with Runs(command, timeout_s=600) as own:
-        assert prove(own, stops=1, steps=3, seed=0, kill=False).exit_code == 0
+        assert prove(own, stops=1, steps=3, seed=0).exit_code == 0
 
 
 def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:
@@ -286,14 +286,11 @@ def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
     assert [row.name for row in proof.rows[2:]] == [f"stopped after step {step}" for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize(("steps", "kill"), [(1, False), (2, True)])
-def test_a_proof_without_a_stop_or_a_kill_is_not_equal(runs: Runs, tmp_path: Path, steps: int, kill: bool) -> None:
-    runs.command = Command(script=(str(JOBS / "proved.py"), "exact", str(tmp_path / "ckpt")))
-    proof = prove(runs, stops=3, steps=steps, seed=0, kill=kill)
+def test_a_proof_without_a_stop_is_not_equal(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "exact", stops=3, steps=1)
     assert proof.exit_code == 4 and len(proof.rows) == 3
-    what = "kill" if kill else "stop"
-    assert f"the runs have no boundary to {what} at: the proof is {steps} step" in text_of(proof)
-    assert f"Give --steps {steps + 1} or more" in text_of(proof)
+    assert "the runs have no boundary to stop at: the proof is 1 step long" in text_of(proof)
+    assert "Give --steps 2 or more" in text_of(proof)
 
 
 @pytest.mark.drill

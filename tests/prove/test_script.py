@@ -86,7 +86,6 @@ def test_what_it_does_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "import torch\n"
         "torch.save({}, 'best.pt'); torch.save({}, os.environ['TMPDIR'] + '/other.pt')\n"
         "assert torch.load('best.pt') == {}\n"
-        "os.environ['OMP_NUM_THREADS'] = '3'; os.environ['OTHER'] = '1'\n"
         "raise ValueError('no')\n"
     )
     env = of_a_run(folder, TMPDIR=str(home / "temporary"))
@@ -98,7 +97,6 @@ def test_what_it_does_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert [(note["kind"], note["text"]) for note in found] == [
         ("write", str(home / "kept.txt")),
         ("write", str(home / "best.pt")),
-        ("variable", "OMP_NUM_THREADS"),
         ("error", "no"),
     ]
     assert "ValueError: no" in request.log.read_text()

@@ -160,14 +160,6 @@ def test_an_alarm_of_another_rank_or_guard_is_left_alone(tmp_path: Path, begin: 
     assert life_of(folder).alarm is None and life_of(folder).outcome == "finished"
 
 
-def test_an_alarm_fires_once_in_a_run(tmp_path: Path, begin: Begin) -> None:
-    """An agent starts the job again, which passes the same boundary once more."""
-    folder = begin(alarm=Alarm(series=0, step=2, rank=0))
-    (folder / "fired").touch()
-    Job(tmp_path / "ckpt").run(1)
-    assert life_of(folder).outcome == "finished"
-
-
 def test_the_weights_at_the_exit_are_those_of_the_script_s_end(tmp_path: Path, begin: Begin) -> None:
     folder = begin()
     job = Job(tmp_path / "ckpt")

@@ -51,7 +51,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["Loops", "without_streams"]
 
 _IDLE_ITERATIONS = 1000
-_TAILS = (1, 2, 3, 8)  # after which boundaries of the process
+_TAILS = (1, 2, 8)  # after which boundaries of the process
 _WEIGHTS_CHANGED = (
     "weights are changed inside the guard's block, outside of its steps, and a resumed run does that again",
     "Do it before `with guard:`, or let guard.step decide whether to do it",
@@ -126,6 +126,8 @@ class Loops:
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
+        self.at_head_end: Callable[[], None] = lambda: None
+        """Called when an epoch's first batch is asked for."""
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, is_resumed=self._is_resuming)
         self._loaders.at_evaluation(self.watch_tail)
@@ -484,6 +486,7 @@ class Loops:
 
     def at_first_batch(self, *, restores: bool) -> None:
         """The program is about to get an epoch's first batch, or the first one of a resumed run."""
+        self.at_head_end()
         if self._asked_in_front is None:
             self._asked_in_front = self.asked
         if restores and self._restores:
