@@ -90,6 +90,7 @@ def test_a_collector_that_was_made_ahead_serves_the_same_objects_once() -> None:
 def test_what_is_told_of_a_guard_that_cannot_recover_in_place_fits_its_program(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_layered: bool, told: str
 ) -> None:
+    monkeypatch.setattr(running, "_is_running", False)
     monkeypatch.setenv("MINDX_RECOVER", "in-place")
     monkeypatch.setattr(running, "_told", set())
     monkeypatch.setattr("mindx_elastic.guard.running.AgentInfo.from_env", object)
