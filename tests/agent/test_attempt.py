@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,27 @@ ORDER = int(CONTROL_SIGNAL)
 IN_TRAINING = Status(pid=1, phase=WorkerPhase.TRAINING, step=3, boundaries=3, entered_ns=1, boundary_ns=1)
 
 
+class Clock:
+    """Stands in for the module `time`: it goes on while the agent waits, and at no other time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+clock = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.agent.attempt.time", clock)
+
+
 class Workers:
     """Stands in for `mindx_elastic.agent.workers.Workers`.
 
@@ -47,10 +67,10 @@ class Workers:
         self.waits: object = None
 
     def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> list[WorkerExit]:
-        time.sleep(max(0.0, min(timeout_s, 0.02)))
+        clock.now += max(0.001, min(timeout_s, 0.02))
         found = []
         for when, rank, code in sorted(self.coming):
-            if when <= time.monotonic() and rank in self.live:
+            if when <= clock.now and rank in self.live:
                 del self.live[rank]
                 status = self.pages[rank]
                 if status is not None and code >= 0 and status.phase < WorkerPhase.LEFT:
@@ -62,7 +82,7 @@ class Workers:
         return found
 
     def end(self, rank: int, code: int) -> None:
-        self.coming.append((time.monotonic(), rank, code))
+        self.coming.append((clock.now, rank, code))
 
     def send(self, rank: int, signum: int) -> None:
         self.sent[rank].append(int(signum))
@@ -170,7 +190,7 @@ class Replacing:
     def hear_end(self, end: WorkerExit) -> None:
         self.replaced.append(end.rank)
         self.workers.exits = [each for each in self.workers.exits if each.rank != end.rank]
-        self.workers.pages[end.rank] = replace(IN_TRAINING, pid=2, boundaries=0, entered_ns=time.monotonic_ns())
+        self.workers.pages[end.rank] = replace(IN_TRAINING, pid=2, boundaries=0, entered_ns=clock.monotonic_ns())
         self.workers.live[end.rank] = self.workers.processes[end.rank]
 
     @property
@@ -197,7 +217,7 @@ def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_fi
     run: Callable[..., Ending],
 ) -> None:
     pages: dict[int, Status | None] = {0: IN_TRAINING, 1: IN_TRAINING}
-    pages[2] = replace(IN_TRAINING, boundaries=0, entered_ns=time.monotonic_ns())
+    pages[2] = replace(IN_TRAINING, boundaries=0, entered_ns=clock.monotonic_ns())
     made: list[Replacing] = []
 
     def recovery(workers: Workers) -> Replacing:
@@ -213,10 +233,10 @@ def test_a_new_process_has_the_time_of_its_recovery_to_come_to_its_guard(run: Ca
     class Slow(Replacing):
         def hear_end(self, end: WorkerExit) -> None:
             super().hear_end(end)
-            self.workers.pages[end.rank], self.until = None, time.monotonic() + 1.2
+            self.workers.pages[end.rank], self.until = None, clock.now + 1.2
 
         def look(self) -> Phase:
-            if time.monotonic() > self.until:
+            if clock.now > self.until:
                 self.replaced.append(-1)
             return super().look()
 
@@ -285,9 +305,9 @@ def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(run
 def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) -> None:
     workers = Workers({0: IN_TRAINING, 1: None, 2: None}, ignore)
     workers.end(2, 1)
-    started = time.monotonic()
+    started = clock.now
     assert run(workers, grace_s=0.6).code == 1
-    assert time.monotonic() - started > 0.55
+    assert clock.now - started == pytest.approx(0.6, abs=0.05)
     assert workers.sent[0] == [ORDER, TERM, KILL], "an order, at half time a SIGTERM, at the end SIGKILL"
     assert workers.sent[1] == [TERM, KILL]
 
@@ -313,7 +333,7 @@ def test_a_signal_during_a_failure_forbids_the_restart(run: Callable[..., Ending
 def test_when_one_leaves_gracefully_the_others_may_too(run: Callable[..., Ending]) -> None:
     workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
     workers.end(1, 143)
-    workers.coming.append((time.monotonic() + 0.3, 0, 143))
+    workers.coming.append((clock.now + 0.3, 0, 143))
     ending = run(workers)
     assert (ending.outcome, ending.code) == ("stopped", 143)
     assert workers.sent == {0: [], 1: []}
@@ -336,13 +356,10 @@ def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending],
 
 
 @pytest.mark.parametrize("page", [IN_TRAINING, None])
-def test_a_lost_node(
-    page: Status | None, run: Callable[..., Ending], inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_node(page: Status | None, run: Callable[..., Ending], inbox: SignalInbox) -> None:
     """Guarded workers that do not get on are told; without a guard they find out by themselves."""
-    monkeypatch.setattr("mindx_elastic.agent.attempt._NODE_PATIENCE_S", 0.1)
     workers = Workers({0: page}, lambda rank, signum: 75)
-    workers.coming.append((time.monotonic() + 1.0, 0, 1))
+    workers.coming.append((clock.now + 60.0, 0, 1))
     ending = run(workers, membership=Nodes(inbox, lost="only 1 of 2 nodes give a sign of life"))
     assert ending.outcome == "failed"
     if page is None:
@@ -357,7 +374,7 @@ def test_a_lost_node(
 
 def past(*, finished: bool = True, **more: Any) -> Status:
     """A guard that was left a minute ago."""
-    left_ns = time.monotonic_ns() - 60 * 10**9
+    left_ns = clock.monotonic_ns() - 60 * 10**9
     return replace(IN_TRAINING, phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
 
 
@@ -394,20 +411,17 @@ def test_a_rank_that_fails_because_the_one_it_waited_for_was_ended(run: Callable
             workers.end(0, 1)
         return obey(rank, signum)
 
-    recent = replace(past(), left_ns=time.monotonic_ns() + 3600 * 10**9)
+    recent = replace(past(), left_ns=clock.monotonic_ns() + 3600 * 10**9)
     workers = Workers({0: recent, 1: past()}, react)
     ending = run(workers, exit_timeout_s=30)
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
     assert "rank 0 ended after its training with exit code 1, because rank 1 was ended" in ending.cause
 
 
-def test_what_is_done_after_the_training_needs_no_other_node(
-    run: Callable[..., Ending], inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_done_after_the_training_needs_no_other_node(run: Callable[..., Ending], inbox: SignalInbox) -> None:
     """The others have ended, the host of the rendezvous among them; or a new one comes."""
-    monkeypatch.setattr("mindx_elastic.agent.attempt._NODE_PATIENCE_S", 0.1)
     for nodes in (Nodes(inbox, lost="no answer"), Nodes(inbox, waiting=1)):
         workers = Workers({0: past()}, ignore)
-        workers.coming.append((time.monotonic() + 0.6, 0, 0))
+        workers.coming.append((clock.now + 60.0, 0, 0))
         assert run(workers, membership=nodes).outcome == "finished"
         assert workers.sent[0] == []

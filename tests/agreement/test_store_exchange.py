@@ -105,12 +105,9 @@ def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> 
 
 def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(ranks: list[StoreExchange]) -> None:
     """It dies while the others wait for what it offers; one of them hears of it."""
-    deaths: list[int] = []
-    ranks[2].gone = lambda: deaths
-    dies = threading.Timer(0.2, lambda: deaths.append(1))
-    dies.start()
+    looks = itertools.count()
+    ranks[2].gone = lambda: [1] if next(looks) else []
     decisions = decide(ranks, {0: 5, 2: 5}, 600)
-    dies.join()
     assert set(decisions.values()) == {Decision(None, "rank 1 is gone")}
     assert ranks[0].decide("salvage", 5, 600).reason == "rank 1 is gone"
 
@@ -118,11 +115,19 @@ def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(ranks: list[StoreExch
 def test_a_rank_that_has_made_its_offer_and_left_is_no_reason_to_act_alone(ranks: list[StoreExchange]) -> None:
     """It has saved at the agreed step; another one is late."""
     ranks[1].announce("salvage", 13)
-    ranks[2].gone = ranks[0].gone = lambda: [1]
+    ranks[0].gone = lambda: [1]
+    looks, has_looked = itertools.count(), threading.Event()
+
+    def gone() -> list[int]:
+        if next(looks):  # the look before has been acted on
+            has_looked.set()
+        return [1]
+
+    ranks[2].gone = gone
     decisions: list[Decision] = []
     early = threading.Thread(target=lambda: decisions.append(ranks[2].decide("salvage", 12, 30)))
     early.start()
-    time.sleep(0.3)
+    assert has_looked.wait(30)
     decisions.append(ranks[0].decide("salvage", 13, 30))
     early.join(30)
     assert [decision.step for decision in decisions] == [13, 13]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -267,11 +266,13 @@ def small_of(step: int, small: bytes) -> str:
 def test_neighbours_that_come_to_the_step_later_are_waited_for() -> None:
     told = {1: small_of(6, b"of the step before"), 2: small_of(7, b"two")}
     together, exchange = swapping(told)
-    later = threading.Timer(0.05, lambda: told.update({1: small_of(7, b"one")}))
-    later.start()
-    assert together.swap(7, b"mine", 60.0, frozenset) == {1: b"one", 2: b"two"}
+
+    def gone() -> frozenset[int]:
+        told[1] = small_of(7, b"one")  # it has come, after the first look at what it told
+        return frozenset()
+
+    assert together.swap(7, b"mine", 60.0, gone) == {1: b"one", 2: b"two"}
     assert json.loads(exchange.told[0])[:2] == [7, ""]
-    later.join()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -45,12 +44,6 @@ def test_it_is_known_whether_all_notes_are_there(store: Any) -> None:
     one.write("1/a", {"n": 1})
     assert one.has(["1/a"])
     assert not one.has(["1/a", "1/b"])
-
-
-def test_the_time_is_kept(store: Any) -> None:
-    began = time.monotonic()
-    assert board(store).wait(["1/never"], 0.1) is None
-    assert time.monotonic() - began >= 0.1
 
 
 @pytest.mark.parametrize(
