@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -65,12 +64,10 @@ def test_a_pipe_that_is_not_read_costs_one_short_wait(relay: LogRelay, lines: Li
     relay.hurry = True
     lines.go.clear()
     logger.warning("first")
-    begin = time.monotonic()
-    for number in range(1000):
+    for number in range(3000):  # a quarter of a second for each would be more than this test has
         logger.warning("%d", number)
-    assert time.monotonic() - begin < 30, "each line would have waited a quarter of a second"
     lines.go.set()
-    wait_until(lambda: len(lines.written) == 1001, "the lines come once they are read")
+    wait_until(lambda: len(lines.written) == 3001, "the lines come once they are read")
 
 
 def test_after_it_is_closed_lines_go_their_usual_way(lines: Lines) -> None:

@@ -91,15 +91,16 @@ def test_an_exception_that_no_policy_wants_is_left_alone(make_parts: Make) -> No
 
 
 @pytest.mark.parametrize("before", ["nothing", "SIGTERM"])
-def test_a_recovery_that_comes_to_nothing_in_mid_update_does_not_wait_for_a_boundary(parts: Parts, before: str) -> None:
+def test_a_recovery_that_comes_to_nothing_in_mid_update_does_not_wait_for_a_boundary(
+    make_parts: Make, before: str
+) -> None:
     """The training thread has left its loop; the watcher must not expect it at the next boundary."""
+    parts = make_parts(grace_s=3600.0)  # to wait for one would be more than this test has
     parts.gate.begin_update()
     parts.gate.end_update()
     if before == "SIGTERM":  # it has ended the recovery
         parts.stopper.hear_signal(signal.SIGTERM)
-    began = time.monotonic()
     parts.stopper.stop_for_death()
-    assert time.monotonic() - began < 5
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
     assert parts.stopper.exit().code == (143 if before == "SIGTERM" else 75)
 

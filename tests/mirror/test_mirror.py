@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -162,14 +161,16 @@ def test_a_dead_partner_costs_one_warning(start: Callable[..., Job], caplog: pyt
     assert len(job.files("a")) == 2
 
 
-def test_a_frozen_partner_costs_a_part_of_the_time_that_is_left(start: Callable[..., Job]) -> None:
+def test_a_frozen_partner_does_not_cost_all_the_time_that_is_left(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindx_elastic.mirror.mirror._FIRST_ANSWER_S", 0.2)
     job = start("ab")
     mirror: Mirror = job.mirrors[0]
+    job.mirrors[1].close()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, nobody answers
         mirror.endpoints._known[1] = Endpoint("127.0.0.1", silent.getsockname()[1], "x")
-        began = time.monotonic()
-        mirror.deliver(job.write(0), 17, 3.0)
-        assert time.monotonic() - began < 3.0
+        mirror.deliver(job.write(0), 17, 3600.0)  # all of it would be more than this test has
     assert [event["outcome"].partition(":")[0] for event in job.events(0)] == ["failed"]
 
 
