@@ -115,7 +115,7 @@ def _server() -> tuple[socket.socket, IO[bytes]]:
 
     def end() -> None:
         mine.close()
-        process.wait(10)
+        process.wait(60)
 
     atexit.register(end)
     return mine, process.stdout

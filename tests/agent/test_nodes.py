@@ -260,7 +260,7 @@ def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPa
 
     def board() -> Any:
         asked.append(1)
-        return SimpleNamespace(read=lambda keys: thread_waits.wait(5.0), write=None)
+        return SimpleNamespace(read=lambda keys: thread_waits.wait(60.0), write=None)
 
     import threading
 

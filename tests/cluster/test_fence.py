@@ -34,7 +34,7 @@ def test_a_stopped_predecessor_is_killed(process: subprocess.Popen[bytes]) -> No
     os.kill(process.pid, signal.SIGSTOP)
     told = identity(process)
     assert end_predecessor(told, space=own_space(), node_id="1", env=ENV) == process.pid
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert end_predecessor(told, space=own_space(), node_id="1", env=ENV) is None, "it is gone"
 
 

@@ -309,7 +309,7 @@ def test_waiting_ends_when_the_sources_have_gone(server: Server) -> None:
     second = os.dup(channel._socket.fileno())  # as a forked worker of a loader has it
     with channel:
         pass
-    assert done.wait(5), "the worker's copy of the connection does not matter"
+    assert done.wait(60), "the worker's copy of the connection does not matter"
     thread.join()
     os.close(second)
 

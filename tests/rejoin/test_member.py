@@ -26,7 +26,7 @@ def store() -> Any:
 @pytest.fixture
 def member(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Member:
     made = Member(
-        RejoinSettings(timeout_s=20.0),
+        RejoinSettings(timeout_s=60.0),
         RankInfo(rank=1, world_size=2, local_rank=1),
         AgentInfo(folder=tmp_path, attempt=0),
     )
