@@ -19,6 +19,7 @@ class BufferBroadcasts:
 
     def __init__(self, modules: Sequence[tuple[str, DistributedDataParallel]] = ()) -> None:
         self._modules = [(name, module) for name, module in modules if module.broadcast_buffers]
+        self.are_used = bool(self._modules)
         self.seen = self.look()
         """As at the last boundary."""
 
@@ -27,9 +28,8 @@ class BufferBroadcasts:
         return [module.require_forward_param_sync for _, module in self._modules]
 
     def copy(self) -> None:
-        """This is a boundary."""
-        if self._modules:
-            self.seen = self.look()
+        """This is a boundary. Only where they `are_used`."""
+        self.seen = self.look()
 
     def put_back(self, seen: Sequence[bool]) -> None:
         """Let it be as `look` has given it."""

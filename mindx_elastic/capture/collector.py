@@ -196,7 +196,8 @@ class Collector:
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for copy in self._copies:
             copy()
-        self.broadcasts.copy()
+        if self.broadcasts.are_used:
+            self.broadcasts.copy()
         if self.rank_weights is not None:
             self.rank_weights.copy()
         self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move

@@ -86,9 +86,11 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
 
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
     """A copy of `value` as `copy_state` makes it, without the item named `but`."""
-    return {
-        key: item if type(item) in _ATOMS else copy_tree(item, _stand_in) for key, item in value.items() if key != but
-    }
+    copied: dict[str, Any] = {}
+    for key, item in value.items():  # at each boundary, where a comprehension would be one call more
+        if key != but:
+            copied[key] = item if type(item) in _ATOMS else copy_tree(item, _stand_in)
+    return copied
 
 
 def same_tree(one: Any, other: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -27,6 +28,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 __all__ = ["OptimizerComponent", "has_state_of_torch", "unwrap_optimizer"]
 
 _params_of = itemgetter("params")
+_options_of = partial(copy_items, but="params")
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -130,7 +132,7 @@ class OptimizerComponent:
         return found
 
     def copy(self) -> None:
-        self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
+        self._groups = [*map(_options_of, self.optimizer.param_groups)]  # as `look`
         if self._has_own:
             self._own.copy()
         if self.keeps_host_state:
@@ -228,7 +230,7 @@ class OptimizerComponent:
 
     def look(self) -> list[dict[str, Any]]:
         """The options of the groups as they are now, in the form of `groups`."""
-        return [copy_items(group, but="params") for group in self.optimizer.param_groups]
+        return [*map(_options_of, self.optimizer.param_groups)]
 
     @property
     def groups(self) -> list[dict[str, Any]]:

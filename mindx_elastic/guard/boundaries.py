@@ -142,7 +142,10 @@ class Boundaries:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 position.step,
             )
-        self._changes.at_boundary()
+        if self._changes.is_looking or self._collector.structure_is_new:
+            self._changes.at_boundary()
+        if self._collector.at_first_boundary is not None:
+            self._collector.leave_head()
         hidden = self.hidden
         if hidden.sample is not None or position.step >= hidden.next_look:
             hidden.at_boundary(position.step)

@@ -447,7 +447,8 @@ class Guard(LayeredGuard):
         loops.count()
         self._finished_step = False
         is_inside = self._boundaries.is_inside_accumulation()
-        self._boundaries.unseen.at_step(is_inside=is_inside)
+        if not self._boundaries.unseen.is_over:
+            self._boundaries.unseen.at_step(is_inside=is_inside)
         self._cut = self._known and not is_inside
         self._cut = self._cut and loops.is_boundary()
         if self._cut:
@@ -503,7 +504,7 @@ class Guard(LayeredGuard):
             self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):
             self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
-        if not tail.is_pending:
+        if self._periodic and not tail.is_pending:
             self._save_if_due()
         collector = self._collector
         if collector.devices.is_used:

@@ -40,16 +40,17 @@ class Changes:
         }
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
         self._hooks, self._num_boundaries = CommHooks(targets, ddp, unmanaged), 0
+        self.is_looking = True
+        """Else `at_boundary` has something to do only where `Collector.structure_is_new`."""
 
     def at_boundary(self) -> None:
         """A boundary was copied. Raises UnmanagedStateError for what a start cannot make again."""
         collector = self._collector
-        if self._num_boundaries < _LOOKS[-1]:
+        if self.is_looking:
             self._num_boundaries += 1
+            self.is_looking = self._num_boundaries < _LOOKS[-1]
             if self._num_boundaries in _LOOKS:
                 self._hooks.look()
-        if collector.at_first_boundary is not None:
-            collector.leave_head()
         if collector.structure_is_new:
             collector.structure_is_new = False
             for problem in collector.problems:

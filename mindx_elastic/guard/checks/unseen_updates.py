@@ -25,20 +25,21 @@ class UnseenUpdates:
     def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
         self._collector, self._unmanaged = collector, unmanaged
         self._num_steps = 0
-        self._is_over = False
+        self.is_over = False
+        """`at_step` has nothing left to do."""
         self._before: TensorsLook | None = None
 
     def at_step(self, *, is_inside: bool) -> None:
         """A step has ended. `is_inside`: with gradients, and without an update. Raises UnmanagedStateError."""
-        if self._is_over or not is_inside:
-            self._is_over = True
+        if not is_inside:
+            self.is_over = True
             return
         self._num_steps += 1
         if self._before is None and self._num_steps not in _LOOKS:
             return
         weights = [p for p in self._collector.parameters if p.grad is not None]
         if any(isinstance(each, DTensor) for each in weights):  # FSDP2 has them whole at times
-            self._is_over = True
+            self.is_over = True
             return
         self._collector.devices.wait_for_update()  # a look reads from them
         before, now = self._before, TensorsLook.at(weights)

@@ -18,9 +18,9 @@ step with the stopped process shows that its batch is another one.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -68,6 +68,7 @@ class DataSettings:
         self._loaded: Mapping[str, Any] | None = None
         self._epoch_loaded = 0
         self._seen = [*map(dict.copy, self._tables)]  # at the last boundary
+        self._seen_ids = _ids_in(self._seen)
         self._before: list[dict[str, Any]] | None = None  # while code that makes samples may run
         self._contents: list[tuple[dict[str, Any], str, Any]] = []  # of lists, dicts and sets at the last look
         self._is_changed = False  # by the program, since the last look
@@ -83,18 +84,15 @@ class DataSettings:
 
     def state(self) -> dict[str, Any] | None:
         """What to save; None: nothing is set. At each boundary."""
-        if (
-            self._is_changed
-            or not _are_same(self._tables, self._seen)
-            or (self._contents and self._are_other_contents())
-        ):
+        now = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]  # as `_ids_in`, without a call
+        if self._is_changed or now != self._seen_ids or (self._contents and self._are_other_contents()):
             self._look()
         if not self._own:
             return None
-        now = {key: value for key in self._own if (value := self._value_of(key)) is not _OTHER}
-        begun = {key: value for key in now if not _same(value := self._begun.get(key, _OTHER), now[key])}
+        held = {key: value for key in self._own if (value := self._value_of(key)) is not _OTHER}
+        begun = {key: value for key in held if not _same(value := self._begun.get(key, _OTHER), held[key])}
         begun = {key: value for key, value in begun.items() if value is not _OTHER}
-        state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(now)}
+        state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(held)}
         return {**state, "begun": _by_path(begun)} if begun else state
 
     def load(self, state: Any, epoch: Any) -> None:
@@ -109,7 +107,8 @@ class DataSettings:
 
     def _look(self) -> dict[_Key, Any]:
         """Find what the program has set. Returns all values."""
-        self._seen, self._is_changed = [*map(dict.copy, self._tables)], False
+        self._see([*map(dict.copy, self._tables)])
+        self._is_changed = False
         values = self._values()
         for key, value in values.items():
             is_new = key not in self._own and key not in self._made
@@ -122,6 +121,9 @@ class DataSettings:
             if type(held) in (list, dict, set) and (path, name) in values
         ]
         return values
+
+    def _see(self, held: list[dict[str, Any]]) -> None:
+        self._seen, self._seen_ids = held, _ids_in(held)
 
     # --- an iteration ---
 
@@ -143,10 +145,10 @@ class DataSettings:
     def end_making(self) -> None:
         """What has changed since is the data set's own affair."""
         before, self._before = self._before, None
-        if before is None or _are_same(now := [*map(dict.copy, self._tables)], before):
+        if before is None or _ids_in(self._tables) == (ids := _ids_in(before)):
             return
-        self._is_changed |= not _are_same(before, self._seen)
-        self._seen = now
+        self._is_changed |= ids != self._seen_ids
+        self._see(now := [*map(dict.copy, self._tables)])
         for path, held, had in zip(self._paths, now, before, strict=True):
             self._made |= {(path, name) for name, value in held.items() if had.get(name, _OTHER) is not value}
 
@@ -292,12 +294,9 @@ def _set(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _are_same(held: list[dict[str, Any]], before: list[dict[str, Any]]) -> bool:
-    """Whether all attributes hold the same objects, of which none is asked."""
-    for now, then in zip(held, before, strict=True):
-        if len(now) != len(then) or not all(map(operator.is_, now.values(), then.values())):
-            return False
-    return True
+def _ids_in(held: Iterable[dict[str, Any]]) -> list[int]:
+    """Of all that attributes hold, of which none is asked."""
+    return [*map(id, chain.from_iterable(map(dict.values, held)))]
 
 
 def _same(one: Any, other: Any) -> bool:
