@@ -186,7 +186,7 @@ class Checks:
     def _look_again(self, frame: FrameType | None) -> None:
         self._collector.devices.wait_for_update()  # a look reads from them
         self._compare()
-        if self._boundaries > _FIRST_LOOKS:
+        if self._boundaries > _FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
             self._search(frame)
         if self._boundaries not in (2, 4):  # it goes through all variables
             self._rebound.look(frame)
