@@ -128,6 +128,7 @@ def start_job(
     """
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
+    had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
     places = places_of(look_in, resume if entry is None else "never", arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
@@ -156,7 +157,7 @@ def start_job(
 
     if found is not None and resume == "auto" and entry is None:
         _refuse_another_job(found, saver.names)
-    around.is_guest = around.evaluates or _is_guest(targets, found)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     saver.coordinates["generation"] = plan.generation
@@ -233,16 +234,16 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _is_guest(targets: Mapping[str, Any], found: Resumed | None) -> bool:
+def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
     """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
 
     It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no
-    optimizer either; but it resumes from a state with the same objects.
+    optimizer either; but it resumes from a state with the same objects, or from an empty directory.
     """
-    if found is None:
-        return False
     if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
         return False
+    if found is None:  # a training that was killed before its first file may have its steps in memory
+        return had_strategy
     return any(name not in targets and name not in RESERVED_NAMES for name in found.checkpoint.state)
 
 

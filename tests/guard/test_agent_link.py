@@ -79,23 +79,6 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     assert 0 < page.entered_ns < page.left_ns
 
 
-@pytest.mark.parametrize(
-    ("later", "told"),
-    [([(None, "b")], 1), ([(7, "b")], 0), ([(None, "a")], 0), ([(None, "a"), (None, "c")], 0)],
-)
-def test_a_restart_that_saves_elsewhere_and_begins_anew_is_told(
-    agent: Agent, later: list[tuple[int | None, str]], told: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two guards of a program may have two directories: only an attempt's first one counts."""
-    for attempt, entries in ((0, [(None, "a")]), (1, later)):
-        for step, directory in entries:
-            link = agent.link(rank=0, attempt=attempt)
-            link.enter(step, "run-a", None, Path("/c") / directory)
-            link.close()
-    lines = [line for line in caplog.messages if "saves in /c/b, and the job had saved in /c/a" in line]
-    assert (len(lines), len(caplog.messages)) == (told, told), caplog.text
-
-
 def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
     link = agent.link()
     link.enter(None, "run-a", None, Path("/c"))
