@@ -41,7 +41,7 @@ def line_to(host: LifelineHost, node: int = 1, token: str = "t1", key: bytes | N
     return made
 
 
-def until(condition: Any, what: str, seconds: float = 20.0) -> Any:
+def until(condition: Any, what: str, seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, what

@@ -265,7 +265,7 @@ def test_what_a_recovery_was(node: Node) -> None:
     assert record.stood_in == (StandIn(rank=1, pid=201, by=SPARE),)
     assert list(record.stages) == list(STAGES)
     assert record.stages["out"] == pytest.approx(0.5 + 0.1 + 0.02, abs=1e-3), "since a survivor heard of it"
-    assert 0.5 <= record.stages["detect"] < 30
+    assert 0.5 <= record.stages["detect"] < 300
     assert record.duration_s == pytest.approx(record.stages["first_step"], abs=1e-3)
 
 

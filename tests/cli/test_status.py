@@ -161,7 +161,7 @@ def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path,
     assert [worker["rank"] for worker in document["workers"]] == [0, 9, 10]
     first = document["workers"][0]
     assert (first["pid"], first["alive"], first["phase"], first["step"]) == (os.getpid(), True, "training", 16)
-    assert 0 <= first["since_boundary_s"] < 60
+    assert 0 <= first["since_boundary_s"] < 600
     assert lines[0].startswith(f"agent {os.getpid()} on {socket.gethostname()} runs, begun ")
     assert any(line.split()[-1:] == ["running"] or " running " in line for line in lines[5:])
     rows = [line.split() for line in lines[2:5]]
