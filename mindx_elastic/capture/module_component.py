@@ -276,6 +276,11 @@ class ModuleComponent:
         ahead, block = self._ahead, self._block
         return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw
 
+    @property
+    def saves_buffers(self) -> bool:
+        """Whether there are any, as of the last boundary."""
+        return bool(self._slots)
+
     def copy_buffers(self, block: BufferBlock | None) -> BufferBlock:
         """A copy of the saved buffers as they are now. `block`: an earlier one that is not needed any more."""
         live = [slots[key] for slots, key in self._slots]

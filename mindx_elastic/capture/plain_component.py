@@ -159,7 +159,8 @@ class PlainComponent:
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
-        return copy_state(self.live_state())
+        state = self.live_state()
+        return state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     @property
     def seen(self) -> Any:

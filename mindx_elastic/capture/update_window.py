@@ -207,8 +207,10 @@ class UpdateWindow:
     def _look(self) -> None:
         """Right after the last update of a step."""
         try:
-            modules = {n: c for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
-            buffers = {name: component.copy_buffers(self._blocks.get(name)) for name, component in modules.items()}
+            buffers: dict[str, BufferBlock] = {}
+            for name, component in self._collector.components.items():
+                if isinstance(component, ModuleComponent) and component.saves_buffers:
+                    buffers[name] = component.copy_buffers(self._blocks.get(name))
             self._blocks = buffers
             sample = None if self._learned.hidden or is_capturing() else self._samples.take()
             self._middle = _Middle(capture_rng(self._collector.rng), self._parts(), buffers, sample)
