@@ -6,7 +6,7 @@ exception it says whether the updates since are a boundary too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -124,15 +124,19 @@ class Boundaries:
                 "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False)",
             )
 
-    def look_for_not_kept(self, look: NotKept, *, is_ahead: Callable[[], bool], aloud: bool) -> None:
+    def look_for_not_kept(
+        self, look: NotKept, *, is_ahead: Callable[[], bool], tell: Callable[[Sequence[str]], None] | None
+    ) -> None:
         """Find at the first boundaries what goes on from step to step and is not kept. `is_ahead`: see `NotKept`.
-        `aloud`: say it."""
-        self._not_kept, self._is_ahead, self._says_not_kept = look, is_ahead, aloud
+        `tell`: says it, and is given `counts`."""
+        self._not_kept, self._is_ahead, self._tell_not_kept = look, is_ahead, tell
 
     def _look_for_not_kept(self, look: NotKept) -> None:
         if (names := look.at_boundary(self._is_ahead)) is not None:
             self._not_kept = None
-            self._unmanaged.tell_not_kept(names, aloud=self._says_not_kept)
+            self._unmanaged.note_not_kept(names)
+            if self._tell_not_kept is not None:
+                self._tell_not_kept(look.counts)
 
     def copy(self, position: Position) -> None:
         """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""

@@ -107,6 +107,9 @@ class ProofObserver(Observer, Protocol):
 class NotKept(Protocol):
     """Looks at the first boundaries of one entered guard. Training thread only."""
 
+    counts: Sequence[str]
+    """Names of those that `at_boundary` has found which have counted the steps of this process alone."""
+
     def at_boundary(self, is_ahead: Callable[[], bool]) -> Sequence[str] | None:
         """A boundary has been passed. Returns the names at the fifth one, where the look ends. `is_ahead`: whether the
         program has fetched batches of named loaders for later steps; they are fetched again by a resumed run."""

@@ -72,6 +72,8 @@ class Overlap:
         """What notes each step now; nearly always None."""
         self.kept_steps: KeptSteps | None = None
         """What keeps a little of each step for the process after a kill; None: no snapshots are taken."""
+        self._not_compared: CheckpointInfo | None = None
+        """The boundary that was resumed, until the first step is made that nothing is compared with."""
         self.is_playing = False
         """The step that is made now is played on."""
         self.is_at_tail = False
@@ -80,10 +82,6 @@ class Overlap:
         """When the last boundaries were reached, by `time.monotonic`; the first one is the entry."""
         self._began, self._interrupts = 0.0, False
         stopper.play_on, stopper.end_play = self._begin, self._end_for_signal
-        if proof is None and not loops.is_layered:  # a layer's loop is not the program's
-            finder = observers().look_for_not_kept(self._observed().targets, opening.collector)
-            aloud = opening.start.step is None and stopper.ranks.rank == 0
-            boundaries.look_for_not_kept(finder, is_ahead=loaders.are_ahead, aloud=aloud)
         if proof is not None and not opening.evaluates:
             self.observer = proof
             proof.enter(stack, self._observed())
@@ -97,9 +95,15 @@ class Overlap:
                 self.kept_steps = observers().open_kept_steps(stack, seen, path)
             is_redone = self.kept_steps is not None and self.kept_steps.are_redone
             if self.observer is None and not is_redone and opening.start.resumed is not None:
-                self._tell_not_compared(opening.start.resumed.checkpoint.info)
+                self._not_compared = opening.start.resumed.checkpoint.info
+        if proof is None and not loops.is_layered:  # a layer's loop is not the program's
+            finder = observers().look_for_not_kept(self._observed().targets, opening.collector)
+            is_first = opening.start.step is None
+            says = stopper.ranks.rank == 0 and (is_first or (trains and self.observer is None))
+            tell = (opening.unmanaged.say_not_kept if is_first else opening.unmanaged.warn_of_counts) if says else None
+            boundaries.look_for_not_kept(finder, is_ahead=loaders.are_ahead, tell=tell)
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
-        self.looks = self.observer is not None or not self._rehearsal.is_over
+        self.looks = self.observer is not None or not self._rehearsal.is_over or self._not_compared is not None
         """`at_boundary` has something to do."""
         loops.at_head_end = self._forget_head
 
@@ -112,7 +116,10 @@ class Overlap:
     def _tell_not_compared(self, info: CheckpointInfo) -> None:
         """Nothing will show whether what is not kept matters."""
         if info.not_kept and self._stopper.ranks.rank == 0:
-            told = "step %d is not compared with the one of the stopped process (%s); go on and are not kept: %s"
+            told = (
+                "step %d is not compared (%s), and the resumed run may differ by what goes on and is not kept: %s. "
+                'Keep it in a named object or dict (Guard(stateful={"own": own})), or compute it from guard.step'
+            )
             logger.info(told, info.step + 1, info.reason, info.not_kept)
 
     # --- the stop ---
@@ -182,6 +189,9 @@ class Overlap:
         """A step has ended, or the code behind an epoch (`is_at_tail`). Raises GracefulExit where it was played on, but
         inside an accumulation window; ResumeDiffersError."""
         observer = self.observer
+        if self._not_compared is not None:
+            self._tell_not_compared(self._not_compared)
+            self._not_compared = None
         if observer is not None and (self.is_playing or not self.is_at_tail):
             waits = observer.at_boundary(position, is_cut=is_cut)
             if self.is_playing and is_cut:

@@ -72,12 +72,24 @@ class Unmanaged:
             self._told.add(what)
             logger.warning("%s. %s", what, remedy)
 
-    def tell_not_kept(self, names: Sequence[str], *, aloud: bool) -> None:
-        """Variables of the program that go on from step to step. `aloud`: say it, too."""
+    def note_not_kept(self, names: Sequence[str]) -> None:
+        """Variables of the program that go on from step to step."""
         self.not_kept = printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS]
-        if names and aloud:
+
+    def say_not_kept(self, counts: Sequence[str]) -> None:
+        """They are noted, in the first process of a run."""
+        if self.not_kept:
             logger.info(
                 "go on from step to step and are not kept: %s. The next resume shows whether they matter", self.not_kept
+            )
+
+    def warn_of_counts(self, counts: Sequence[str]) -> None:
+        """In a resumed process whose first step is compared with none."""
+        if counts:
+            self.hint(
+                f"{printable(listed(counts, _MOST_NAMES))}: not kept, and counts from the start again in this "
+                "resumed run",
+                "Where a loop or a later step reads it, keep it in a named dict or compute it from guard.step",
             )
 
     @property

@@ -32,6 +32,8 @@ __all__ = ["NotKept", "look_for_not_kept"]
 _HASHED = re.compile("[0-9a-f]{16}")
 _FIRST, _SECOND = 1, 5
 """The boundaries that are compared: what is only made in the first step has changed before."""
+_COUNTED = {(str(began), str(began + _SECOND - _FIRST)) for began in (0, 1)}
+"""The values at the two boundaries of what counts the process's steps."""
 _MOST_OF_ONE = 3
 """An object with more attributes is named as a whole."""
 _VALUES = (bool, int, float, complex, str, bytes, np.generic)
@@ -55,6 +57,8 @@ class NotKept:
         """Objects that may have more than their state has."""
         self._ids = {*map(id, self._kept), *(id(held) for target in self._kept for held in held_by(target))}
         self._number = 0
+        self.counts: Sequence[str] = ()
+        """See `guard.observer.NotKept`."""
         self._before: dict[str, str] = {}
         self._saved_before: list[dict[str, str]] = []
 
@@ -71,7 +75,11 @@ class NotKept:
                 self._before, self._saved_before = self._look(frames), self._saved()
                 return None
             ahead = is_ahead()
-            return list(dict.fromkeys([*self._carried(frames, ahead), *self._changed(frames, ahead)]))
+            after = self._look(frames)
+            names = list(dict.fromkeys([*self._carried(frames, ahead), *self._changed(frames, after, ahead)]))
+            counted = {_name(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
+            self.counts = [name for name in names if name in counted]
+            return names
         except Exception as error:  # no look ends a program
             logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)
             return ()
@@ -111,8 +119,7 @@ class NotKept:
                     found.append(name)
         return found
 
-    def _changed(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
-        after = self._look(frames)
+    def _changed(self, frames: Sequence[FrameType], after: Mapping[str, str], is_ahead: bool) -> list[str]:
         changed = [key for key, value in after.items() if self._before.get(key, value) != value]
         in_step, in_loops = (
             set[str](),
@@ -123,7 +130,7 @@ class NotKept:
             in_loops.update(*bound)
         of_kept, others = list[str](), list[str]()
         for key in changed:
-            name = key.partition('"')[2].rpartition('" (')[0]
+            name = _name(key)
             root = re.split(r"[.\[]", name)[0]
             if key.endswith(f"({KEPT})"):
                 if not self._is_saved(root, key, after[key]):
@@ -135,7 +142,7 @@ class NotKept:
         if others:
             inside = [reachable(each, models=False) for each in self._kept if not isinstance(each, _WITH_OWN_PARTS)]
             left = own_variables(frames[0] if frames else None, self._ids.union(*inside), quick=True)
-            others = [key.partition('"')[2].rpartition('" (')[0] for key in others if key in left]
+            others = [_name(key) for key in others if key in left]
         return _shortened(list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]])))
 
     def _is_saved(self, target: str, key: str, value: str) -> bool:
@@ -148,6 +155,11 @@ class NotKept:
         saved = dict(zip(self._collector.components, zip(self._saved_before, self._saved(), strict=True), strict=True))
         one, other = saved[target]
         return (self._before[key], value) in {(one[place], other[place]) for place in one.keys() & other.keys()}
+
+
+def _name(key: str) -> str:
+    """Of a variable in a look."""
+    return key.partition('"')[2].rpartition('" (')[0]
 
 
 def _keeps_all(component: object) -> bool:

@@ -56,7 +56,7 @@ _VERSION = 2
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
-_KEEP = 'Keep it in a dict that is named (Guard(stateful={"own": own})), or compute it from guard.step'
+_KEEP = 'Keep it in a named object or dict (Guard(stateful={"own": own})), or compute it from guard.step'
 
 
 class _Notes(Witness):
@@ -226,9 +226,7 @@ class Comparison(_Notes):
         lost = listed(lost_ones, _MOST_TOLD)
         also = f"; not as they were{' either' * bool(lost)}: {listed(others, _MOST_TOLD)}" if others else ""
         if explained is not None:
-            cause = f"usual cause: {explained.cause}. {explained.remedy}"
-            if lost:
-                cause = f"not got back: {lost}. {explained.remedy}"
+            cause = f"not got back: {lost}; " * bool(lost) + f"usual cause: {explained.cause}. {explained.remedy}"
             logger.warning(
                 "step %d is not the one of the stopped process: %s; %s%s%s",
                 step,

@@ -123,7 +123,8 @@ def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     [
         (None, "step 8 is equal to the one of the stopped process; not got back: count (7, now 0)"),
         (75, "step 8 is equal to the one of the stopped process; not got back: count (7, now 0)"),
-        (0, "step 8 is not compared with the one of the stopped process (enough); go on and are not kept: count"),
+        (0, "step 8 is not compared (enough), and the resumed run may differ by what goes on and is not kept: count"),
+        (0, "count: not kept, and counts from the start again in this resumed run"),
     ],
 )
 def test_a_count_that_is_not_kept_is_told(
@@ -159,6 +160,9 @@ def test_a_count_that_is_not_kept_is_told(
     train(Quiet(tmp_path, seed=1))
     assert lines(caplog, told), caplog.text
     assert outcomes(tmp_path) == (["variables differ"] if code != 0 else [])
+    caplog.clear()
+    train(Quiet(tmp_path, seed=1))  # it had finished
+    assert not lines(caplog, "is not compared"), caplog.text
 
 
 def test_tensors_in_a_container_that_goes_on_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +226,7 @@ def test_another_step_is_told_with_its_first_difference(tmp_path: Path, caplog: 
     stop(tmp_path)
     resume(tmp_path, middle=scaled_by(-1.0))
     (told,) = lines(caplog, f"step {STOP + 1} is not the one of the stopped process")
-    assert "weights differ" in told
+    assert "weights differ" in told and "usual cause: " in told
     assert outcomes(tmp_path) == ["differs"]
 
 
