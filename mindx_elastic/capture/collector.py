@@ -584,7 +584,8 @@ class Collector:
             f"{name}: its parameters are registered in another order than in the run that wrote the checkpoint. They "
             "are matched by name; what goes by their place (an average's list, the sum of clip_grad_norm_) may differ"
             for name, module in self._modules.items()
-            if isinstance(state[name], Mapping) and [n for n in state[name] if n in module.named] != [*module.named]
+            if isinstance(state[name], Mapping)
+            and [n for n in state[name] if n in module.named] != [n for n in module.named if n in state[name]]
         ]
         for name, optimizer in self._optimizers.items():
             own, names = state[name], layout.get("parameters", {}).get(name)
