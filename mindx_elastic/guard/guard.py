@@ -332,7 +332,7 @@ class Guard(LayeredGuard):
             late_boundary=self._late_boundary,
             after_tail=self._pass_tail,
             keep_again=self._keep_again,
-            stop_here=self._stop_between_steps,
+            stop_here=self._stop_at_batch,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
@@ -594,6 +594,13 @@ class Guard(LayeredGuard):
         with self._update_gate.hold(0.0) as problem:
             pass
         self.stopper.at_limit(is_cut=problem is None, is_between=True)
+
+    def _stop_at_batch(self) -> None:
+        """A batch more shows that the last boundary, where a stop waits, was not its epoch's last one: stop there, and
+        play on with that batch."""
+        with self._update_gate.hold(0.0) as problem:
+            pass
+        self.stopper.at_limit(is_cut=problem is None)
 
     # --- saves and stops that the program asks for ---
 
