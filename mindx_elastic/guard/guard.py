@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -332,7 +333,7 @@ class Guard(LayeredGuard):
             late_boundary=self._late_boundary,
             after_tail=self._pass_tail,
             keep_again=self._keep_again,
-            stop_here=self._stop_at_batch,
+            stop_here=partial(self._stop_between_steps, is_between=False),
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
@@ -589,18 +590,14 @@ class Guard(LayeredGuard):
         if self._step_gate.enter_step():
             self._stop_between_steps()
 
-    def _stop_between_steps(self) -> None:
-        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
-        with self._update_gate.hold(0.0) as problem:
-            pass
-        self.stopper.at_limit(is_cut=problem is None, is_between=True)
+    def _stop_between_steps(self, *, is_between: bool = True) -> None:
+        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one.
 
-    def _stop_at_batch(self) -> None:
-        """A batch more shows that the last boundary, where a stop waits, was not its epoch's last one: stop there, and
-        play on with that batch."""
+        `is_between`: False where the next batch is here, so that the stop can play on with it.
+        """
         with self._update_gate.hold(0.0) as problem:
             pass
-        self.stopper.at_limit(is_cut=problem is None)
+        self.stopper.at_limit(is_cut=problem is None, is_between=is_between)
 
     # --- saves and stops that the program asks for ---
 

@@ -24,8 +24,8 @@ _ENVIRONMENT = {"MINDX_GRACE_S": "60"}
 _EXACT = [loop for loop in LOOPS if isinstance(loop.verdict, Exact)]
 _OFTEN = """
     accumulate ahead_in_epoch ahead_prefetcher ddp ddp_distributed_sampler early_stopping ema_averaged_model epochs
-    evaluate_in_loop frozen_batch_norm gan list_converted nanogpt noise_generator plateau steps_while stock_loader
-    stock_stream stock_workers two_loaders two_phases unfreezing
+    evaluate_in_loop frozen_batch_norm gan list_converted nanogpt noise_generator plateau pruning steps_while
+    stock_loader stock_stream stock_workers stream_shuffle_buffer two_loaders two_phases unfreezing
 """.split()  # noqa: SIM905
 """Those that every run of the tests stops; `make drill` stops all, more often."""
 _REFUSED = [loop for loop in LOOPS if isinstance(loop.verdict, Refused)]

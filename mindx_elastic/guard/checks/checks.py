@@ -120,11 +120,10 @@ class Checks:
 
     # --- when ---
 
-    def at_entry(self) -> Seen:
-        """The state is back, the training begins: look from here on. Returns what was found. Raises
-        UnmanagedStateError."""
+    def at_entry(self) -> None:
+        """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
         self._is_on = True
-        return self._search(sys._getframe(1))
+        self._search(sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -169,7 +168,7 @@ class Checks:
     def _kept(self) -> Kept:
         return Kept(self._targets, self._loaders, self._collector, self._also_kept, tuple(self._own.values()))
 
-    def _search(self, frame: FrameType | None) -> Seen:
+    def _search(self, frame: FrameType | None) -> None:
         """Look through the program's variables. Raises UnmanagedStateError."""
         kept = self._kept()
         loose = self._loose_parameters(kept)
@@ -181,7 +180,6 @@ class Checks:
         self._check_schedulers(seen, kept)
         self._watch_found(seen, kept)
         self._generators.watch(seen, kept)
-        return seen
 
     def _look_again(self, frame: FrameType | None) -> None:
         self._collector.devices.wait_for_update()  # a look reads from them

@@ -128,8 +128,8 @@ class EpochTail:
         if self.is_pending and not self._has_told:
             self._has_told = True
             logger.info(
-                "at an epoch's end the job stops behind the code that follows the loop over the batches, as far as the "
-                "time allows"
+                "at an epoch's end the job stops after the code that follows the loop over the batches, or, where the "
+                "data goes on, at the next batch, as far as the time allows"
             )
         return self.is_pending
 
