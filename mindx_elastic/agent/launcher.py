@@ -8,7 +8,9 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +59,12 @@ _NEWER_FIELDS = (
     "virtual_local_rank",
 )
 """What some versions of torch from 2.6 on lack."""
+_IN_A_STORE = (
+    *("mindx-board", "mindx-farewell", "mindx-goodbye", "mindx-membership", "mindx-plans", "mindx-reconnect"),
+    *("mindx-vacancies", "PeriodicTimer", "RendezvousKeepAliveTimer"),
+)
+"""Threads of the agent's and of torch's rendezvous that may wait in a store whose host is gone. One that comes out of
+torch's code while the interpreter ends aborts the process ("terminate called without an active exception")."""
 _EXIT_USAGE = 2
 _GOODBYE_S = 5.0
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
@@ -73,10 +81,18 @@ class _AgentFilter(RankFilter):
 def launch(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> int:
     """Run the job that the command line describes to its end; the agent's exit code. Main thread, once a process.
 
-    show_help: is called for ``--help``. Raises UsageError for what cannot work, before anything is started.
+    show_help: is called for ``--help``. Raises UsageError for what cannot work, before anything is started. Ends the
+    process with that code where a thread is left in a store.
     """
     with ResultFile() as result:
-        return _launch(parse(arguments, on_run_dir=result.open, show_help=show_help), result)
+        code = _launch(parse(arguments, on_run_dir=result.open, show_help=show_help), result)
+    if any(thread.name.startswith(_IN_A_STORE) for thread in threading.enumerate()):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _launch(plan: Launch, result: ResultFile) -> int:

@@ -8,13 +8,8 @@ other commands' options.
 from __future__ import annotations
 
 import inspect
-import logging
-import os
-import sys
-import threading
 from argparse import SUPPRESS, Action
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -29,12 +24,6 @@ _FIRST = (
     *("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--recover", "--snapshot-every"),
     *("--grace", "--hang-timeout", "--notice", "--run-dir"),
 )
-_IN_A_STORE = (
-    *("mindx-board", "mindx-farewell", "mindx-goodbye", "mindx-membership", "mindx-plans", "mindx-reconnect"),
-    *("mindx-vacancies", "PeriodicTimer", "RendezvousKeepAliveTimer"),
-)
-"""Threads of the agent's and of torch's rendezvous that may wait in a store whose host is gone. One that comes out of
-torch's code while the interpreter ends aborts the process ("terminate called without an active exception")."""
 _Panels = Mapping[str, Iterable[Action]]
 _Words = Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGUMENTS]", show_default=False)]
 
@@ -142,14 +131,7 @@ def run_command(ctx: typer.Context, arguments: _Words = None) -> None:
     from mindx_elastic.agent.launcher import launch
 
     command: Any = ctx.command
-    code = launch(arguments or [], show_help=lambda: command.show_help(ctx))
-    if any(thread.name.startswith(_IN_A_STORE) for thread in threading.enumerate()):
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    raise SystemExit(code)
+    raise SystemExit(launch(arguments or [], show_help=lambda: command.show_help(ctx)))
 
 
 def msrun_command(ctx: typer.Context, arguments: _Words = None) -> None:
