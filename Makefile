@@ -47,7 +47,7 @@ help:
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
-	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist plan' for some rooms"
+	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 90 packages of others into .venv-packages and prints docs/packages.md's table"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"

@@ -24,12 +24,12 @@ import xxhash
 import harness
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import LaidOut, LayoutRecord
-from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-from mindx_elastic.inventory.inventory import Inventory
 from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, seal_header
-from mindx_elastic.plan.facts import ResumePlan, World
+from mindx_elastic.start.facts import ResumePlan, World
+from mindx_elastic.start.findings import list_files, reader_trust, scan
+from mindx_elastic.start.inventory import Inventory
 
 TARGET_S = 10.0
 

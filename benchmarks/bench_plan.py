@@ -32,8 +32,8 @@ from typing import Any
 import harness
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.plan.facts import FileFact, ResumePlan, World
-from mindx_elastic.plan.planner import plan_resume
+from mindx_elastic.start.facts import FileFact, ResumePlan, World
+from mindx_elastic.start.planner import plan_resume
 
 TP, PP = 8, 4
 MODES = ("replicated", "fsdp", "uneven", "reshard")

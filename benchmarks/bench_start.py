@@ -43,15 +43,15 @@ from mindx_elastic.core.layout import Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.guard.job_layouts import JobLayouts
 from mindx_elastic.guard.start import AnsweredFlagsPart, FaultsPart, GroupInfoPart, PeersPart
-from mindx_elastic.inventory.findings import Findings
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.mirror.mirror import NodesPart
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.plan.facts import FileFact
 from mindx_elastic.platforms.flag_file import AnsweredFlags
-from mindx_elastic.resume.restore import Disks, Places, PlanPart, Target
-from mindx_elastic.resume.shares import Share
+from mindx_elastic.start.facts import FileFact
+from mindx_elastic.start.findings import Findings
+from mindx_elastic.start.restore import Disks, Places, PlanPart, Target
+from mindx_elastic.start.shares import Share
 
 MODES = ("replicated", "fsdp", "zero", "lost")
 RANKS_PER_NODE = 8

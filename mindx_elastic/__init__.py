@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from mindx_elastic.guard.guard import Guard as Guard
     from mindx_elastic.guard.policy import ExitPolicy as ExitPolicy
     from mindx_elastic.guard.policy import PeriodicPolicy as PeriodicPolicy
-    from mindx_elastic.inventory.peek import Peek as Peek
-    from mindx_elastic.inventory.peek import peek as peek
     from mindx_elastic.plan import Layout as Layout
     from mindx_elastic.plan import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
     from mindx_elastic.plan import merge_strategies as merge_strategies
     from mindx_elastic.plan import rank_list_for_transform as rank_list_for_transform
     from mindx_elastic.plan import restore_group_info_list as restore_group_info_list
+    from mindx_elastic.start.peek import Peek as Peek
+    from mindx_elastic.start.peek import peek as peek
     from mindx_elastic.train import Callback as Callback
     from mindx_elastic.train import CheckpointConfig as CheckpointConfig
     from mindx_elastic.train import ExceptionCheckpoint as ExceptionCheckpoint
@@ -52,7 +52,7 @@ _HOME = {
     "ModelCheckpoint": "mindx_elastic.train",
     "OnRequestExit": "mindx_elastic.train",
     "OptTFTWrapper": "mindx_elastic.train",
-    "Peek": "mindx_elastic.inventory.peek",
+    "Peek": "mindx_elastic.start.peek",
     "PeriodicPolicy": "mindx_elastic.guard.policy",
     "RunContext": "mindx_elastic.train",
     "TFTRegister": "mindx_elastic.train",
@@ -63,7 +63,7 @@ _HOME = {
     "errors": "",
     "get_ckpt_path_with_strategy": "mindx_elastic.plan",
     "merge_strategies": "mindx_elastic.plan",
-    "peek": "mindx_elastic.inventory.peek",
+    "peek": "mindx_elastic.start.peek",
     "rank_list_for_transform": "mindx_elastic.plan",
     "restore_group_info_list": "mindx_elastic.plan",
 }

@@ -37,9 +37,9 @@ from mindx_elastic.config import (
 )
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.persist import unflatten
-from mindx_elastic.plan.facts import Refusal
 from mindx_elastic.platforms.plan_files import env_lines, plan_to_json
 from mindx_elastic.rejoin.record import RecoveryRecord, as_event
+from mindx_elastic.start.facts import Refusal
 from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ from mindx_elastic.platforms.small_files import write_whole
 from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
 from mindx_elastic.train.request_exit import export_network
 from tests.checkpoint_files import write
-from tests.resume.arenas import RUN, Machine
+from tests.start.arenas import RUN, Machine
 from tests.strict_posix import StrictDisk
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "mindx_elastic"
 MAX_LINES = 680  # about 600
 
-STAGES = ["alarm", "agreement", "capture", "persist", "memory", "plan", "inventory", "resume"]
+STAGES = ["alarm", "agreement", "capture", "persist", "memory", "start"]
 """In the order of the path: a stage imports only stages to its left."""
 FOUNDATION = {"_version", "config", "core", "errors"}
 """What everything may import, and what imports nothing but its own kind."""
@@ -52,7 +52,7 @@ PURE = [
         "core/strategy.py",
         "core/values.py",
     ),
-    *("plan/assumptions.py", "plan/candidate.py", "plan/facts.py", "plan/planner.py", "plan/targets.py"),
+    *("start/assumptions.py", "start/candidate.py", "start/facts.py", "start/planner.py", "start/targets.py"),
     *("doctor/finding.py", "doctor/saving.py", "drill/faults.py", "prove/causes.py", "prove/compare.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""

@@ -31,8 +31,6 @@ from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError, UsageError
-from mindx_elastic.inventory.findings import list_files, scan
-from mindx_elastic.inventory.inventory import Inventory, Step, until_sound
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring, seal_ring
 from mindx_elastic.memory.folders import job_folder, rank_folders
@@ -52,9 +50,11 @@ from mindx_elastic.persist.storage import (
     publish,
 )
 from mindx_elastic.persist.writer import keep_older
-from mindx_elastic.plan.facts import FileFact, Refusal, World
-from mindx_elastic.plan.planner import bases_of, steps_before
 from mindx_elastic.rejoin.small_records import put_into_ring
+from mindx_elastic.start.facts import FileFact, Refusal, World
+from mindx_elastic.start.findings import list_files, scan
+from mindx_elastic.start.inventory import Inventory, Step, until_sound
+from mindx_elastic.start.planner import bases_of, steps_before
 
 __all__ = ["Flushed", "drop", "flush", "keep_ring", "newest_on_disk", "seal", "trust_in"]
 

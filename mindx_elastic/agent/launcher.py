@@ -46,10 +46,10 @@ from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settin
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UsageError
-from mindx_elastic.inventory.remains import find_remains, remarks
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
+from mindx_elastic.start.remains import find_remains, remarks
 
 __all__ = ["launch"]
 

@@ -32,12 +32,12 @@ from mindx_elastic.cli.verify import check_entries, entries_at
 from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.inventory.remains import find_remains, remarks
+from mindx_elastic.start.remains import find_remains, remarks
 
 if TYPE_CHECKING:
-    from mindx_elastic.inventory.inventory import Inventory, Step
     from mindx_elastic.persist.catalog import CatalogEntry
     from mindx_elastic.persist.format import CheckpointInfo, Header
+    from mindx_elastic.start.inventory import Inventory, Step
 
 __all__ = ["inspect_command"]
 
@@ -83,7 +83,7 @@ def inspect_command(
 
 
 def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
-    from mindx_elastic.inventory.findings import reader_trust
+    from mindx_elastic.start.findings import reader_trust
 
     (entry,) = entries_at(path)
     problems = [entry.problem] if entry.problem else []
@@ -98,8 +98,8 @@ def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
 
 
 def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
-    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-    from mindx_elastic.inventory.inventory import Inventory
+    from mindx_elastic.start.findings import list_files, reader_trust, scan
+    from mindx_elastic.start.inventory import Inventory
 
     trust = reader_trust(path)
     inventory = Inventory.merge([scan(list_files([path]), trust=trust)])

@@ -90,7 +90,7 @@ class DiskWatch:
     def newest(self, directory: Path, run_id: str) -> Saved | None:
         """Of the run `run_id`. Raises nothing: a directory that cannot be read has none."""
         from mindx_elastic.errors import MindxError
-        from mindx_elastic.inventory.findings import list_files
+        from mindx_elastic.start.findings import list_files
 
         began = time.monotonic()
         if began < self._next.get(directory, 0.0):
@@ -108,8 +108,8 @@ class DiskWatch:
 
 
 def _newest(directory: Path, run_id: str) -> Saved | None:
-    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-    from mindx_elastic.inventory.inventory import Inventory
+    from mindx_elastic.start.findings import list_files, reader_trust, scan
+    from mindx_elastic.start.inventory import Inventory
 
     found = Inventory.merge([scan(list_files([directory]), trust=reader_trust(directory))])
     newest = found.newest_complete(run_id or None)

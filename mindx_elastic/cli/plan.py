@@ -12,12 +12,12 @@ import typer
 
 from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, make_console
 from mindx_elastic.core.printable import printable
-from mindx_elastic.inventory.remains import find_remains, remarks
+from mindx_elastic.start.remains import find_remains, remarks
 
 if TYPE_CHECKING:
     from mindx_elastic.cli.plan_inputs import Checked, Found
-    from mindx_elastic.plan.facts import Refusal, ResumePlan, World
     from mindx_elastic.platforms.faults import Faults
+    from mindx_elastic.start.facts import Refusal, ResumePlan, World
 
 __all__ = ["plan_command"]
 
@@ -99,8 +99,8 @@ def plan_command(
     mindx-elastic plan ckpt --json | jq '.step'
     """
     from mindx_elastic.cli.plan_inputs import find, gather_faults, new_world, parse_mesh
-    from mindx_elastic.plan.facts import ResumePlan
     from mindx_elastic.platforms.plan_files import write_env_file, write_plan
+    from mindx_elastic.start.facts import ResumePlan
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
@@ -127,7 +127,7 @@ def plan_command(
 
 def _plan(found: Found, faults: Faults, world: World, step: int | None, *, verify: bool) -> _Result:
     from mindx_elastic.cli.plan_inputs import plan_and_check
-    from mindx_elastic.plan.facts import KnownFaults
+    from mindx_elastic.start.facts import KnownFaults
 
     known = KnownFaults.of(faults.ranks, faults.created)
     if verify:
@@ -151,8 +151,8 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
     """What ``--json`` prints: `plan_files.plan_to_json`, and what this command adds. The screen shows the same."""
     from mindx_elastic.cli.plan_table import explain as explain_plan
     from mindx_elastic.core.certificate import proof_of
-    from mindx_elastic.plan.facts import ResumePlan
     from mindx_elastic.platforms.plan_files import plan_to_json
+    from mindx_elastic.start.facts import ResumePlan
 
     plan, checked = result.plan, result.checked
     document = plan_to_json(plan, path)
@@ -183,7 +183,7 @@ def _initializing(faults: Faults) -> list[str]:
 
 def _print(result: _Result, document: dict[str, Any]) -> None:
     from mindx_elastic.cli.plan_table import print_explanation, print_nothing, print_plan, print_refusal
-    from mindx_elastic.plan.facts import Refusal, ResumePlan
+    from mindx_elastic.start.facts import Refusal, ResumePlan
 
     console = make_console()
     said = remarks(document, result.plan.step if isinstance(result.plan, ResumePlan) else None)

@@ -15,18 +15,18 @@ from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
-from mindx_elastic.plan.planner import newest_world_size, order_of_moments
-from mindx_elastic.plan.targets import remesh
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.platforms.nodes import NodeMap, default_node_map, read_node_map
+from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.start.planner import newest_world_size, order_of_moments
+from mindx_elastic.start.targets import remesh
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
-    from mindx_elastic.inventory.findings import Findings
-    from mindx_elastic.inventory.inventory import Inventory
     from mindx_elastic.persist.catalog import CatalogEntry
     from mindx_elastic.persist.format import Header
+    from mindx_elastic.start.findings import Findings
+    from mindx_elastic.start.inventory import Inventory
 
 __all__ = ["Checked", "Found", "find", "gather_faults", "new_world", "parse_mesh", "plan_and_check"]
 
@@ -69,8 +69,8 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
 
     run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
     """
-    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-    from mindx_elastic.inventory.inventory import Inventory
+    from mindx_elastic.start.findings import list_files, reader_trust, scan
+    from mindx_elastic.start.inventory import Inventory
 
     findings = scan(list_files([directory]), trust=reader_trust(directory))
     if not findings.facts:
@@ -280,8 +280,8 @@ def plan_and_check(
     found: Found, world: World, faults: KnownFaults, step: int | None
 ) -> tuple[ResumePlan | Refusal, Checked]:
     """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
-    from mindx_elastic.inventory.findings import reader_trust
-    from mindx_elastic.inventory.inventory import until_sound
+    from mindx_elastic.start.findings import reader_trust
+    from mindx_elastic.start.inventory import until_sound
 
     checked, seen = Checked(), set[str]()
     owners = reader_trust(found.directory).of(found.directory)

@@ -20,7 +20,7 @@ from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
 from mindx_elastic.core.strategy import LayoutClass
-from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan
+from mindx_elastic.start.facts import RankPlan, Refusal, Rejected, ResumePlan
 
 __all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "rank_ranges"]
 

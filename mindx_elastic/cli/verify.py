@@ -66,7 +66,7 @@ def verify_command(
     mindx-elastic verify ckpt --json | jq '.files[] | select(.ok | not)'
     """
     import mindx_elastic.persist.reader  # noqa: F401  # torch: seconds on a busy machine, and none of them verifies
-    from mindx_elastic.inventory.findings import reader_trust
+    from mindx_elastic.start.findings import reader_trust
 
     if certificate:
         raise typer.Exit(_check_certificate(path, as_json=as_json))
@@ -103,7 +103,7 @@ def verify_command(
 
 def _check_certificate(path: Path, *, as_json: bool) -> int:
     """Prints what the certificate of the newest complete step says; returns the exit code."""
-    from mindx_elastic.inventory.certificates import certificate_in
+    from mindx_elastic.start.certificates import certificate_in
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory")
@@ -121,8 +121,8 @@ def _check_certificate(path: Path, *, as_json: bool) -> int:
 
 def entries_at(path: Path) -> list[CatalogEntry]:
     """Everything that a scan finds at `path`; for a file its own entry, whatever it is."""
-    from mindx_elastic.inventory.findings import reader_trust
     from mindx_elastic.persist.catalog import CatalogEntry, looks_ours, read_entries, read_entry
+    from mindx_elastic.start.findings import reader_trust
 
     owners = reader_trust(path).of(path)
     if is_folder(path):

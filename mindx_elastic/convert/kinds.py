@@ -12,8 +12,8 @@ from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.convert.plain_file import is_mindspore_ckpt
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
-from mindx_elastic.inventory.findings import reader_trust
 from mindx_elastic.persist.catalog import rank_of_folder, read_entries
+from mindx_elastic.start.findings import reader_trust
 
 __all__ = ["KINDS", "SOURCES", "find_kind", "kind_of_name"]
 

@@ -4,7 +4,7 @@ As a source, the inventory chooses the step: the newest one all of whose tensors
 the files of all its ranks: tensors that are the same everywhere come from the lowest rank, sharded ones from the parts
 (``mindx.layout`` in the headers), components are merged (pipeline stages).
 
-The reading is not that of a start on one rank (`resume.reshard`). A start verifies whole files and does without a
+The reading is not that of a start on one rank (`start.reshard`). A start verifies whole files and does without a
 damaged one; here every tensor that is used is checked by itself and taken from another holder where it is damaged, so
 that what is sound in a damaged file can still be rescued, and nothing else is read. A start refuses what it cannot go
 on from exactly, such as weights that ranks keep equal by themselves, or another rank's own components; those can be
@@ -35,12 +35,12 @@ from mindx_elastic.errors import (
     NoUsableCheckpointError,
     UsageError,
 )
-from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-from mindx_elastic.inventory.inventory import Inventory, Step
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.persist.writer import write_checkpoint
+from mindx_elastic.start.findings import list_files, reader_trust, scan
+from mindx_elastic.start.inventory import Inventory, Step
 
 __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 

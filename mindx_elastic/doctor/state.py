@@ -9,10 +9,10 @@ from pathlib import Path
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.doctor.finding import Finding, gib, good, problem, warning
 from mindx_elastic.doctor.saving import State
-from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-from mindx_elastic.inventory.inventory import Inventory, Step
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.storage import quarantined
+from mindx_elastic.start.findings import list_files, reader_trust, scan
+from mindx_elastic.start.inventory import Inventory, Step
 
 __all__ = ["read_directory"]
 

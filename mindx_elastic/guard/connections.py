@@ -24,7 +24,7 @@ from mindx_elastic.memory.memory import open_memory
 from mindx_elastic.memory.snapshots import ANY_INTERVAL
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.rejoin.member import Member
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.restore import Resumed
 
 __all__ = ["Connections"]
 

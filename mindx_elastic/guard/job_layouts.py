@@ -15,7 +15,7 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import LaidOut, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.replicas import DdpModules, ignored_parameters, replica_ranks
-from mindx_elastic.resume.restore import Target, put_strategy, read_strategies
+from mindx_elastic.start.restore import Target, put_strategy, read_strategies
 
 __all__ = ["ByHand", "JobLayouts", "own_target", "parallel_setup_of"]
 

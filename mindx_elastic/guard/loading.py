@@ -45,8 +45,8 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.memory.memory_files import SmallRecord
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import map_checkpoint
-from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.ddp_warmup import replay_gradient_order
+from mindx_elastic.start.restore import Resumed
 
 __all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side", "replay_orders"]
 

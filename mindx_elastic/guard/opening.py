@@ -26,12 +26,6 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.directories import (
-    RankDirectories,
-    check_state_and_space,
-    hold_directories,
-    prepare_directories,
-)
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, without_streams
@@ -49,7 +43,13 @@ from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.uneven_modules import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.rejoin.member import Entry
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.directories import (
+    RankDirectories,
+    check_state_and_space,
+    hold_directories,
+    prepare_directories,
+)
+from mindx_elastic.start.restore import Resumed
 
 __all__ = ["Opening", "check_guests_path"]
 

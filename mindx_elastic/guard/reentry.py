@@ -22,16 +22,16 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.memory.memory_files import SmallRecord, find_snapshot, own_rings, own_states, small_records
 from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
-from mindx_elastic.plan.facts import ResumePlan, World
 from mindx_elastic.rejoin.copies import DONOR_RING
 from mindx_elastic.rejoin.member import Entry, Found, RejoinFailed
-from mindx_elastic.resume.restore import FollowedPart, Resumed
+from mindx_elastic.start.facts import ResumePlan, World
+from mindx_elastic.start.restore import FollowedPart, Resumed
 
 __all__ = ["ReentryPart"]
 
 
 class ReentryPart(FollowedPart):
-    """Stands in for the plan of a start (`resume.restore.PlanPart`): what to go on from is agreed on already."""
+    """Stands in for the plan of a start (`start.restore.PlanPart`): what to go on from is agreed on already."""
 
     name = "plan"
 

@@ -29,7 +29,6 @@ from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.together import Together, cover_path
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries
 from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
@@ -43,6 +42,7 @@ from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
+from mindx_elastic.start.inventory import Judged, newest_complete
 
 __all__ = ["DeviceWentOnError", "Saver"]
 
@@ -144,7 +144,7 @@ class Saver:
             self.coordinates["fault_report"] = fault_report
         if resumed is not None:
             # A start that would not be exact at the first steps of this attempt goes back to there: every later file
-            # says it (`plan.planner.steps_before`).
+            # says it (`start.planner.steps_before`).
             self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
             self.base, self.newest_step = resumed.moment, resumed.step
         self._first_save, self._mirror, self.together = first_save, mirror, together

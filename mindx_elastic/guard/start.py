@@ -4,7 +4,7 @@ The meetings (see `agreement.gather`); each of their topics is a `Part`:
 
 =========  ===================================================================================================
 here       the machine and disk of each rank; the fault report; settings that must be equal
-plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
+plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `start.restore`)
 read       each rank has read its share; once more for every damaged file
 tail       on which side of the code behind an epoch each rank's state is
 loaded     the state is in the live objects, on every rank
@@ -47,12 +47,12 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
-from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.platforms.nodes import default_node_map
 from mindx_elastic.rejoin.member import Entry
-from mindx_elastic.resume.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
+from mindx_elastic.start.facts import KnownFaults, ResumePlan
+from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
 
 __all__ = [
     "STRATEGY_FILE",

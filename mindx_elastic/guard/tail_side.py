@@ -21,7 +21,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.guard.loops.epoch_tail import changes_weights, front_of
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.restore import Resumed
 
 __all__ = ["TailSide"]
 

@@ -166,7 +166,7 @@ class CheckpointInfo:
 
     @property
     def generation(self) -> int:
-        """See `plan.facts.FileFact`."""
+        """See `start.facts.FileFact`."""
         return max(0, self.coordinates.get("generation", 0))
 
     def to_json(self) -> str:

@@ -64,7 +64,7 @@ def choose_deletions(
     keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
         effect where `keep_max` is set. With neither nothing is deleted.
     protect: moments that are kept in any case. The caller gives the newest complete one (from
-        `inventory.inventory.newest_complete`: one rank's files do not show whether the other ranks have theirs) and the
+        `start.inventory.newest_complete`: one rank's files do not show whether the other ranks have theirs) and the
         one just committed (after the clock was set back, the newest file does not have the newest time). A
         protected moment counts towards `keep_max` only when it is among the newest anyway.
 

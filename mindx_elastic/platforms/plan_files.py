@@ -23,8 +23,8 @@ from typing import Any
 
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import StrPath
-from mindx_elastic.plan.facts import DYING_KINDS, RankPlan, Refusal, ResumePlan
 from mindx_elastic.platforms.small_files import write_whole
+from mindx_elastic.start.facts import DYING_KINDS, RankPlan, Refusal, ResumePlan
 
 __all__ = [
     "PLAN_JSON",

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.rejoin import nccl
-from mindx_elastic.resume.ddp_warmup import replay_gradient_order
+from mindx_elastic.start.ddp_warmup import replay_gradient_order
 
 __all__ = [
     "DdpModules",

@@ -20,9 +20,9 @@ from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
 from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines, runs_of_ranks
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
-from mindx_elastic.inventory.remains import find_remains, proof_in_events, remarks
 from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
+from mindx_elastic.start.remains import find_remains, proof_in_events, remarks
 
 __all__ = ["Bar", "Mark", "Saves", "Share", "Story", "remarks_of_run", "shares_of", "tell"]
 

@@ -28,11 +28,11 @@ from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, overwrite_header, write
-from tests.resume.arenas import RUN, Machine
-from tests.resume.finding import find_and_read
-from tests.resume.shared_store import on_all_ranks
+from tests.start.arenas import RUN, Machine
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
 
 _HOLD = """
 import sys

@@ -20,7 +20,7 @@ from mindx_elastic.errors import (
     UntrustedMessageError,
     UsageError,
 )
-from tests.resume.shared_store import Board, BoardExchange, on_all_ranks
+from tests.start.shared_store import Board, BoardExchange, on_all_ranks
 
 
 def meetings(*names: str, broken: Any = None, rank: int = 1, at: int = 0) -> Any:

@@ -20,7 +20,7 @@ from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.flatten import flatten
 from tests.checkpoint_files import write
 from tests.persist.test_format import forge
-from tests.resume.finding import find, step_of
+from tests.start.finding import find, step_of
 
 Content = dict[str, Any]
 Damage = Callable[[Content], None]

@@ -19,9 +19,9 @@ from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.persist.writer import write_checkpoint
-from mindx_elastic.plan.facts import FileFact, ResumePlan, World
-from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.platforms.protobuf import messages
+from mindx_elastic.start.facts import FileFact, ResumePlan, World
+from mindx_elastic.start.planner import plan_resume
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, write, write_step
 from tests.platforms.plan_pb import read_plan_pb
 

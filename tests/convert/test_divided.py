@@ -11,7 +11,7 @@ from mindx_elastic.convert.conversion import Request, convert
 from mindx_elastic.errors import CheckpointError, UsageError
 from mindx_elastic.persist.flatten import flatten
 from tests.checkpoint_files import flip_bit_in_data
-from tests.inventory.divided import Replicas
+from tests.start.divided import Replicas
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -18,16 +18,16 @@ from mindx_elastic.cli.main import app
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.owners import Trust, check_place, find_owners, open_trusted, user_ids
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UntrustedFileError, UsageError
-from mindx_elastic.guard.directories import prepare_directories
 from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import own_states
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import read_checkpoint
-from mindx_elastic.resume import reader as reading_module
+from mindx_elastic.start import reader as reading_module
+from mindx_elastic.start.directories import prepare_directories
 from tests.checkpoint_files import write, write_step
 from tests.guarded import Job
-from tests.resume.finding import find, find_on, step_of
+from tests.start.finding import find, find_on, step_of
 
 STRANGER, COLLEAGUE = 65534, 65533
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import REPLICATE, Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, strategy_from_record
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.targets import bytes_by_rank
-from tests.plan import oracle
-from tests.plan.oracle import Spread
+from mindx_elastic.start.targets import bytes_by_rank
+from tests.start import oracle
+from tests.start.oracle import Spread
 
 
 def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:

@@ -14,7 +14,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.saver import Saver
-from tests.resume.shared_store import on_all_ranks
+from tests.start.shared_store import on_all_ranks
 
 
 def test_a_rank_without_memory_does_not_hold_up_the_others_measurement(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, own_target
-from tests.resume.shared_store import on_all_ranks
+from tests.start.shared_store import on_all_ranks
 
 
 def rows(world_size: int) -> Layout:

@@ -23,12 +23,12 @@ from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name, breakpoint_policy
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.inventory import inventory
-from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.places import neighbours_in
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
+from mindx_elastic.start import inventory
+from mindx_elastic.start.file_facts import facts_of
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted

@@ -18,7 +18,7 @@ from mindx_elastic.guard.start import Start
 from tests.checkpoint_files import write
 from tests.guard.starts import start as start_targets
 from tests.harness import events
-from tests.resume.shared_store import Board, BoardExchange, on_all_ranks
+from tests.start.shared_store import Board, BoardExchange, on_all_ranks
 
 
 class Loader:

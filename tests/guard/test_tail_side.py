@@ -22,8 +22,8 @@ from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.plan.facts import ResumePlan, World
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.facts import ResumePlan, World
+from mindx_elastic.start.restore import Resumed
 
 END = Position(3, 1, 3, 3)
 

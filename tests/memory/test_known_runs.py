@@ -13,7 +13,7 @@ from mindx_elastic.agent.holder import flush
 from mindx_elastic.core.events import EventLog, older_generation
 from mindx_elastic.memory.known_runs import known_runs, leave_trace, marked_runs
 from tests.memory.test_memory_files import WORLD, find, taken
-from tests.resume.arenas import RUN, Machine
+from tests.start.arenas import RUN, Machine
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from mindx_elastic.memory.memory_files import (
     snapshot_files,
 )
 from mindx_elastic.persist.catalog import read_entry
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write_step
-from tests.resume.arenas import RUN, Machine
-from tests.resume.finding import find_and_read
-from tests.resume.shared_store import on_all_ranks
+from tests.start.arenas import RUN, Machine
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
 
 WORLD = 3
 REPLICAS: dict[str, Any] = {"world_size": WORLD, "coordinates": {"replicas": WORLD}}

@@ -23,12 +23,12 @@ from mindx_elastic.errors import NoUsableCheckpointError, UsageError
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.mirror.wire import Endpoint
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write
 from tests.harness import wait_until
 from tests.jobs.nodes import Every
-from tests.resume.finding import find_and_read
-from tests.resume.shared_store import on_all_ranks
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
 
 NAME = "resnet-2_7.safetensors"
 

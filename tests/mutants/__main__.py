@@ -1,7 +1,7 @@
 """Changes one line of the engine at a time, in a copy, and runs the tests of its room: do they notice?
 
     python -m tests.mutants                  all of list.jsonl; a table by room, and those that no test noticed
-    python -m tests.mutants persist plan     these rooms
+    python -m tests.mutants persist start    these rooms
     python -m tests.mutants --choose 9       writes list.jsonl anew: 9 a room, by the seed
 
 Run it before and after tests are taken away. A mutant whose line is no longer in the package is skipped and counted.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("list.jsonl")
-ROOMS = ("agreement", "alarm", "capture", "guard", "memory", "persist", "plan", "resume")
+ROOMS = ("agreement", "alarm", "capture", "guard", "memory", "persist", "start")
 _FLIPPED = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError
-from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World, single_rank_strategy
-from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.platforms.plan_files import (
     PLAN_JSON,
     PLAN_PB,
@@ -28,8 +26,10 @@ from mindx_elastic.platforms.plan_files import (
     write_env_file,
     write_plan,
 )
-from tests.plan.strategies import replicated
+from mindx_elastic.start.facts import FileFact, Refusal, Rejected, ResumePlan, World, single_rank_strategy
+from mindx_elastic.start.planner import plan_resume
 from tests.platforms.plan_pb import read_plan_pb
+from tests.start.strategies import replicated
 
 MESH = ("dp", "tp")
 MOMENT = ("run", 0, 9)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from mindx_elastic.inventory.findings import list_files, reader_trust, scan
-from mindx_elastic.inventory.inventory import Inventory, Step
 from mindx_elastic.persist.format import Header, read_header
 from mindx_elastic.persist.places import neighbours_in
+from mindx_elastic.start.findings import list_files, reader_trust, scan
+from mindx_elastic.start.inventory import Inventory, Step
 from tests.harness import Job, events, run_job, start_job
 from tests.system.conftest import Reference
 

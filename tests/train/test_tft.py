@@ -21,7 +21,7 @@ from mindx_elastic.guard.policy import ExitPolicy, keep_consistent
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import OptTFTWrapper, TFTRegister
 from mindx_elastic.train.policies import adopt
-from tests.resume.shared_store import on_all_ranks
+from tests.start.shared_store import on_all_ranks
 from tests.train.small_job import make_loader, make_model, same, weights
 from tests.train.test_resume import At, Broken, explode, sigterm, train
 

@@ -1,0 +1,486 @@
+"""Finds what one process can resume from on its disks and in its machine's memory: `list_files`, then `scan`.
+
+Both only read. Processes that see the same files (`Listing.disk`, `Listing.machine`) can share the reading of the
+headers; each then scans its share, and `Inventory.merge` merges the findings. A start moves damaged files to quarantine
+afterwards, with `put_aside`; other callers leave them where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from mindx_elastic.config import SharingSettings
+from mindx_elastic.core.events import EVENTS_FILE, logger
+from mindx_elastic.core.layout import MAX_RANKS
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.owners import Trust, user_ids
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.memory.folders import rank_folders
+from mindx_elastic.memory.known_runs import known_runs
+from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
+from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
+from mindx_elastic.persist.first_save import Note, note_at
+from mindx_elastic.persist.shared_json import SharedJson
+from mindx_elastic.persist.storage import quarantine, quarantined
+from mindx_elastic.start.facts import FileFact, PartsHeld, Rejected
+from mindx_elastic.start.file_facts import Strategies, facts_of
+
+__all__ = [
+    "Findings",
+    "Listing",
+    "Place",
+    "Share",
+    "Transport",
+    "decode_parts",
+    "encode_parts",
+    "list_files",
+    "put_aside",
+    "reader_trust",
+    "scan",
+]
+
+Place = tuple[int, str]
+"""Index of a directory and path in it, the same on every rank."""
+Share = tuple[int, int]
+"""(n, count): every count-th file, from the n-th on."""
+EVERYTHING: Share = (0, 1)
+
+
+class Transport(Protocol):
+    """Carries files between ranks; the package's own implementation is `mirror.mirror.Mirror`."""
+
+    def locate(self, path: Path, rank: int) -> Place | None:
+        """The place of a file of `rank`, the same on every rank: index of the directory and path in it."""
+
+    def fetch(self, holder: int, root: int, name: str) -> Path:
+        """Copy a file of this rank from another rank; returns its path. Raises OSError or CheckpointError."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files that one process sees; their headers are not read yet."""
+
+    directories: tuple[Path, ...]
+    files: Mapping[Path, Path]
+    """File -> the directory that it was found in."""
+    unlisted: tuple[CatalogEntry, ...] = ()
+    """Folders that cannot be listed."""
+    arenas: Path | None = None
+    """The job's folder in shared memory."""
+    snapshots: tuple[Path, ...] = ()
+    """The files in it."""
+    disk: str = ""
+    """Equal for two processes only if they see the same files on disk, not only files of the same names."""
+    machine: str = ""
+    """Equal for two processes only if they see the same snapshots in memory."""
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    """Of all but the event log, which grows while the ranks meet."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        if path.name.startswith(EVENTS_FILE):
+            continue
+        try:
+            status = os.lstat(path)
+        except OSError:
+            continue
+        line = f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listing:
+    """List the files to scan. Any thread; blocks on the disk."""
+    files: dict[Path, Path] = {}
+    unlisted: list[CatalogEntry] = []
+    for directory in directories:
+        for found in find_files(directory) if directory.is_dir() else ():
+            if isinstance(found, Path):
+                files.setdefault(found, directory)
+            else:
+                unlisted.append(found)
+    snapshots = () if arenas is None else tuple(snapshot_files(arenas))
+    machine = f"{os.uname().nodename}:{_digest(snapshots)}"
+    return Listing(tuple(directories), files, tuple(unlisted), arenas, snapshots, _digest(files), machine)
+
+
+@dataclass
+class Findings:
+    """What one process has found. `encode` sends it to other ranks, without the fields after `never_saved`."""
+
+    attempt: int = 0
+    """The attempt, as the launcher counts it."""
+    disk: str = ""
+    machine: str = ""
+    share: Share = EVERYTHING
+    """The share of the files of `disk` that was read."""
+    memory_share: Share = EVERYTHING
+    """The share of the snapshots of `machine` that was read."""
+    facts: list[FileFact] = field(default_factory=list)
+    """Facts of the files on disk; all processes with the same `disk` see them."""
+    in_memory: list[FileFact] = field(default_factory=list)
+    """Facts of the snapshots; all processes with the same `machine` see them."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """By path, the places of files on disk that other ranks can fetch from this one."""
+    own: dict[int, dict[Moment, OwnState]] = field(default_factory=dict)
+    """By rank, its own small states of steps, to be combined with a donor's file. `encode` omits the bytes."""
+    unforeseen: set[Moment] = field(default_factory=set)
+    """Boundaries that differ from their forecasts, according to some rank's file."""
+    foreseen: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Run -> attempt and step of its newest boundary that has come out as forecast, according to some rank's file."""
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Highest attempt of each run, in memory or on disk."""
+    known: set[str] = field(default_factory=set)
+    """The runs that appear in files, event logs and markers on disk."""
+    rejected: list[Rejected] = field(default_factory=list)
+    """Files that cannot be used, or not by every rank."""
+    anything: bool = False
+    """There are, or were, files of ours on disk."""
+    other: bool = False
+    """Some of them are not sound files of a step, so it is unknown what they were."""
+    never_saved: list[tuple[str, int, int]] = field(default_factory=list)
+    """(run, rank, world size) of the notes of ranks that have never published a file."""
+    entries: dict[str, CatalogEntry] = field(default_factory=dict)
+    """Catalog entries of all files that were read, by path. Not encoded."""
+    notes: list[Note] = field(default_factory=list)
+    """The notes behind `never_saved`. Not encoded."""
+    damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list)
+    """Damaged files with names of ours, each with its directory, for `put_aside`. Not encoded."""
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """The strategies of all facts, by digest: they are large and few, and are sent separately from `encode`."""
+        found = {id(fact.strategy): fact.strategy for fact in (*self.facts, *self.in_memory)}
+        return {strategy.digest: strategy for strategy in found.values()}
+
+    def encode(self) -> str:
+        """Encode as compact JSON; `decode` is the inverse. Strategies are replaced by their digests."""
+        facts = (*self.facts, *self.in_memory)
+        runs = list(dict.fromkeys(fact.moment[0] for fact in facts))
+        digests: dict[int, str] = {}
+        for fact in facts:
+            if id(fact.strategy) not in digests:
+                digests[id(fact.strategy)] = fact.strategy.digest
+        strategies = list(dict.fromkeys(digests.values()))
+        numbers = {run: number for number, run in enumerate(runs)}
+        places = {digest: number for number, digest in enumerate(strategies)}
+
+        def rows(facts: Iterable[FileFact]) -> list[list[Any]]:
+            return [
+                [
+                    *(numbers[f.moment[0]], *f.moment[1:], places[digests[id(f.strategy)]]),
+                    *(getattr(f, name) for name in _ROW),
+                    encode_parts(f.held),
+                ]
+                for f in facts
+            ]
+
+        content = {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "runs": runs,
+            "strategies": strategies,
+            "facts": rows(self.facts),
+            "in_memory": rows(self.in_memory),
+            "own": [
+                [rank, *moment, state.forecast, state.trusted]
+                for rank, states in self.own.items()
+                for moment, state in states.items()
+            ],
+            "unforeseen": sorted(self.unforeseen),
+            "known": sorted(self.known),
+            "rejected": [[one.what, one.reason] for one in self.rejected],
+        }
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str, strategies: Mapping[str, Strategy]) -> Findings:
+        """Decode another process's findings. `strategies`: those of all processes, by digest.
+
+        Raises ValueError, KeyError or TypeError for a text that `encode` cannot produce.
+        """
+        content = json.loads(text)
+        runs = [_text(run) for run in content["runs"]]
+        laid = [strategies[_text(digest)] for digest in content["strategies"]]
+        disk, machine = _text(content["disk"]), _text(content["machine"])
+        own: dict[int, dict[Moment, OwnState]] = {}
+        for rank, *moment, forecast, trusted in content["own"]:
+            own.setdefault(_whole(rank), {})[_moment(moment)] = OwnState(b"", bool(forecast), bool(trusted))
+        return cls(
+            attempt=_whole(content["attempt"]),
+            disk=disk,
+            machine=machine,
+            share=_share(content["share"]),
+            memory_share=_share(content["memory_share"]),
+            facts=[_fact(row, runs, laid, disk) for row in content["facts"]],
+            in_memory=[_fact(row, runs, laid, machine) for row in content["in_memory"]],
+            places={_text(path): (_whole(root), _text(name)) for path, (root, name) in content["places"].items()},
+            own=own,
+            unforeseen={_moment(each) for each in content["unforeseen"]},
+            foreseen={_text(run): (_whole(a), _whole(s)) for run, (a, s) in content["foreseen"].items()},
+            attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
+            known={_text(run) for run in _listed(content["known"])},
+            rejected=[Rejected(_text(what), _text(reason)) for what, reason in content["rejected"]],
+            anything=bool(content["anything"]),
+            other=bool(content["other"]),
+            never_saved=[(_text(run), _whole(rank), _whole(size)) for run, rank, size in content["never_saved"]],
+        )
+
+
+_PLAIN = (
+    *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "anything", "other"),
+    *("never_saved", "foreseen"),
+)
+_ROW = (
+    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
+    *("replica_digests", "base", "unmanaged", "neighbours", "generation"),
+)
+_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch", "generation")
+
+
+def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy], where: str) -> FileFact:
+    """Decode the facts of one file. Raises ValueError for a row that cannot come from a header."""
+    run, attempt, step, strategy, *values, held = row
+    named = dict(zip(_ROW, values, strict=True))
+    sound = (
+        all(isinstance(named[name], str) for name in ("path", "kind"))
+        and all(type(named[name]) is int and named[name] >= 0 for name in _WHOLE)
+        and named["rank"] < named["world_size"] <= MAX_RANKS
+        and all(type(named[name]) in (int, float) for name in ("created", "fault_report"))
+        and isinstance(named["replica_digests"], dict)
+        and all(isinstance(text, str) for text in named["replica_digests"].values())
+        and isinstance(named["unmanaged"], (list, tuple))
+        and all(isinstance(text, str) for text in named["unmanaged"])
+    )
+    if not sound:
+        raise ValueError("not the facts of a checkpoint file")
+    base, unmanaged = named.pop("base"), tuple(named.pop("unmanaged"))
+    neighbours = tuple(_whole(rank) for rank in named.pop("neighbours"))
+    return FileFact(
+        moment=(runs[_whole(run)], _whole(attempt), _whole(step)),
+        strategy=strategies[_whole(strategy)],
+        where=where,
+        base=None if base is None else (_whole(base[0]), _whole(base[1])),
+        unmanaged=unmanaged,
+        held=decode_parts(held),
+        neighbours=neighbours,
+        **named,
+    )
+
+
+def encode_parts(held: PartsHeld | None) -> list[Any] | None:
+    """JSON-able; `decode_parts` is the way back."""
+    return None if held is None else [held.division, held.count, list(held.parts)]
+
+
+def decode_parts(content: Any) -> PartsHeld | None:
+    """Raises ValueError or TypeError."""
+    if content is None:
+        return None
+    division, count, parts = content
+    if not all(_whole(part) < _whole(count) for part in parts):
+        raise ValueError("a part of a divided state that does not exist")
+    return PartsHeld(_text(division), count, tuple(parts))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is not a text")
+    return value
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is not a whole number from 0")
+    return value
+
+
+def _listed(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.40} is not a list")
+    return value
+
+
+def _share(value: Sequence[Any]) -> Share:
+    number, count = (_whole(each) for each in value)
+    if not number < count <= MAX_RANKS:
+        raise ValueError(f"share {number} of {count}")
+    return number, count
+
+
+def _moment(values: Sequence[Any]) -> Moment:
+    run, attempt, step = values
+    return _text(run), _whole(attempt), _whole(step)
+
+
+# --- scanning ---
+
+
+def reader_trust(path: Path) -> Trust:
+    """The users whose files count at `path`, a file or a directory, for commands that only read: the same as for a
+    start, with MINDX_TRUSTED_USERS.
+
+    Makes no file, so on a file system with mapped users it does not learn our own mapped id. Raises UsageError.
+    """
+    trust = Trust(trusted=user_ids(SharingSettings.from_env().trusted_users))
+    trust.roots[path] = trust.of(path)
+    return trust
+
+
+def scan(
+    listing: Listing,
+    *,
+    trust: Trust,
+    rank: int | None = None,
+    only: Moment | None = None,
+    share: Share = EVERYTHING,
+    memory_share: Share = EVERYTHING,
+    transport: Transport | None = None,
+    attempt: int = 0,
+) -> Findings:
+    """Read the headers of (a share of) the files in `listing`, and the small states of `rank`, or of all ranks.
+
+    only: use files of other steps for the number of attempts only. transport: gives the places from which other ranks
+    can fetch the files. Changes nothing; any thread; blocks on the disk.
+    """
+    found = Findings(
+        attempt=attempt, disk=listing.disk, machine=listing.machine, share=share, memory_share=memory_share
+    )
+    # One process of those that see the same files looks into the quarantine.
+    found.other = found.anything = share[0] == 0 and any(map(quarantined, listing.directories))
+    shared = SharedJson()
+    on_disk = _read_files(listing, share, trust, shared, found)
+    in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path, shared))]
+    for entry in (*on_disk, *in_memory):
+        info = entry.info
+        if info is None:
+            continue
+        found.entries[str(entry.path)] = entry
+        found.attempts[info.run_id] = max(info.attempt, found.attempts.get(info.run_id, 0))
+        foreseen = info.coordinates.get("foreseen")
+        if foreseen == 0:
+            found.unforeseen.add(info.moment)
+        elif foreseen == 1:
+            newest = found.foreseen.get(info.run_id, (-1, -1))
+            found.foreseen[info.run_id] = max(newest, (info.attempt, info.step))
+    strategies = Strategies(shared)
+    found.facts = _facts(on_disk, strategies, found.disk, only, found)
+    found.in_memory = _facts(in_memory, strategies, found.machine, only, found)
+    if transport is not None:
+        places = {fact.path: transport.locate(Path(fact.path), fact.rank) for fact in found.facts}
+        found.places = {path: place for path, place in places.items() if place is not None}
+    _find_own_states(listing, rank, trust, found)
+    _find_known_runs(listing, on_disk, in_memory, trust, found)
+    return found
+
+
+def _slice(share: Share) -> tuple[int, None, int]:
+    number, count = share
+    return number, None, count
+
+
+def _sound(path: Path, shared: SharedJson) -> CatalogEntry | None:
+    entry = read_entry(path, shared=shared)
+    return None if entry is None or entry.info is None else entry
+
+
+def _facts(
+    entries: Sequence[CatalogEntry], strategies: Strategies, where: str, only: Moment | None, found: Findings
+) -> list[FileFact]:
+    facts, rejected = facts_of(entries, strategies)
+    found.rejected += rejected
+    return [replace(fact, where=where) for fact in facts if only in (None, fact.moment)]
+
+
+def _read_files(
+    listing: Listing, share: Share, trust: Trust, shared: SharedJson, found: Findings
+) -> list[CatalogEntry]:
+    """The entries of this share of the files, bad ones included; notes and problems go to `found`."""
+    entries = list(listing.unlisted) if share[0] == 0 else []
+    owners = {directory: trust.of(directory) for directory in listing.directories}
+    for path in [*listing.files][slice(*_slice(share))]:
+        directory = listing.files[path]
+        if path.parent.parent == directory and (note := note_at(path)) is not None:
+            found.notes.append(note)
+            found.never_saved.append((note.run_id, note.rank, note.world_size))
+            continue
+        entry = read_entry(path, owners=owners[directory], shared=shared)
+        if entry is not None:
+            entries.append(entry)
+    for entry in entries:
+        found.entries[str(entry.path)] = entry
+        # Ignore another program's file under a name of its own (pretrained weights).
+        ours = entry.info is not None or entry.looks_ours or not entry.foreign
+        found.anything |= ours
+        found.other |= ours and (entry.info is None or not entry.info.resumable)
+        is_file = entry.path in listing.files and not entry.path.is_dir()
+        # Do not move another user's file: it may be sound for a job that runs as that user.
+        if entry.info is None and entry.owner is None and entry.looks_ours and is_file:
+            found.damaged.append((entry, listing.files[entry.path]))
+    return entries
+
+
+def _find_own_states(listing: Listing, rank: int | None, trust: Trust, found: Findings) -> None:
+    ranks = [rank] if rank is not None else _ranks_with_rings(listing)
+    for each in ranks:
+        for ring in own_rings(listing.directories, listing.arenas, each):
+            for moment, own in own_states(ring, trust.of(ring)).items():
+                found.own.setdefault(each, {}).setdefault(moment, own)
+
+
+def _ranks_with_rings(listing: Listing) -> list[int]:
+    folders = [path.parent for directory in listing.directories for path in directory.glob(f"rank_*/{RING_COPY}")]
+    ranks = {rank for folder in folders if (rank := rank_of_folder(folder)) is not None}
+    return sorted(ranks | set(rank_folders(listing.arenas) if listing.arenas is not None else ()))
+
+
+def _find_known_runs(
+    listing: Listing,
+    on_disk: Sequence[CatalogEntry],
+    in_memory: Sequence[CatalogEntry],
+    trust: Trust,
+    found: Findings,
+) -> None:
+    """Find the runs on disk; if there is memory to judge, also the runs in event logs."""
+    wanted = {entry.info.run_id for entry in in_memory if entry.info is not None}
+    wanted |= {moment[0] for states in found.own.values() for moment in states}
+    if listing.arenas is not None and rank_folders(listing.arenas):
+        found.known = known_runs(listing.directories, wanted, trust)
+    found.known |= {entry.info.run_id for entry in on_disk if entry.info is not None}
+
+
+def put_aside(found: Findings) -> None:
+    """Move the damaged files of `found` to the quarantines of their directories, and log what is left out. For starts
+    only: main thread, after all ranks have listed the files."""
+    damaged = {entry.path: directory for entry, directory in found.damaged}
+    for entry in found.entries.values():
+        if entry.info is not None:
+            continue
+        if entry.owner is not None:
+            logger.warning("%s is left out: it %s", entry.path, entry.problem)
+        elif entry.foreign and not entry.looks_ours:
+            logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
+        elif not _moved(entry, damaged.get(entry.path)):
+            logger.warning("%s is not used: %s", entry.path, entry.problem)
+
+
+def _moved(entry: CatalogEntry, directory: Path | None) -> bool:
+    if directory is None:
+        return False
+    try:
+        target = quarantine(entry.path, entry.problem or "unreadable", directory)
+    except FileNotFoundError:
+        logger.warning("%s is not used, and another rank has put it aside: %s", entry.path, entry.problem)
+        return True
+    except OSError as error:
+        logger.warning("%s cannot be moved to the quarantine (%s)", entry.path, error)
+        return False
+    logger.warning("%s is put aside in %s: %s", entry.path, target, entry.problem)
+    return True

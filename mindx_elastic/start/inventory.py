@@ -1,0 +1,489 @@
+"""Merges findings into one inventory of everything that can be resumed from, and plans from it.
+
+All callers use it: a start (`merge` of the findings of all ranks), the holder, the command line, conversion and
+retention (`merge` of one process's own findings). Pure: it reads no
+files; the caller reads and verifies them, and calls `forget` for a file that could not be read.
+
+Disks may be shared, or each node has its own under the same path. So a file is identified by its path and its disk, and
+the inventory records which ranks can read it. A copy of a rank's file on another node counts as readable by that rank
+if a transport can fetch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from mindx_elastic.core.moment import Moment, moment_name
+from mindx_elastic.core.rank_lists import RankGaps, rank_list
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
+from mindx_elastic.start.assumptions import settle_assumptions
+from mindx_elastic.start.candidate import Candidate, Context
+from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.start.file_facts import facts_of
+from mindx_elastic.start.findings import Findings, Place, Share
+from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
+
+__all__ = ["Inventory", "Judged", "Step", "newest_complete", "until_sound"]
+
+T = TypeVar("T")
+Key = tuple[str, str, int, Moment, str, float, int]
+"""Identifies one file on one disk."""
+
+
+def _key_of(fact: FileFact) -> Key:
+    return fact.where, fact.path, fact.rank, fact.moment, fact.kind, fact.created, fact.nbytes
+
+
+@dataclass
+class _File:
+    fact: FileFact
+    seen_by: frozenset[int]
+    """The ranks that can read it themselves."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """By holding rank, the place from which others can fetch it."""
+
+
+@dataclass(frozen=True)
+class _Damage:
+    """A file whose content turned out to be damaged."""
+
+    path: str
+    moment: Moment
+    problem: str
+    rank: int | None
+    """The rank that found it; None: a process alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one attempt of one run, and whether a start of the same world size can resume from it.
+
+    It asks the planner only when the files alone do not decide, so that a few small files that claim a huge world size
+    stay cheap.
+    """
+
+    moment: Moment
+    world_size: int
+    """That of the newest file, if they disagree."""
+    facts: tuple[FileFact, ...]
+    """Its files that can be resumed from, by rank, and within a rank in the order in which to try them."""
+    entries: tuple[CatalogEntry, ...]
+    """All its files that this process has read, in the same order; files that cannot be resumed from come last."""
+    own_states: Collection[int]
+    """The ranks that have their own small state of it."""
+    ask: Callable[[], Candidate]
+    """The planner's opinion."""
+
+    @property
+    def missing_ranks(self) -> Sequence[int]:
+        """Ranks without a file of their own to resume from; a lazy sequence for huge worlds (`RankGaps`)."""
+        return RankGaps(self.world_size, self.ranks)
+
+    @property
+    def neighbours(self) -> set[int]:
+        """The ranks whose small state of it is in another rank's file."""
+        return {rank for fact in self.facts for rank in fact.neighbours}
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks with a file to resume from."""
+        return {fact.rank for fact in self.facts}
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """This step as the planner judges it, for the same world size."""
+        return self.ask()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a start can resume from it; a rank may have to take another's file."""
+        return not self.candidate.problem
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a start resumes from it exactly, as an uninterrupted run would continue. Digests are not checked."""
+        if RankGaps(self.world_size, {*self.ranks, *self.own_states, *self.neighbours}):
+            return False  # these ranks would begin with new random numbers at best
+        return not (self.candidate.problem or self.candidate.inexact)
+
+    @property
+    def why_incomplete(self) -> str | None:
+        """One line for a person; None when complete."""
+        if self.is_complete:
+            return None
+        useless = sorted({e.info.rank for e in self.entries if e.info and not e.info.resumable} - self.ranks)
+        absent = RankGaps(self.world_size, {*self.ranks, *useless})
+        parts = [f"{rank_list(absent)} of {self.world_size} missing"] if absent else []
+        parts += [f"{rank_list(useless)} saved a state that cannot be resumed from"] if useless else []
+        if parts and len({fact.world_size for fact in self.facts}) < 2:
+            return "; ".join(parts)
+        return self.candidate.problem or self.candidate.inexact[0]
+
+
+class Inventory:
+    """The merged findings of one or several processes. One thread at a time."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
+        """Number of processes with findings; those of a single process count as visible to every rank of any world."""
+        self.own_states: dict[Moment, set[int]] = {}
+        """For each step the ranks that have their own small state of it."""
+        self.unforeseen: set[Moment] = set()
+        self.foreseen: set[Moment] = set()
+        self.runs: set[str] = set()
+        """The runs whose snapshots may be used."""
+        self.rejected: list[Rejected] = []
+        self.anything = self.other = False
+        self.entries: dict[str, CatalogEntry] = {}
+        """By path, the entries that this process has read itself."""
+        self.unread: list[int] = []
+        """Ranks whose disk or memory was not read completely: some rank with the same view has not read its share."""
+        self.launched = 0
+        """The highest attempt that a launcher has counted."""
+        self._files: dict[Key, _File] = {}
+        self._attempts: dict[str, int] = {}
+        self._never_saved: dict[str, set[tuple[int, int]]] = {}
+        self._damage: list[_Damage] = []
+        self._facts: list[FileFact] | None = None
+        self._moments: dict[Moment, list[FileFact]] | None = None
+        self._settled: dict[Moment, list[FileFact]] | None = None
+        self._read: dict[Moment, list[CatalogEntry]] | None = None
+
+    @classmethod
+    def merge(cls, findings: Sequence[Findings]) -> Inventory:
+        """Merge the findings of all ranks of a start, in rank order; or take those of a single process.
+
+        Raises ValueError for findings that contradict each other.
+        """
+        made = cls(len(findings))
+        made.runs = {run for found in findings for run in found.known} - {""}
+        disks = _groups([(found.disk, found.share) for found in findings], made.unread)
+        machines = _groups([(found.machine, found.memory_share) for found in findings], made.unread)
+        for found in findings:
+            made._add(found, disks[found.disk], machines[found.machine])
+        for rank, found in enumerate(findings):
+            made._add_own(found, None if len(findings) == 1 else rank)
+        made.unread = sorted(set(made.unread))
+        return made
+
+    def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
+        for fact in found.facts:
+            file = self._files.setdefault(_key_of(fact), _File(fact, disk))
+            place = found.places.get(fact.path)
+            if place is not None:
+                file.places.update(dict.fromkeys(disk, place))
+        for fact in found.in_memory:
+            if fact.moment[0] in self.runs:
+                self._files.setdefault(_key_of(fact), _File(fact, machine))
+        known = {(one.what, one.reason) for one in self.rejected}
+        self.rejected += [one for one in found.rejected if (one.what, one.reason) not in known]
+        self.anything |= found.anything
+        self.other |= found.other
+        self.unforeseen |= found.unforeseen
+        self.foreseen |= {(run, *newest) for run, newest in found.foreseen.items()}
+        self.entries |= found.entries
+        self.launched = max(self.launched, found.attempt)
+        for run, attempt in found.attempts.items():
+            if run in self.runs or run in found.known:
+                self._attempts[run] = max(attempt, self._attempts.get(run, 0))
+        for run, rank, size in found.never_saved:
+            self._never_saved.setdefault(run, set()).add((rank, size))
+
+    def _add_own(self, found: Findings, only: int | None) -> None:
+        for rank, states in found.own.items():
+            if only not in (None, rank):
+                raise ValueError(f"rank {only} has found small states of rank {rank}")
+            for moment, state in states.items():
+                if self.may_use(moment, state):
+                    self.own_states.setdefault(moment, set()).add(rank)
+                    self._attempts[moment[0]] = max(moment[1], self._attempts[moment[0]])
+
+    def may_use(self, moment: Moment, state: OwnState) -> bool:
+        """Whether a rank's own small state of `moment` may be used: files of its run exist, and no forecast failed.
+
+        The forecast of a process's first step has none before it that could have come true; that of another rank, of
+        the same boundary, says as much.
+        """
+        if moment[0] not in self._attempts:
+            return False
+        return not state.forecast or (moment not in self.unforeseen and (state.trusted or moment in self.foreseen))
+
+    # --- files ---
+
+    @property
+    def facts(self) -> list[FileFact]:
+        """All usable files as of now; several files of a rank and step in the order in which to try them."""
+        if self._facts is None:
+            self._facts = [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
+        return self._facts
+
+    def _visible(self, file: _File) -> FileFact | None:
+        readers = file.seen_by
+        if file.places and file.fact.rank < self.world_size:
+            readers = readers | {file.fact.rank}
+        if not readers:
+            return None
+        visible_to = None if len(readers) == self.world_size else readers
+        return file.fact if file.fact.visible_to == visible_to else replace(file.fact, visible_to=visible_to)
+
+    def sees(self, rank: int, fact: FileFact) -> bool:
+        """Whether `rank` can read the file itself, without fetching it."""
+        return rank in self._files[_key_of(fact)].seen_by
+
+    def seen_by(self, fact: FileFact) -> frozenset[int]:
+        """The ranks that can read the file themselves."""
+        return self._files[_key_of(fact)].seen_by
+
+    def sources(self, rank: int, fact: FileFact) -> list[tuple[int, Place]]:
+        """Where `rank` can fetch the file: (other rank, place)."""
+        places = sorted(self._files[_key_of(fact)].places.items())
+        return [(holder, place) for holder, place in places if holder != rank]
+
+    def forget(self, rank: int | None, fact: FileFact, problem: str) -> None:
+        """Remove a file that could not be used. `rank`: the rank that tried to read it; None: a process alone."""
+        file = self._files[_key_of(fact)]
+        if rank is None or rank in file.seen_by:  # all ranks that see this disk see the same bytes
+            file.seen_by = frozenset()
+        file.places = {}  # if it was fetched, it may be damaged on either side
+        self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
+        self._facts = self._moments = self._settled = None
+
+    def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
+        """The inventory with these files alone; small states and rejected files stay."""
+        made = copy(self)
+        made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
+        made._damage = list(self._damage)
+        made._facts = made._moments = made._settled = None
+        return made
+
+    # --- planning ---
+
+    def plan(
+        self,
+        world: World,
+        faults: KnownFaults | None = None,
+        *,
+        only: Moment | None = None,
+        step: int | None = None,
+        recorded: Mapping[Moment, Strategy] | None = None,
+    ) -> ResumePlan | Refusal:
+        """Plan a start. `only`: the one moment that may be taken. `step`: the step that may be taken, of any run and
+        attempt, in the order in which a start tries them. `recorded`: strategies from other sources than the files."""
+        facts = self.facts
+        damaged = [Rejected(one.path, one.problem) for one in self._damage]
+
+        def call(moment: Moment | None, rejected: Sequence[Rejected]) -> ResumePlan | Refusal:
+            return plan_resume(
+                facts,
+                world,
+                faults=faults or KnownFaults(),
+                own_states=self.own_states,
+                recorded=recorded,
+                rejected=rejected,
+                only=moment,
+            )
+
+        known = (*damaged, *self.rejected)
+        plan = call(only, known) if step is None else self._plan_of_step(step, faults, call, known)
+        return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=self._steps_lost(plan))
+
+    def _plan_of_step(
+        self,
+        step: int,
+        faults: KnownFaults | None,
+        call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
+        known: Sequence[Rejected],
+    ) -> ResumePlan | Refusal:
+        reasons: tuple[Rejected, ...] = ()
+        worlds: set[int] = set()
+        order = order_of_moments(self.facts)
+        for moment in (each for each in order if each[2] == step):
+            plan = call(moment, reasons)
+            if isinstance(plan, ResumePlan):
+                return replace(plan, rejected=(*plan.rejected, *known))
+            reasons = plan.reasons
+            worlds.update(plan.other_worlds)
+        if not reasons:
+            steps = list(dict.fromkeys(moment[2] for moment in order))
+            text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+            reasons = (Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})"),)
+        named = frozenset() if faults is None else faults.ranks
+        return Refusal((*reasons, *known), bool(self.facts), tuple(sorted(worlds)), named)
+
+    def _steps_lost(self, plan: ResumePlan) -> int | None:
+        """Steps between the plan's and the newest one, counting damaged files and steps that were not asked for."""
+        newest = max(key[3][2] for key in self._files if key[3][:2] == plan.moment[:2])
+        return newest - plan.step if newest > plan.step else None
+
+    def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
+        """Lines for the log: what was not taken, and why; damaged files by their step."""
+        damaged: dict[Moment, list[str]] = {}
+        for one in self._damage:
+            text = one.problem if one.rank is None else f"rank {one.rank}: {one.problem}"
+            damaged.setdefault(one.moment, []).append(text)
+        told = {(one.path, one.problem) for one in self._damage}
+        found: list[str] = []
+        named: set[tuple[str, int]] = set()
+        for each in rejected:
+            if each.moment is None:
+                found += [] if (each.what, each.reason) in told else [f"{each.what}: {each.reason}"]
+            elif each.moment not in damaged and each.moment[:2] not in named:  # one line per attempt: its newest step
+                named.add(each.moment[:2])
+                found.append(str(each))
+        for moment, texts in damaged.items():
+            unused = "" if moment == taken else " is not used"
+            found.append(f"{moment_name(moment)}{unused}: {'; '.join(texts)}")
+        return list(dict.fromkeys(found))
+
+    @property
+    def is_all_known(self) -> bool:
+        """Whether all files are sound files of some step: none is damaged or in quarantine."""
+        return not (self.other or self.rejected or self._damage)
+
+    @property
+    def was_never_complete(self) -> bool:
+        """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing."""
+        return self.is_all_known and never_complete(self.facts, self._never_saved)
+
+    def next_attempt(self, run: str) -> int:
+        """An attempt number above every attempt of the run that any rank has seen."""
+        return max(self.launched, 1 + self._attempts.get(run, 0))
+
+    # --- steps ---
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The moments that a start can try, in its order."""
+        return order_of_moments(self.facts)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every step, the newest run, attempt and step first; also steps that are not for resuming."""
+        useless = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
+        return [self.judge(moment) for moment in order_of_moments([*self.facts, *useless])]
+
+    def newest_complete(self, run_id: str | None = None) -> Step | None:
+        """The first complete step that a start can try, of any run or of `run_id`."""
+        moments = (moment for moment in self.moments if run_id in (None, moment[0]))
+        return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
+
+    def judge(self, moment: Moment, recorded: Mapping[Moment, Strategy] | None = None) -> Step:
+        """The step of `moment`, judged for a start of the same world size."""
+        facts = self._by_moment().get(moment, [])
+        entries = sorted(self._entries().get(moment, ()), key=preference)
+        infos = [entry.info for entry in entries if entry.info is not None]
+        world_size = max((each.created, each.world_size) for each in (facts or infos))[1]
+        own_states = self.own_states.get(moment, ())
+
+        def ask() -> Candidate:
+            settled = self._settle().get(moment, [])
+            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, recorded or {}))
+
+        return Step(
+            moment=moment,
+            world_size=world_size,
+            facts=tuple(facts),
+            entries=tuple(entries),
+            own_states=own_states,
+            ask=ask,
+        )
+
+    def _by_moment(self) -> dict[Moment, list[FileFact]]:
+        if self._moments is None:
+            self._moments = _sorted_in(self.facts)
+        return self._moments
+
+    def _settle(self) -> dict[Moment, list[FileFact]]:
+        if self._settled is None:
+            self._settled = _sorted_in(settle_assumptions(self.facts))
+        return self._settled
+
+    def _entries(self) -> dict[Moment, list[CatalogEntry]]:
+        if self._read is None:
+            self._read = {}
+            for entry in self.entries.values():
+                if entry.info is not None:
+                    self._read.setdefault(entry.info.moment, []).append(entry)
+        return self._read
+
+
+Judged = dict[Moment, tuple[list[CatalogEntry], bool]]
+"""Of a step its files, and whether they made it complete."""
+
+
+def newest_complete(entries: Iterable[CatalogEntry], run_id: str, judged: Judged | None = None) -> Moment | None:
+    """As `Inventory.newest_complete` for one run, for retention, which runs beside the training: it uses headers that
+    were read before, and judges no more steps than needed. `judged`: what it has found before, and goes on noting.
+
+    It ignores small states: a step in which a rank has no file is incomplete.
+    """
+    judged = {} if judged is None else judged
+    moments: dict[Moment, list[CatalogEntry]] = {}
+    for entry in entries:
+        if entry.info is not None and entry.info.resumable and entry.info.run_id == run_id:
+            moments.setdefault(entry.info.moment, []).append(entry)
+    for moment in sorted(moments, reverse=True):
+        infos = [entry.info for entry in moments[moment] if entry.info is not None]
+        if RankGaps(max(info.world_size for info in infos), (info.rank for info in infos)):
+            continue
+        known, is_complete = judged.get(moment, ([], False))
+        if len(known) != len(moments[moment]) or any(a is not b for a, b in zip(known, moments[moment], strict=True)):
+            facts, _ = facts_of(moments[moment])
+            is_complete = Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete
+            judged[moment] = moments[moment], is_complete
+        if is_complete:
+            for gone in judged.keys() - moments.keys():
+                del judged[gone]
+            return moment
+    return None
+
+
+def _sorted_in(facts: Iterable[FileFact]) -> dict[Moment, list[FileFact]]:
+    found: dict[Moment, list[FileFact]] = {}
+    for fact in facts:
+        found.setdefault(fact.moment, []).append(fact)
+    return found
+
+
+def until_sound(
+    inventory: Inventory, choose: Callable[[], T], check: Callable[[T], Iterable[tuple[int | None, FileFact, str]]]
+) -> T:
+    """Choose, check the chosen files, forget the damaged ones, and choose again until all chosen files are sound.
+
+    check: reads the files of a choice and returns those that it could not read, as (rank, file, problem); see
+    `Inventory.forget`. It may remember which files are sound. Ends because every round forgets a file or is the last.
+    """
+    while True:
+        chosen = choose()
+        damage = list(check(chosen))
+        for rank, fact, problem in damage:
+            inventory.forget(rank, fact, problem)
+        if not damage:
+            return chosen
+
+
+def _order(file: _File) -> tuple[Any, ...]:
+    """Sort key: a file that its rank can read itself goes before a copy that it would have to fetch."""
+    fact = file.fact
+    kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
+    is_part = fact.held is not None
+    return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
+
+
+def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:
+    """The ranks that see the same files, by view. Appends to `unread` the ranks of views with an unread share."""
+    groups: dict[str, list[int]] = {}
+    shares: dict[str, dict[int, set[int]]] = {}
+    for rank, (view, (number, count)) in enumerate(views):
+        groups.setdefault(view, []).append(rank)
+        shares.setdefault(view, {}).setdefault(count, set()).add(number)
+    for view, ranks in groups.items():
+        if not any(len(numbers) == count for count, numbers in shares[view].items()):
+            unread += ranks
+    return {view: frozenset(ranks) for view, ranks in groups.items()}

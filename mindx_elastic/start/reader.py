@@ -1,0 +1,202 @@
+"""Reads one rank's share of a plan, verifies every byte, and reports the files that could not be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
+from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.persist.format import open_checkpoint
+from mindx_elastic.persist.places import neighbours_in
+from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, read_some, verify_file
+from mindx_elastic.persist.storage import quarantine
+from mindx_elastic.start.facts import FileFact
+from mindx_elastic.start.findings import Transport
+from mindx_elastic.start.reshard import assemble
+from mindx_elastic.start.shares import Share
+
+__all__ = ["Problem", "ShareReader"]
+
+Problem = tuple[int, int, str]
+"""Old rank, number among its files, and why the file could not be used."""
+
+
+class ShareReader:
+    """Main thread."""
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        rank: int,
+        transport: Transport | None,
+        trust: Trust,
+        arenas: Path | None = None,
+    ) -> None:
+        """`arenas`: the job's folder in shared memory. No file outside of it and `directories` is ever touched."""
+        self._directories, self._rank, self._arenas = directories, rank, arenas
+        self._transport, self._trust = transport, trust
+        self.path = Path()
+        """The file that was read last."""
+        self.small: OwnState | None = None
+        """The rank's own small state, from a neighbour's file; None: the plan does not ask for it."""
+
+    def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
+        """Return the rank's state; or None and what could not be read, also of the files that it verifies for others.
+
+        Raises MismatchError when the files are sound and do not fit this program.
+        """
+        problems = [
+            (fact.rank, number, problem) for fact, number in share.verify if (problem := self._verify(Path(fact.path)))
+        ]
+        if problems:
+            return None, problems
+        self.small = None
+        if share.small_from is not None and (unread := self._read_small(*share.small_from)):
+            return None, [unread]
+        return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
+
+    def _read_small(self, fact: FileFact, number: int) -> Problem | None:
+        """Read this rank's own small state from another rank's file. Returns the problem."""
+        path = Path(fact.path)
+        if problem := self._outside(path):
+            return fact.rank, number, problem
+        try:
+            with open_checkpoint(path, self._trust.of(path)) as (fd, header):
+                node = neighbours_in(header).get(self._rank)
+                if header.info.moment != fact.moment or node is None:
+                    return fact.rank, number, f"{path} is of another step by now"
+                self.small = OwnState(read_some(fd, header, node, path), forecast=False)
+                self.small.unpack()
+        except UntrustedFileError as error:
+            return fact.rank, number, str(error)
+        except CheckpointError as error:
+            return fact.rank, number, self._put_aside(path, str(error))
+        except OSError as error:
+            return fact.rank, number, f"{path.name} cannot be read: {error}"
+        return None
+
+    # --- whole files ---
+
+    def _read_own(self, share: Share) -> tuple[Checkpoint | None, list[Problem]]:
+        problems = []
+        for path in self._paths(share):
+            if isinstance(path, str):
+                problems.append(path)
+                continue
+            checkpoint, problem, where = self._read_file(path, share)
+            if where is not None:
+                return None, [(*where, problem)]
+            if checkpoint is not None and checkpoint.info.moment != share.plan.moment:
+                checkpoint, problem = None, f"{path} is of another step by now"
+            if checkpoint is not None:
+                self.path = path
+                return checkpoint, []
+            problems.append(problem)
+        return None, [(share.rank.file.rank, share.number, "; ".join(problems) or "no rank has it")]
+
+    def _paths(self, share: Share) -> Iterator[Path | str]:
+        """The paths at which this rank can read the file, after fetching a copy if needed; or a str, why it cannot."""
+        if share.is_seen:
+            yield Path(share.rank.file.path)
+            return
+        for holder, (root, name) in share.sources:
+            if self._transport is None:
+                continue
+            try:
+                path = self._transport.fetch(holder, root, name)
+            except (OSError, CheckpointError) as error:
+                yield f"{name} cannot be fetched from rank {holder}: {error}"
+                continue
+            step = share.plan.step
+            logger.warning("rank %d takes its file of step %d from rank %d: %s", self._rank, step, holder, path)
+            yield path
+
+    def _outside(self, path: Path) -> str:
+        """Why a path from another rank's message must not be read here; empty if it may be."""
+        places = [*self._directories, *([] if self._arenas is None else [self._arenas])]
+        for place in places:
+            if path.is_relative_to(place) and ".." not in path.relative_to(place).parts:
+                return ""
+        return f"{path} is outside of the checkpoint directory and is not touched"
+
+    def _read_file(self, path: Path, share: Share) -> tuple[Checkpoint | None, str, tuple[int, int] | None]:
+        """The file's content, or the problem and, if that is with one of `share.others`, whose it is and its number."""
+        places = {Path(fact.path): (fact.rank, number) for fact, number in share.others}
+        for each in (path, *places):
+            if problem := self._outside(each):
+                return None, problem, places.get(each)
+        try:
+            owners = self._trust.of(path)
+            return read_checkpoint(path, verify=True, owners=owners, others=list(places)), "", None
+        except (UntrustedFileError, MismatchError) as error:  # exchanged since it was looked at
+            return None, str(error), places.get(_path_of(error, path))
+        except CheckpointError as error:
+            bad = _path_of(error, path)
+            return None, self._put_aside(bad, str(error)), places.get(bad)
+        except OSError as error:
+            bad = _path_of(error, path)
+            return None, f"{bad.name} cannot be read: {error}", places.get(bad)
+
+    def _put_aside(self, path: Path, problem: str) -> str:
+        """Move a damaged file to quarantine; returns the problem for the log."""
+        try:
+            root = next((d for d in self._directories if path.is_relative_to(d)), None)
+            if root is None:  # in memory, which has no quarantine
+                path.unlink(missing_ok=True)
+                return f"{path} is damaged: {problem}"
+            target = quarantine(path, problem, root)
+            return f"{path.name} is damaged and now in {target.parent.relative_to(root)}/: {problem}"
+        except FileNotFoundError:  # all ranks that read parts of it find that at once
+            return f"{path.name} is damaged, and another rank has put it aside: {problem}"
+        except OSError as error:
+            return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
+
+    # --- assembling a state from parts ---
+
+    def _verify(self, path: Path) -> str:
+        """The problem of a file; empty: every byte is as it was written."""
+        if problem := self._outside(path):
+            return problem
+        try:
+            owners = self._trust.of(path)
+            with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
+                problems = verify_file(path, owners)
+        except UntrustedFileError as error:
+            return str(error)
+        except CheckpointError as error:
+            problems = [str(error)]
+        except OSError as error:
+            return f"{path.name} cannot be read: {error}"
+        return self._put_aside(path, problems[0]) if problems else ""
+
+    def _assemble(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
+        if blueprint is None:
+            raise MismatchError("the state has to be assembled from parts, and no target layout is known")
+        self.path = Path(share.rank.file.path)
+        try:
+            return assemble(share.plan, share.rank, blueprint, self._trust), []
+        except MismatchError:
+            raise  # sound files, another program
+        except (CheckpointError, OSError) as error:
+            path = getattr(error, "path", None) or getattr(error, "filename", None)
+            found = [] if path is None or Path(path) == self.path else _places_of(share, Path(path))
+            return None, [(*(found or [(share.rank.file.rank, share.number)])[0], str(error))]
+
+
+def _path_of(error: Exception, path: Path) -> Path:
+    """The file that an error is about; `path` where it does not say."""
+    named = getattr(error, "path", None) or getattr(error, "filename", None)
+    return path if named is None else Path(named)
+
+
+def _places_of(share: Share, path: Path) -> list[tuple[int, int]]:
+    return [
+        (old, number)
+        for old, facts in share.plan.files.items()
+        for number, fact in enumerate(facts)
+        if Path(fact.path) == path and fact.seen_by(share.rank.rank)
+    ]

@@ -1,0 +1,578 @@
+"""Chooses what to resume from, and reads it.
+
+The ranks meet three times for it (see `agreement.gather`):
+
+1. *disks*: each rank sends digests of the file lists on its disks and in its machine's memory. Ranks that see the same
+   files share the reading of the headers.
+2. *plan*: each rank sends its findings. Rank 0 merges them into an inventory, plans, and sends each rank its share.
+3. *read*: each rank has read and verified its share, before any state is changed, and sends what it could not use. If
+   a file was damaged, it is in quarantine by then, rank 0 plans without it, and the ranks meet here again.
+
+So a job never starts from a mixture of steps, and never silently from nothing while there are checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from mindx_elastic import errors
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
+from mindx_elastic.agreement.validation import making_sense
+from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment, moment_name
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.errors import (
+    CheckpointError,
+    MindxError,
+    MismatchError,
+    NoUsableCheckpointError,
+    UntrustedMessageError,
+    UsageError,
+)
+from mindx_elastic.memory.memory_files import OwnState, SmallRecord, own_rings, small_records
+from mindx_elastic.persist.catalog import read_entries, root_of
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.persist.reader import Checkpoint
+from mindx_elastic.start.facts import KnownFaults, Refusal, ResumePlan, World
+from mindx_elastic.start.findings import (
+    EVERYTHING,
+    Findings,
+    Listing,
+    Share,
+    Transport,
+    list_files,
+    put_aside,
+    scan,
+)
+from mindx_elastic.start.inventory import Inventory
+from mindx_elastic.start.reader import Problem, ShareReader
+from mindx_elastic.start.shares import Share as RankShare
+from mindx_elastic.start.shares import digest_of, share_in, tell_shares
+
+__all__ = [
+    "Disks",
+    "FollowedPart",
+    "Places",
+    "PlanPart",
+    "Reader",
+    "Resumed",
+    "Target",
+    "places_of",
+    "plan_of",
+    "put_strategy",
+    "read_strategies",
+    "read_together",
+]
+
+_LONGEST_RUN_ID = 1000
+_MOST_LINES = 32
+_MOST_ATTEMPTS = 10**9
+_SHOWN = 8
+
+
+@dataclass
+class Target:
+    """The layouts that this start needs."""
+
+    own: Strategy
+    """The layouts of this rank's tensors."""
+    blueprint: Blueprint
+    """The objects of this rank that a state is assembled for."""
+    strategy: Strategy | None = None
+    """The layouts of all ranks; only rank 0 learns it, when they meet."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a rank resumes from."""
+
+    path: Path
+    checkpoint: Checkpoint
+    plan: ResumePlan
+    """On rank 0 the plan for all ranks, on the others the part for this rank (see `start.shares`)."""
+    rejected: Sequence[str] = ()
+    """One line for each newer step or file that could not be used, with the reason; a limited number."""
+    donor: int | None = None
+    """The rank whose file this is, if this rank has no file of its own."""
+    own: OwnState | None = None
+    """With a donor: this rank's own small state of the same step, if it was kept in memory or in another rank's
+    file."""
+    own_from: Path | None = None
+    """The other rank's file that `own` comes from; None: memory."""
+    own_records: Sequence[SmallRecord] = ()
+    """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
+    donor_records: Sequence[SmallRecord] = ()
+    """The same of the donor, where this process can read it."""
+    only_in_memory: bool = False
+    """All files of the step are snapshots."""
+    is_live: bool = False
+    """The state is that of this process's own objects, after a recovery in place."""
+    next_attempt: int = 0
+    """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
+
+
+# --- 0: the places ---
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a start looks for checkpoints."""
+
+    directories: Sequence[Path]
+    resume: str | Path
+    """``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by all ranks."""
+    only: Moment | None = None
+    """The one step that may be taken."""
+    arenas: Path | None = None
+    """The job's folder in shared memory."""
+    trust: Trust = field(default_factory=Trust)
+    """The users whose files count."""
+    own: Sequence[Path] = ()
+    """The directories where the job saves, if they are not those where all that counts is looked for."""
+
+
+def places_of(
+    directories: Sequence[Path], resume: str | Path, *, arenas: Path | None = None, trust: Trust | None = None
+) -> Places:
+    """Where a start with this `resume` argument looks.
+
+    Raises UsageError for a path that does not exist or is a link to a file, CorruptCheckpointError and
+    ForeignCheckpointError for a file that is not a checkpoint.
+    """
+    trust = trust or Trust()
+    if resume in ("auto", "never"):
+        return Places(directories, resume, None, arenas, trust, () if resume == "auto" else directories)
+    root, only = _resolve(resume)
+    trust.add(root)
+    return Places([root], resume, only, arenas, trust, directories)
+
+
+def _resolve(resume: str | Path) -> tuple[Path, Moment | None]:
+    if not isinstance(resume, (str, os.PathLike)) or resume == "":
+        raise UsageError(f'resume={resume!r}: give "auto", "never" or a path')
+    path = Path(resume)
+    what = f"resume={str(resume)!r}"
+    if path.is_dir():
+        return path, None
+    if path.is_symlink():
+        raise UsageError(
+            f"{what} is a symbolic link, and checkpoint files are never followed: give the file itself, "
+            f"{os.path.realpath(path)}, or its directory"
+        )
+    if not path.is_file():
+        raise UsageError(f'{what} is neither "auto" nor "never", nor a checkpoint directory or file that exists')
+    try:
+        info = read_header(path).info
+    except CheckpointError as error:
+        reason = str(error).removeprefix(printable(f"{path}: "))
+        remedy = "give another checkpoint, or a directory to take the newest step that is sound"
+        raise type(error)(f"{what} cannot be resumed from: {reason}; {remedy}", path=path) from error
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror or error}") from error
+    return root_of(path, info.rank), info.moment
+
+
+# --- 1: which ranks see the same files ---
+
+
+class Disks(Part):
+    """Finds the ranks that see the same disks and the same memory, and divides the reading of headers among them."""
+
+    name = "disks"
+
+    def __init__(self, places: Places) -> None:
+        """Call it after the arena is made: the other ranks may read the arena after the meeting."""
+        self._places = places
+        self._told = self._list()
+        self.share: Share = EVERYTHING
+        self.memory_share: Share = EVERYTHING
+
+    def say(self) -> Any:
+        return [self._told.disk, self._told.machine]
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        shares = [_shares([str(each[column]) for each in said]) for column in (0, 1)]
+        return Merged(None, [list(pair) for pair in zip(*shares, strict=True)])
+
+    def hear(self, answer: Answer) -> None:
+        (number, count), (memory_number, memory_count) = answer.own
+        self.share, self.memory_share = (int(number), int(count)), (int(memory_number), int(memory_count))
+
+    def look(self, ranks: RankInfo, transport: Transport | None = None, *, everything: bool = False) -> Findings:
+        """Read this rank's share of the headers, after the meeting; move damaged files to quarantine.
+
+        The files are listed once more: while a rank waited for the meeting, a predecessor or another node's agent may
+        have written its last ones. A rank that sees others than it has told reads all of them, and so does every rank
+        with `everything`. `transport`: fetches copies of this rank's files from other ranks.
+        """
+        listing = self._list()
+        found = scan(
+            listing,
+            trust=self._places.trust,
+            rank=ranks.rank,
+            only=self._places.only,
+            share=self.share if listing.disk == self._told.disk and not everything else EVERYTHING,
+            memory_share=self.memory_share if listing.machine == self._told.machine and not everything else EVERYTHING,
+            transport=transport,
+            attempt=ranks.attempt,
+        )
+        put_aside(found)
+        return found
+
+    def _list(self) -> Listing:
+        if self._places.resume == "never":
+            return Listing((), {})
+        return list_files(self._places.directories, self._places.arenas)
+
+
+def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
+    """For each rank its number among the ranks with the same view, and the number of these ranks."""
+    sizes: dict[str, int] = {}
+    numbers = []
+    for view in views:
+        numbers.append(sizes.get(view, 0))
+        sizes[view] = numbers[-1] + 1
+    return [(number, sizes[view]) for number, view in zip(numbers, views, strict=True)]
+
+
+# --- strategies in the store, each once ---
+
+
+def put_strategy(exchange: Exchange, strategy: Strategy) -> list[str]:
+    """Write a strategy to the store in pieces; equal ones of several ranks are written once. Returns their digests.
+
+    Tensors that only one rank holds are a piece of their own: with an optimizer that is sharded over ranks (ZeRO) all
+    strategies differ, but most of each is common.
+    """
+    single = [spec for spec in strategy.tensors if spec.layout.size == 1]
+    common = [spec for spec in strategy.tensors if spec.layout.size > 1]
+    pieces = [strategy]
+    if single and common:
+        pieces = [Strategy(strategy.world_size, tuple(specs)) for specs in (common, single)]
+    exchange.put_once({piece.digest: piece.text for piece in pieces})
+    return [piece.digest for piece in pieces]
+
+
+def read_strategies(exchange: Exchange, world_sizes: Sequence[int], pieces: Sequence[Sequence[str]]) -> list[Strategy]:
+    """Rank 0: read the strategies of all ranks, each by its world size and the digests of its pieces. Equal ones are
+    one object."""
+    digests = list(dict.fromkeys(digest for each in pieces for digest in each))
+    texts = exchange.read_pieces(digests)
+    parsed = {digest: Strategy.from_json(json.loads(text)) for digest, text in texts.items()}
+    made: dict[tuple[int, tuple[str, ...]], Strategy] = {}
+    found = []
+    for size, each in zip(world_sizes, pieces, strict=True):
+        key = (size, tuple(each))
+        if key not in made:
+            made[key] = Strategy(size, tuple(spec for digest in each for spec in parsed[digest].tensors))
+        found.append(made[key])
+    return found
+
+
+# --- 2 and 3: the plan, and whether it could be read ---
+
+
+class Reader(Protocol):
+    """Reads a rank's share; see `ShareReader`."""
+
+    path: Path
+    """The file that was read last."""
+    small: OwnState | None
+    """The rank's own small state, from another rank's file; None: the plan does not ask for it."""
+
+    def read(self, share: RankShare, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]: ...
+
+
+class FollowedPart(Part):
+    """A part whose answer every rank then follows, perhaps in several rounds."""
+
+    goes_on = False
+    """Whether the ranks have to meet again, to tell what they have read."""
+    resumed: Resumed | None = None
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Do what the answer asks for. Changes no state of the program."""
+
+
+class PlanPart(FollowedPart):
+    """The rank's findings, and later what it could not read of its share; the answer is rank 0's plan."""
+
+    name = "plan"
+    only_decodes = False
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        ranks: RankInfo,
+        places: Places,
+        look: Callable[[bool], Findings],
+        reader: Reader,
+        *,
+        target: Target | None = None,
+        faults: KnownFaults | None = None,
+    ) -> None:
+        """`look`: finds what there is; given True, it leaves no share to other ranks. `target`: the layouts of this
+        start; without them a start can only use files of the same world size, or that hold whole tensors. `faults`:
+        from the platform's report; rank 0's counts."""
+        self._exchange, self._ranks, self._places = exchange, ranks, places
+        self._look, self._reader = look, reader
+        self._target, self._faults = target, faults
+        self._find(everything=False)
+        self._answer: Answer | None = None
+        self._heard = ""
+        self.run_id, self.attempt = "", 0
+        self.generation = 0
+        """Of this start, see `FileFact.generation`."""
+        # Of rank 0:
+        self._inventory = Inventory()
+        self._plan: ResumePlan | None = None
+        self._verified: set[tuple[str, str]] = set()
+        self._sent: list[str] = []
+        self._lines: list[str] = []
+        self._told_lines: set[str] = set()
+
+    def _find(self, *, everything: bool) -> None:
+        self._findings = self._look(everything)
+        strategies = self._findings.strategies
+        self._pieces = [[d, s.world_size, put_strategy(self._exchange, s)] for d, s in strategies.items()]
+        self._problems: list[Problem] | None = None
+        """None: this rank has not read its share yet."""
+
+    def say(self) -> Any:
+        if self._problems is not None:
+            return {"heard": self._heard, "problems": self._problems}
+        return {
+            "findings": self._findings.encode(),
+            "strategies": self._pieces,
+        }
+
+    # --- rank 0 ---
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        if self._plan is None:
+            return self._first_plan(said)
+        with making_sense("what the ranks could not read"):
+            heard = [str(each["heard"]) for each in said]
+            problems = [
+                (rank, self._plan.files[int(old)][int(number)], str(text))
+                for rank, each in enumerate(said)
+                for old, number, text in each["problems"]
+            ]
+        for rank, digest in enumerate(heard):
+            if digest != self._sent[rank]:
+                raise UntrustedMessageError(
+                    f"rank {rank} has not received the plan that rank 0 has sent: either another program writes to the "
+                    "store of the process group, or the ranks run different versions"
+                )
+        for rank, fact, text in problems:
+            self._inventory.forget(rank, fact, text)
+        if problems:
+            return self._choose()
+        for line in self._lines:
+            if line not in self._told_lines:  # else logged by the rank that moved the file to quarantine
+                logger.warning("%s", line)
+        return Merged({"go": True})
+
+    def _first_plan(self, said: Sequence[Any]) -> Merged:
+        with making_sense("what the ranks have found"):
+            rows = [row for each in said for row in each["strategies"]]
+            strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
+            by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
+            self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
+        if self._inventory.unread:  # files came while the ranks met: their shares are not of one list
+            return Merged({"again": True})
+        return self._choose()
+
+    def _choose(self) -> Merged:
+        """Rank 0's next answer: the shares of a plan, a fresh start, or the error that all ranks raise."""
+        inventory, places = self._inventory, self._places
+        world = World(self._ranks.world_size, None if self._target is None else self._target.strategy)
+        plan = inventory.plan(world, self._faults, only=places.only)
+        if isinstance(plan, Refusal):
+            lines = inventory.lines(None, plan.reasons)
+            error = self._refusal(plan, lines)
+            if error is not None:
+                return Merged({"error": [type(error).__name__, str(error)]})
+            return self._fresh(lines)
+        self._plan = plan
+        self._told_lines = {f"{one.what}: {one.reason}" for one in inventory.rejected}
+        lines = self._lines = inventory.lines(plan.moment, plan.rejected)
+        run_id = plan.moment[0]
+        answer = tell_shares(plan, inventory, self._verified)
+        common = {
+            "plan": answer.common,
+            "run_id": run_id,
+            "attempt": inventory.next_attempt(run_id),
+            "generation": self._next_generation(),
+            "lines": lines[:_MOST_LINES],
+            "only_in_memory": all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts),
+        }
+        assert answer.own is not None
+        first = digest_of(common)
+        self._sent = [f"{first}/{digest_of(own)}" for own in answer.own]
+        return Merged(common, answer.own, answer.more)
+
+    def _fresh(self, lines: Sequence[str]) -> Merged:
+        inventory = self._inventory
+        begins_anew = inventory.anything and self._places.resume != "never"
+        if begins_anew:
+            logger.warning(
+                "the job begins anew: it was cut off in its very first save, and no step of it was ever complete, so "
+                "nothing that was saved is lost (%s). Its files stay where they are",
+                "; ".join(lines[:_SHOWN]),
+            )
+        elif lines:  # in memory only
+            logger.warning("the job begins anew; what it left in memory is not used: %s", "; ".join(lines[:_SHOWN]))
+        run_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        attempt = max(inventory.launched, self._ranks.attempt)
+        number = self._next_generation()
+        return Merged(
+            {"fresh": True, "run_id": run_id, "attempt": attempt, "generation": number, "keep_notes": begins_anew}
+        )
+
+    def _next_generation(self) -> int:
+        places = self._places
+        known = [entry.info for each in places.own for entry in read_entries(each, owners=places.trust.of(each))]
+        seen = [info.generation for info in known if info is not None]
+        return 1 + max((*seen, *(fact.generation for fact in self._inventory.facts)), default=0)
+
+    def _refusal(self, plan: Refusal, lines: Sequence[str]) -> MindxError | None:
+        """The error of this start; None: begin anew."""
+        places, inventory = self._places, self._inventory
+        directory = places.directories[0]
+        if plan.is_other_program:
+            return MismatchError(
+                f"the checkpoint in {directory} does not fit: {'; '.join(lines[:_SHOWN])}. Use the model that wrote "
+                'it, or start anew with resume="never" in another directory'
+            )
+        if places.only is not None and not plan.other_worlds:
+            why = "; ".join(lines) or "not every rank has a sound file of it"
+            return NoUsableCheckpointError(
+                f"resume={str(places.resume)!r}: {moment_name(places.only)} cannot be resumed: {why}; give another "
+                "checkpoint, or a directory to take the newest step that is sound"
+            )
+        if places.resume == "auto" and inventory.anything and inventory.was_never_complete:
+            return None
+        remedy = 'to start anew pass resume="never" (nothing is deleted), or choose another directory'
+        reasons = "; ".join(lines[:_SHOWN])
+        if plan.other_worlds:
+            sizes = ", ".join(map(str, plan.other_worlds))
+            return MismatchError(
+                f"the checkpoints in {directory} were written by {sizes} ranks and cannot be spread over the "
+                f"{self._ranks.world_size} of this job: {reasons}; start it with {plan.other_worlds[-1]} ranks, or "
+                f"{remedy}"
+            )
+        if not inventory.anything:
+            return None
+        reasons = reasons or "they are in quarantine, or not meant for resuming"
+        return NoUsableCheckpointError(
+            f"{directory} holds checkpoint files and none can be resumed from: {reasons}; {remedy}"
+        )
+
+    # --- every rank ---
+
+    def hear(self, answer: Answer) -> None:
+        common: Mapping[str, Any] = answer.common
+        if "error" in common:
+            name, text = common["error"]
+            kind = getattr(errors, str(name)) if name in errors.__all__ else CheckpointError
+            raise kind(str(text), path=self._places.directories[0])
+        self.goes_on = bool(common.get("again") or "plan" in common)
+        self._answer = answer if self.goes_on else None
+        if common.get("go") or common.get("again"):
+            return
+        self.run_id = printable(str(common["run_id"]), _LONGEST_RUN_ID)
+        self.attempt = int(common["attempt"])
+        self.generation = int(common["generation"])
+        if not 0 <= self.attempt <= _MOST_ATTEMPTS:
+            raise ValueError(f"attempt {self.attempt}")
+        if common.get("fresh"):
+            for note in self._findings.notes if common["keep_notes"] else ():
+                note.touch()  # the note is needed while these files exist
+
+    def follow(self) -> None:
+        """Do what the answer asks for: read this rank's share, or look again. Changes no state of the program."""
+        answer = self._answer
+        if answer is None:
+            return
+        if answer.common.get("again"):
+            self._find(everything=True)
+            return
+        with making_sense("the answer to 'plan'"):
+            own_strategy = None if self._target is None else self._target.own
+            share = share_in(replace(answer, common=answer.common["plan"]), self._ranks.rank, own_strategy)
+            lines = [str(line) for line in answer.common["lines"]]
+        self._heard = f"{digest_of(answer.common)}/{digest_of(answer.own)}"
+        checkpoint, self._problems = self._reader.read(share, None if self._target is None else self._target.blueprint)
+        self.resumed = None
+        if checkpoint is None:
+            return
+        plan = share.plan if self._plan is None else self._plan
+        donor = share.rank.donor
+        own = None
+        if donor is not None and not plan.resharded and self._reader.small is not None:
+            own = self._reader.small
+        elif donor is not None and not plan.resharded and share.uses_own_state:
+            own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
+        in_memory = bool(answer.common["only_in_memory"])
+        own_from = None if own is None or share.small_from is None else Path(share.small_from[0].path)
+        found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, own_from)
+        if donor is not None and not plan.resharded and (own is None or not own.is_whole):
+            # The file is of a rank that has passed the boundary, or has weights that this rank may have otherwise.
+            confirmed = plan.moment if checkpoint.info.coordinates.get("foreseen") == 1 else None
+            found = replace(
+                found,
+                own_records=self._records(self._ranks.rank, plan.moment, confirmed),
+                donor_records=self._records(donor, plan.moment, confirmed),
+            )
+        self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
+
+    def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
+        """What `rank` kept of its small state, of this run up to `moment`, as far as this process sees it."""
+        places = self._places
+        rings = own_rings(places.directories, places.arenas, rank)
+        found = [record for ring in rings for record in small_records(ring, places.trust.of(ring), confirmed=confirmed)]
+        return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]
+
+
+def plan_of(
+    exchange: Exchange,
+    ranks: RankInfo,
+    places: Places,
+    disks: Disks,
+    *,
+    transport: Transport | None = None,
+    target: Target | None = None,
+    faults: KnownFaults | None = None,
+) -> PlanPart:
+    """Scan this rank's share of disks and memory for the meeting *plan*; see `PlanPart`."""
+    reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
+
+    def look(everything: bool) -> Findings:
+        return disks.look(ranks, transport, everything=everything)
+
+    return PlanPart(exchange, ranks, places, look, reader, target=target, faults=faults)
+
+
+def read_together(exchange: Exchange, plan: FollowedPart) -> Resumed | None:
+    """Meet until every rank has read its share of one plan; None for a fresh start. Main thread, all ranks together,
+    after the meeting in which `plan` was made."""
+    plan.follow()
+    while plan.goes_on:
+        meet(exchange, "read", [plan])
+        plan.follow()
+    return plan.resumed

@@ -1,0 +1,143 @@
+"""The bucket layout of an interrupted process, given to a new one without a trace elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.start.ddp_warmup import replay_gradient_order
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
+
+TINY_MB = 0.00003  # every parameter is a bucket of its own
+
+
+class Network(nn.Module):
+    """Three matrices used in another order than registered, a frozen one, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3, affine=False)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        out: torch.Tensor = self.b(self.a(self.norm(self.frozen(self.c(x)))))
+        return out
+
+
+def wrap(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Network(), bucket_cap_mb=TINY_MB, **options)
+
+
+def backward(module: nn.Module, times: int = 1) -> None:
+    for step in range(times):
+        module(torch.ones(2, 3) * step).square().sum().backward()
+
+
+def layout(module: DistributedDataParallel) -> str:
+    """The buckets in the order in which they are reduced, from DDP's own log."""
+    data = module._get_ddp_logging_data()
+    return str(data["rebuilt_per_bucket_param_indices"])
+
+
+def test_the_layout_is_that_of_the_interrupted_process() -> None:
+    first = wrap()
+    order = GradientOrder(first)
+    order.record()
+    backward(first)
+    assert order.finish()
+    backward(first, 2)
+
+    resumed = wrap()
+    assert replay_gradient_order(resumed, order.order) is None
+    backward(resumed, 2)
+    assert layout(resumed) == layout(first) == "1, 0, 2"
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize("as_view", [True, False])
+def test_nothing_else_has_changed(broadcast_buffers: bool, as_view: bool) -> None:
+    module = wrap(gradient_as_bucket_view=as_view)
+    module.broadcast_buffers = broadcast_buffers
+    inner = module.module
+    assert isinstance(inner, Network)
+    called: list[str] = []
+    inner.register_forward_hook(lambda *_: called.append("hook"))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state = torch.get_rng_state()
+    assert replay_gradient_order(module, [1, 0, 2]) is None
+    assert module.module is inner and inner.forwards == 0 and called == []
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert [p.grad for p in module.parameters()] == [None] * 5
+    assert module.broadcast_buffers is broadcast_buffers
+
+
+def test_the_first_real_step_gives_the_same_gradients() -> None:
+    plain, resumed = wrap(), wrap()
+    assert replay_gradient_order(resumed, [1, 0, 2]) is None
+    for module in (plain, resumed):
+        backward(module, 2)
+    for mine, theirs in zip(resumed.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None and theirs.grad is None) or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_under_no_grad() -> None:
+    with torch.no_grad():
+        module = wrap()
+        assert replay_gradient_order(module, [1, 0, 2]) is None
+
+
+def test_a_model_of_another_size_is_said() -> None:
+    problem = replay_gradient_order(wrap(), [0, 1])
+    assert problem is not None and "recorded 2 gradients, the model has 3" in problem
+    assert replay_gradient_order(wrap(), [0, 1, 1]) is not None
+
+
+def test_modes_that_cannot_or_need_not_be_replayed() -> None:
+    assert replay_gradient_order(wrap(find_unused_parameters=True), [1, 0, 2]) is None
+
+
+def test_with_a_static_graph_both_first_backwards_are_replayed() -> None:
+    first = wrap(static_graph=True)
+    order = GradientOrder(first)
+    order.record()
+    backward(first)
+    assert not order.finish(), "the second backward decides the layout"
+    backward(first)
+    assert order.finish() and order.is_even
+    backward(first, 3)
+
+    resumed = wrap(static_graph=True)
+    assert replay_gradient_order(resumed, order.order) is None
+    backward(resumed, 3)
+    assert layout(resumed) == layout(first) == "1, 0, 2"
+
+
+def test_a_static_graph_whose_gradients_arrive_several_times_cannot_be_replayed() -> None:
+    uneven = GradientOrder(wrap(static_graph=True), [1, 0, 1, 2])
+    assert uneven.is_complete and not uneven.is_even
+    assert replay_gradient_order(uneven.module, uneven.order) is not None
+
+
+def test_a_failure_puts_the_module_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = wrap()
+    inner = module.module
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("injected: a peer has died")
+
+    monkeypatch.setattr(torch.Tensor, "backward", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        replay_gradient_order(module, [1, 0, 2])
+    assert module.module is inner and module.broadcast_buffers

@@ -1,0 +1,184 @@
+"""What a start does with its directories, on a whole guard."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agreement.gather import Answer
+from mindx_elastic.config import RankInfo, SharingSettings
+from mindx_elastic.core.events import EVENTS_FILE
+from mindx_elastic.core.owners import Trust, find_owners
+from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UnsafeDirectoryError, UsageError
+from mindx_elastic.guard.policy import ExitPolicy, breakpoint_policy
+from mindx_elastic.persist import directory_lock as lock_module
+from mindx_elastic.persist.directory_lock import hold_directory
+from mindx_elastic.persist.first_save import FirstSave
+from mindx_elastic.persist.storage import LOCK_FILE, create_temp, temp_name
+from mindx_elastic.start.directories import RankDirectories, hold_directories, prepare_directories
+from tests.guarded import Job, no_traces, stop_and_wait
+
+
+def stop(job: Job) -> Path:
+    with pytest.raises(GracefulExit) as caught:
+        job.run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
+    assert caught.value.path is not None
+    return caught.value.path
+
+
+def test_a_guard_holds_its_directories_until_it_is_left(tmp_path: Path) -> None:
+    other = breakpoint_policy("job", tmp_path / "b", [15])
+    job = Job(tmp_path / "a", policies=[other])
+    with no_traces(), job.guard:
+        assert (tmp_path / "a" / LOCK_FILE).exists() and (tmp_path / "b" / LOCK_FILE).exists()
+    assert not (tmp_path / "a" / LOCK_FILE).exists() and not (tmp_path / "b" / LOCK_FILE).exists()
+
+
+def test_a_refused_guard_leaves_no_trace_and_an_evaluation_may_run_beside_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "_MARGIN_S", 0.0)
+    training = hold_directory(tmp_path, RankInfo(), find_owners(tmp_path), grace_s=0.0)
+    assert training is not None
+    with no_traces(), pytest.raises(DirectoryInUseError):
+        Job(tmp_path, grace_s=0.5).run()
+    policy = ExitPolicy(
+        kind="eval", alarms=frozenset({"signal"}), name=lambda position: "Net_eval.safetensors", directory=tmp_path
+    )
+    with no_traces(), Job(tmp_path, policies=[policy], resume="never").guard:
+        pass
+    training.close()
+
+
+def test_another_prefix_is_refused_and_each_way_out_works(tmp_path: Path) -> None:
+    path = stop(Job(tmp_path / "ckpt", prefix="resnet"))
+    renamed = path.rename(path.with_name("bert-1_2_breakpoint.safetensors"))  # names are for people
+    with no_traces(), pytest.raises(MismatchError, match=r"another job's.*'resnet'.*'bert'.*resume=") as caught:
+        Job(tmp_path / "ckpt", prefix="bert").run()
+    assert caught.value.path == renamed
+    onward = Job(tmp_path / "ckpt", prefix="bert", resume=renamed, final_save=False)
+    onward.run(epochs=1)
+    assert onward.steps[0] == 3
+    assert Job(tmp_path / "own", prefix="bert").run(epochs=1)
+    anew = Job(tmp_path / "ckpt", prefix="bert", resume="never", final_save=False)
+    anew.run(epochs=1)
+    assert anew.steps[0] == 1
+    again = Job(tmp_path / "ckpt", prefix="resnet")
+    again.run(epochs=1)
+    assert again.steps[0] == 3
+
+
+def test_one_job_may_have_several_prefixes_and_change_one(tmp_path: Path) -> None:
+    first = [breakpoint_policy(name, tmp_path, [15]) for name in ("stop", "request")]
+    stop(Job(tmp_path, policies=first))
+    second = Job(tmp_path, policies=[breakpoint_policy(name, tmp_path, [15]) for name in ("request", "new")])
+    second.run(epochs=1)
+    assert second.steps[0] == 3
+
+
+def first_save_in_progress(directory: Path) -> tuple[FirstSave, Path]:
+    """What lies there between the two steps of rank 0's first save: a note that names the finished file."""
+    (directory / "rank_0").mkdir(parents=True)
+    first = FirstSave(directory / "rank_0", "run-a")
+    first.begin(0, 2)
+    temp = directory / "rank_0" / ".resnet-1_1.0123.mindx-tmp"
+    temp.write_bytes(b"finished")
+    first.before_publish(temp)
+    return first, temp
+
+
+def test_left_overs_are_dealt_with_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predecessor that is waited for may be in the middle of its first save."""
+    first, temp = first_save_in_progress(tmp_path)
+    ranks, seen = RankInfo(rank=0, world_size=2), []
+
+    def waits(*args: Any, **more: Any) -> Any:
+        seen.append((first.note(), temp.exists()))
+        return hold_directory(*args, **more)
+
+    monkeypatch.setattr("mindx_elastic.start.directories.hold_directory", waits)
+    _, trust = prepare_directories([tmp_path], ranks, SharingSettings())
+    with ExitStack() as stack:
+        hold_directories(stack, trust, ranks, grace_s=0.0)
+        ((note, was_there),) = seen
+        assert note is not None and note.publishing == temp and was_there, "untouched while it waited"
+        settled = first.note()
+        assert settled is not None and settled.publishing is None and settled.holds and not temp.exists()
+
+
+def test_a_plan_that_was_cut_off_goes_at_the_next_start(tmp_path: Path) -> None:
+    """Rank 0 writes strategy and plan beside the ranks' folders, and may be killed in the middle of it."""
+    ranks = RankInfo(rank=0, world_size=2)
+    left, kept = temp_name(tmp_path / "strategy.proto"), tmp_path / ".notes.txt"
+    for path in (left, kept):
+        path.write_text("torn")
+    fd, ours = create_temp(tmp_path / "resume_plan.json")  # its writer lives
+    _, trust = prepare_directories([tmp_path], ranks, SharingSettings())
+    with ExitStack() as stack:
+        hold_directories(stack, trust, ranks, grace_s=0.0)
+        assert not left.exists() and kept.exists() and ours.exists()
+    os.close(fd)
+
+
+def test_an_evaluation_beside_a_training_leaves_its_first_save_alone(tmp_path: Path) -> None:
+    (tmp_path / ".resnet-1_1.0123.mindx-tmp").write_bytes(b"of a dead writer, which a note may name")
+    folder = tmp_path / "rank_0"
+    folder.mkdir()
+    first = FirstSave(folder, "run-a")
+    first.begin(0, 1)
+    first.before_publish(tmp_path / ".resnet-1_1.0123.mindx-tmp")
+    before = first.path.read_bytes()
+    policy = ExitPolicy(
+        kind="eval", alarms=frozenset({"signal"}), name=lambda position: "Net_eval.safetensors", directory=tmp_path
+    )
+    with no_traces(), Job(tmp_path, policies=[policy], resume="never").guard:
+        assert (tmp_path / ".resnet-1_1.0123.mindx-tmp").exists() and first.path.read_bytes() == before
+
+
+def test_an_event_log_that_cannot_be_looked_at_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.lstat
+
+    def fail(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if Path(path).name == EVENTS_FILE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "lstat", fail)
+    with pytest.raises(UnsafeDirectoryError, match=r"events\.jsonl.*Input/output error"):
+        prepare_directories([tmp_path], RankInfo(), SharingSettings())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_right"),
+    [
+        ("ckpt_of_rank/0", "ckpt_of_rank/1", True),
+        ("nvme0/rank_00", "nvme1/rank_01", True),
+        ("one", "one", True),
+        ("2026-11-29/10-00-49", "2026-11-29/10-00-50", False),
+        ("data0/10-00-07/0", "data0/10-00-08/1", False),
+        ("tmp4xk2", "tmpq81s", False),
+    ],
+)
+def test_ranks_of_a_job_have_one_directory_or_one_by_their_number(
+    tmp_path: Path, first: str, second: str, is_right: bool
+) -> None:
+    parts = []
+    for rank, name in enumerate((first, second)):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        ranks = RankInfo(rank=rank, world_size=2, local_rank=rank)
+        parts.append(RankDirectories([tmp_path / name], Trust(), ranks, apart=False))
+    said = [part.say() for part in parts]
+    if is_right:
+        for part in parts:
+            part.hear(Answer(parts[0].merge(said).common, None, lambda keys: []))
+            assert {tmp_path / first, tmp_path / second} >= set(part.all)
+        return
+    with pytest.raises(UsageError, match=rf"differ: rank 0 saves in .*{first}, rank 1 in .*{second}\. Give one"):
+        parts[0].merge(said)

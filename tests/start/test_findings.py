@@ -1,0 +1,123 @@
+"""What one process finds: in shares, on the wire, and without touching anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.persist.catalog import read_entry
+from mindx_elastic.persist.first_save import FirstSave
+from mindx_elastic.start import findings as module
+from mindx_elastic.start.findings import Findings, list_files, put_aside, scan
+from tests.checkpoint_files import cut_off_end, write, write_step
+from tests.start.arenas import Machine
+from tests.start.looks import Carrier, look, sent
+
+
+def find(directory: Path, **options: Any) -> Findings:
+    return scan(list_files([directory]), trust=Trust(), **options)
+
+
+def steps_of(found: Findings) -> list[tuple[int, int]]:
+    return sorted((fact.rank, fact.moment[2]) for fact in found.facts)
+
+
+def test_shares_add_up_and_no_header_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (3, 7):
+        write_step(tmp_path, step, world_size=4)
+    read: list[Path] = []
+
+    def counted(path: Path, **options: Any) -> Any:
+        read.append(path)
+        return read_entry(path, **options)
+
+    monkeypatch.setattr(module, "read_entry", counted)
+    parts = [find(tmp_path, share=(number, 3)) for number in range(3)]
+    assert sorted(row for part in parts for row in steps_of(part)) == [(r, s) for r in range(4) for s in (3, 7)]
+    assert len(read) == len(set(read)) == 8
+
+
+def test_everything_survives_the_wire(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    write_step(machine.directory, 3, coordinates={"base_attempt": 0, "base_step": 1, "replicas": 2})
+    write(machine.directory / "rank_0" / "cut-1_4.safetensors", step=4, world_size=2)
+    cut_off_end(machine.directory / "rank_0" / "cut-1_4.safetensors")
+    FirstSave(machine.directory / "rank_1", "run-b").begin(1, 2)
+    machine.know("run-a")
+    machine.snapshot(5, coordinates={"foreseen": 0})
+    machine.boundary(1, 6, forecast=True, trusted=False)
+    machine.snapshot(6, ranks=[0], coordinates={"foreseen": 1})
+    found = look([machine.directory] * 2, [machine.job] * 2, transport=Carrier(), attempt=4)
+    for before, after in zip(found, sent(found), strict=True):
+        after.own = {
+            rank: {moment: before.own[rank][moment] for moment in states} for rank, states in after.own.items()
+        }
+        after.entries, after.notes, after.damaged = before.entries, before.notes, before.damaged
+        assert after == before
+    assert [len(one.facts) + len(one.in_memory) for one in found] and any(one.never_saved for one in found)
+    assert any(one.rejected for one in found) and found[1].own and found[0].unforeseen | found[1].unforeseen
+    assert {("run-a", (0, 6))} == {*found[0].foreseen.items(), *found[1].foreseen.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("facts", [[0, 0, 3, 0, "p", 2, 2, "periodic", 0.0, 1, 1, 1, 0, {}, None]]),
+        ("facts", [[0, 0, 3]]),
+        ("share", [2, 2]),
+        ("strategies", ["none of ours"]),
+        ("own", [[-1, "run-a", 0, 3, False, True]]),
+        ("unforeseen", [["run-a", 0]]),
+        ("foreseen", {"run-a": [0]}),
+        ("known", {"run-a": "yesterday"}),
+        ("attempts", {"run-a": 1.5}),
+        ("rejected", [["what"]]),
+        ("never_saved", [["run-a", 0, "2"]]),
+        ("places", {"p": [0, 1]}),
+        ("disk", None),
+    ],
+)
+def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    write_step(tmp_path, 3)
+    found = find(tmp_path)
+    text = json.dumps({**json.loads(found.encode()), name: value})
+    with pytest.raises((ValueError, KeyError, TypeError, IndexError)):
+        Findings.decode(text, found.strategies)
+
+
+def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_step(tmp_path, 3)
+    victim = write(tmp_path / "rank_0" / "cut-1_4.safetensors", step=4, world_size=2)
+    cut_off_end(victim)
+    save_file({}, tmp_path / "bert.safetensors")
+    caplog.set_level("INFO", "mindx_elastic")
+    found = find(tmp_path)
+    assert [one.what for one in found.rejected] == [str(victim)] and victim.exists()
+    assert found.anything and found.other
+    assert not caplog.records
+    put_aside(found)
+    assert not victim.exists() and list((tmp_path / "quarantine").rglob("cut-1_4.safetensors"))
+    assert (tmp_path / "bert.safetensors").exists()
+    assert {"is put aside" in m or "is left alone" in m for m in caplog.messages} == {True}
+    assert find(tmp_path).other, "what lies in quarantine may have been anything"
+
+
+def test_notes_of_ranks_that_never_saved(tmp_path: Path) -> None:
+    (tmp_path / "rank_1").mkdir()
+    FirstSave(tmp_path / "rank_1", "run-b").begin(1, 2)
+    found = find(tmp_path)
+    assert found.never_saved == [("run-b", 1, 2)] and not found.anything and not found.entries
+
+
+def test_small_states_of_one_rank_or_of_all(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    for rank in range(2):
+        machine.boundary(rank, 6)
+    listing = list_files([machine.directory], machine.job)
+    assert set(scan(listing, trust=Trust()).own) == {0, 1}
+    assert set(scan(listing, trust=Trust(), rank=1).own) == {1}

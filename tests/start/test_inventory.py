@@ -1,0 +1,319 @@
+"""What is there, judged once for all who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.persist.catalog import CatalogEntry, read_entries
+from mindx_elastic.persist.first_save import FirstSave
+from mindx_elastic.start import inventory as module
+from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
+from mindx_elastic.start.file_facts import facts_of
+from mindx_elastic.start.inventory import Inventory, Judged, Step, newest_complete, until_sound
+from tests.checkpoint_files import cut_off_end, write, write_step
+from tests.start.arenas import Machine
+from tests.start.looks import Carrier, look, look_alone, sent
+
+REPLICAS: dict[str, Any] = {"coordinates": {"replicas": 2}}
+
+
+def merged(places: Sequence[Path], arenas: Sequence[Path] | None = None, **options: Any) -> Inventory:
+    return Inventory.merge(sent(look(places, arenas, **options)))
+
+
+def planned(plan: ResumePlan | Refusal) -> ResumePlan:
+    assert isinstance(plan, ResumePlan), plan
+    return plan
+
+
+def fact_at(inventory: Inventory, path: Path) -> FileFact:
+    return next(fact for fact in inventory.facts if fact.path == str(path))
+
+
+# --- what several ranks see ---
+
+
+def test_a_copy_elsewhere_counts_for_its_own_rank_when_it_can_be_fetched(tmp_path: Path) -> None:
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for rank in range(2):
+        write(nodes[0] / f"rank_{rank}" / "a-1_7.safetensors", step=7, rank=rank, world_size=2)
+    nodes[1].mkdir()
+    inventory = merged(nodes, transport=Carrier())
+    copy = fact_at(inventory, nodes[0] / "rank_1" / "a-1_7.safetensors")
+    assert copy.visible_to is None and not inventory.sees(1, copy)
+    assert inventory.sources(1, copy) == [(0, (0, "rank_1/a-1_7.safetensors"))]
+    assert planned(inventory.plan(World(2))).ranks[1].file == copy
+    inventory.forget(1, copy, "the wire was cut")
+    assert fact_at(inventory, Path(copy.path)).visible_to == frozenset({0})
+    assert isinstance(inventory.plan(World(2)), Refusal)
+    assert isinstance(merged(nodes).plan(World(2)), Refusal)
+
+
+def test_ranks_that_left_out_shares_are_named(tmp_path: Path) -> None:
+    write_step(tmp_path, 7)
+    found = look([tmp_path] * 2)
+    found[1].share = (0, 2)
+    assert Inventory.merge(found).unread == [0, 1]
+
+
+def test_a_rank_speaks_of_its_own_small_states_only(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    machine.know("run-a")
+    machine.snapshot(5)
+    machine.boundary(1, 5)
+    found = look([machine.directory] * 2, [machine.job] * 2)
+    assert Inventory.merge(found).own_states == {("run-a", 0, 5): {1}}
+    with pytest.raises(ValueError, match="rank 0"):
+        Inventory.merge(found[::-1])
+
+
+# --- memory ---
+
+
+def test_memory_counts_for_runs_that_any_rank_knows(tmp_path: Path) -> None:
+    machines = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        machines.append(Machine(tmp_path / str(rank), 2))
+        machines[rank].snapshot(5, ranks=[rank])
+    directories, jobs = [m.directory for m in machines], [m.job for m in machines]
+    assert not merged(directories, jobs).facts
+    machines[1].know("run-a")
+    inventory = merged(directories, jobs)
+    assert [(fact.rank, fact.visible_to) for fact in inventory.facts] == [(0, frozenset({0})), (1, frozenset({1}))]
+    assert planned(inventory.plan(World(2))).step == 5 and inventory.next_attempt("run-a") == 1
+
+
+def test_snapshots_of_known_runs_only(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 3)
+    machine.know("run-a")
+    machine.snapshot(4)
+    machine.snapshot(5, ranks=[0, 1], run_id="other")
+    machine.snapshot(6, ranks=[2], sealed=False)  # half a snapshot
+    found = look_alone(machine.directory, machine.job)
+    assert {(fact.rank, fact.moment[2]) for fact in found.facts} == {(0, 4), (1, 4), (2, 4)}
+    assert found.next_attempt("other") == 1 and not found.rejected
+
+
+def test_ranks_of_one_machine_share_its_snapshots(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    machine.know("run-a")
+    machine.snapshot(5)
+    found = look([machine.directory] * 2, [machine.job] * 2)
+    assert [len(one.in_memory) for one in found] == [1, 1]
+    assert [fact.visible_to for fact in Inventory.merge(sent(found)).facts] == [None, None]
+
+
+def test_small_states_of_unknown_runs_and_forecasts_that_failed_do_not_count(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    machine.know("run-a")
+    machine.snapshot(5, coordinates={"foreseen": 0})
+    machine.boundary(0, 5, forecast=True)
+    machine.boundary(1, 5, run="run-x")
+    assert look_alone(machine.directory, machine.job).own_states == {}
+    machine.snapshot(6)
+    machine.boundary(0, 6, forecast=True)
+    assert look_alone(machine.directory, machine.job).own_states == {("run-a", 0, 6): {0}}
+
+
+def test_the_forecast_of_a_first_step_counts_where_another_ranks_came_true(tmp_path: Path) -> None:
+    """No other of this rank's has come true before it: rank 0 was killed in step 1, which rank 1 has ended."""
+    machine = Machine(tmp_path, 2)
+    machine.know("run-a")
+    machine.boundary(0, 1, forecast=True, trusted=False)
+    machine.snapshot(1, ranks=[1])
+    assert look_alone(machine.directory, machine.job).own_states == {}, "nothing is known of any forecast"
+    machine.snapshot(1, ranks=[1], coordinates={"foreseen": 1})
+    assert look_alone(machine.directory, machine.job).own_states == {("run-a", 0, 1): {0}}
+    found = Inventory.merge(sent(look([machine.directory] * 2, [machine.job] * 2)))
+    assert found.own_states == {("run-a", 0, 1): {0}}, "the ranks tell each other"
+    machine.snapshot(2, ranks=[1], coordinates={"foreseen": 1})
+    assert not look_alone(machine.directory, machine.job).own_states.get(("run-a", 0, 2)), "there is none of step 2"
+
+
+# --- doing without ---
+
+
+def test_what_was_damaged_is_done_without_and_said(tmp_path: Path) -> None:
+    for step in (5, 7):
+        write_step(tmp_path, step)
+    inventory = look_alone(tmp_path)
+    victim = fact_at(inventory, tmp_path / "rank_1" / "resnet-1_7.safetensors")
+    checked: list[int] = []
+
+    def check(plan: ResumePlan | Refusal) -> list[tuple[int | None, FileFact, str]]:
+        files = [share.file for share in planned(plan).ranks]
+        checked.extend(fact.moment[2] for fact in files)
+        return [(None, victim, "a bit has flipped")] if victim in files else []
+
+    plan = planned(until_sound(inventory, lambda: inventory.plan(World(2)), check))
+    assert (plan.step, plan.steps_lost, checked) == (5, 2, [7, 7, 5, 5])
+    assert [str(one) for one in plan.rejected if one.what == victim.path] == [
+        f"{victim.path} is not used: a bit has flipped"
+    ]
+    assert inventory.lines(plan.moment, plan.rejected) == ["run run-a step 7 is not used: a bit has flipped"]
+    assert not inventory.is_all_known
+
+
+def test_who_met_the_damage_is_in_the_log_of_a_start(tmp_path: Path) -> None:
+    write_step(tmp_path, 7)
+    inventory = merged([tmp_path] * 2)
+    inventory.forget(1, inventory.facts[0], "cannot be read")
+    assert inventory.lines(None, ()) == ["run run-a step 7 is not used: rank 1: cannot be read"]
+
+
+def test_one_step_of_whichever_run_and_attempt_has_it(tmp_path: Path) -> None:
+    write_step(tmp_path, 5)
+    write_step(tmp_path, 7)
+    inventory = look_alone(tmp_path)
+    assert planned(inventory.plan(World(2), step=5)).steps_lost == 2
+    refused = inventory.plan(World(2), step=6)
+    assert isinstance(refused, Refusal) and "steps that are there: 7, 5" in str(refused)
+
+
+def test_what_there_would_be_without_some_files(tmp_path: Path) -> None:
+    for step in (5, 7):
+        write_step(tmp_path, step)
+    inventory = look_alone(tmp_path)
+    older = inventory.among(lambda fact: fact.moment[2] < 7)
+    assert planned(older.plan(World(2))).step == 5 and planned(inventory.plan(World(2))).step == 7
+
+
+def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        FirstSave(tmp_path / f"rank_{rank}", "run-a").begin(rank, 2)
+    path = write(tmp_path / "rank_0" / "a-1_4.safetensors", step=4, world_size=2)
+    FirstSave(path.parent, "run-a").after_publish()
+    assert merged([tmp_path] * 2).was_never_complete
+    cut_off_end(write(tmp_path / "rank_0" / "a-1_5.safetensors", step=5, world_size=2))
+    assert not merged([tmp_path] * 2).was_never_complete
+
+
+# --- a step is judged once ---
+
+
+def only_step(inventory: Inventory) -> Step:
+    (step,) = inventory.steps
+    return step
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    write_step(tmp_path, 17, world_size=4)
+    (tmp_path / "rank_1" / "resnet-1_17.safetensors").unlink()
+    (tmp_path / "rank_3" / "resnet-1_17.safetensors").unlink()
+    step = only_step(look_alone(tmp_path))
+    assert not step.is_usable and step.missing_ranks == (1, 3)
+    assert step.why_incomplete == "ranks 1, 3 of 4 missing"
+
+
+def test_a_long_list_of_missing_ranks_stays_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "rank_0" / "a-1_1.safetensors", world_size=1000)
+    step = only_step(look_alone(tmp_path))
+    assert step.why_incomplete == "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more of 1000 missing"
+
+
+def test_a_step_of_which_nothing_can_be_resumed_from_is_listed(tmp_path: Path) -> None:
+    write(tmp_path / "a-1_1.safetensors", resumable=False)
+    inventory = look_alone(tmp_path)
+    step = only_step(inventory)
+    assert step.why_incomplete == "rank 0 saved a state that cannot be resumed from" and not step.facts
+    assert inventory.newest_complete() is None
+
+
+def test_two_world_sizes_in_one_step_are_never_complete(tmp_path: Path) -> None:
+    write(tmp_path / "rank_0" / "a-1_1.safetensors", rank=0, world_size=2)
+    write(tmp_path / "rank_1" / "a-1_1.safetensors", rank=1, world_size=2)
+    write(tmp_path / "rank_2" / "a-1_1.safetensors", rank=2, world_size=3)
+    assert only_step(look_alone(tmp_path)).why_incomplete == "its files disagree on the world size (2, 3)"
+
+
+def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    write_step(machine.directory, 3, **REPLICAS)
+    write_step(machine.directory, 5, **REPLICAS)
+    (machine.directory / "rank_1" / "resnet-1_5.safetensors").unlink()
+    step, older = look_alone(machine.directory, machine.job).steps
+    assert step.is_usable and not step.is_complete and step.why_incomplete == "rank 1 of 2 missing"
+    assert older.is_complete
+    machine.boundary(1, 5)
+    step, _ = look_alone(machine.directory, machine.job).steps
+    assert step.is_complete and step.missing_ranks == (1,) and step.why_incomplete is None
+
+
+def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
+    for step in (3, 5, 7):
+        write_step(tmp_path, step, world_size=3)
+    (tmp_path / "rank_1" / "resnet-1_7.safetensors").unlink()
+    inventory = look_alone(tmp_path)
+    newest = inventory.newest_complete()
+    assert newest is not None and planned(inventory.plan(World(3))).moment == newest.moment
+    fact = newest.facts[0]
+    inventory.forget(None, fact, "a bit has flipped")
+    newest = inventory.newest_complete()
+    assert newest is not None and newest.moment[2] == 3
+
+
+# --- for retention ---
+
+
+def test_retention_goes_by_the_same_judgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (3, 5, 7, 9):
+        write_step(tmp_path, step, world_size=3)
+    write_step(tmp_path, 20, run_id="another")
+    (tmp_path / "rank_1" / "resnet-1_9.safetensors").unlink()
+    contradicting = {"world_size": 4, "rank": 2, "step": 7}
+    write(tmp_path / "rank_2" / "resnet-1_7.safetensors", **contradicting)
+    judged: list[int] = []
+
+    def counted(entries: Sequence[CatalogEntry]) -> Any:
+        judged.extend(entry.info.step for entry in entries if entry.info is not None)
+        return facts_of(entries)
+
+    monkeypatch.setattr(module, "facts_of", counted)
+    assert newest_complete(read_entries(tmp_path), "run-a") == ("run-a", 0, 5)
+    assert set(judged) <= {5, 7}, "no more than it takes"
+    alone = look_alone(tmp_path).newest_complete("run-a")
+    assert alone is not None and alone.moment == ("run-a", 0, 5)
+    assert newest_complete(read_entries(tmp_path), "nobody") is None
+
+
+def test_retention_judges_a_step_once_and_anew_when_it_has_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs after each save on every rank, and a step may have a thousand headers."""
+    for step in (3, 5):
+        write_step(tmp_path, step, world_size=3)
+    judged: list[int] = []
+
+    def counted(entries: Sequence[CatalogEntry]) -> Any:
+        judged.append(len(entries))
+        return facts_of(entries)
+
+    monkeypatch.setattr(module, "facts_of", counted)
+    entries: tuple[CatalogEntry, ...] = ()
+    notes: Judged = {}
+
+    def newest() -> int:
+        nonlocal entries
+        entries = read_entries(tmp_path, known=entries)
+        found = newest_complete(entries, "run-a", notes)
+        assert found is not None
+        return found[2]
+
+    assert [newest(), newest(), newest()] == [5, 5, 5] and judged == [3]
+    victim = tmp_path / "rank_1" / "resnet-1_5.safetensors"
+    write(victim, step=5, rank=1, world_size=2)  # as many files, and they contradict each other
+    assert [newest(), newest()] == [3, 3] and judged == [3, 3, 3]
+    write(victim, step=5, rank=1, world_size=3)
+    assert [newest(), newest()] == [5, 5] and judged == [3, 3, 3, 3]
+    write(tmp_path / "rank_3" / "resnet-1_5.safetensors", step=5, rank=3, world_size=4)  # the others are the same
+    assert [newest(), newest()] == [3, 3] and judged == [3, 3, 3, 3, 4]
+    write_step(tmp_path, 7, world_size=3)
+    for path in tmp_path.glob("rank_*/*_[35].safetensors"):
+        path.unlink()
+    assert newest() == 7 and set(notes) == {("run-a", 0, 7)}, "nothing is noted of steps that are gone"

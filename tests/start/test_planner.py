@@ -1,0 +1,616 @@
+"""The planner's rules, one readable case each. Ranks are written out: what a person would expect is in the names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.errors import UsageError
+from mindx_elastic.start.assumptions import replica_digests_of
+from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
+from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
+from mindx_elastic.start.targets import remesh
+from tests.start.strategies import replicated
+
+RUN = "run-a"
+
+
+def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = (), names: tuple[str, ...] = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks, names)
+
+
+def tensor(name: str, shape: tuple[int, ...], layout: Layout, parameter: str = "") -> TensorSpec:
+    return TensorSpec(name, shape, layout, "F32", parameter)
+
+
+DDP = replicated(4, {"w": (8, 4)}, "F32")
+FSDP = Strategy(4, (tensor("w", (8, 4), layout_of((4,), "S(0)", names=("dp",))),))
+HSDP = Strategy(4, (tensor("w", (8, 4), layout_of((2, 2), "R", "S(0)", names=("dp", "fsdp"))),))
+FSDP_TP = Strategy(4, (tensor("w", (9, 4), layout_of((2, 2), "_S(0,2)", "S(0)", names=("dp", "tp"))),))
+STAGES = Strategy(
+    4,
+    (
+        tensor("layers.0", (8,), layout_of((2,), "R", ranks=(0, 1))),
+        tensor("layers.1", (8,), layout_of((2,), "R", ranks=(2, 3))),
+    ),
+)
+
+
+def file(
+    rank: int,
+    step: int = 10,
+    strategy: Strategy = DDP,
+    *,
+    kind: str = "breakpoint",
+    attempt: int = 0,
+    run: str = RUN,
+    **more: Any,
+) -> FileFact:
+    path = f"/{run}/{attempt}/{step}/rank_{rank}/{kind}"
+    more.setdefault("world_size", strategy.world_size)
+    return FileFact(path, rank, (run, attempt, step), strategy=strategy, kind=kind, **more)
+
+
+def files(ranks: Iterable[int], step: int = 10, strategy: Strategy = DDP, **more: Any) -> list[FileFact]:
+    return [file(rank, step, strategy, **more) for rank in ranks]
+
+
+def plan_of(facts: list[FileFact], world: int | World = 4, **more: Any) -> ResumePlan:
+    plan = plan_resume(facts, World(world) if isinstance(world, int) else world, **more)
+    assert isinstance(plan, ResumePlan), str(plan)
+    return plan
+
+
+def refusal_of(facts: list[FileFact], world: int | World = 4, **more: Any) -> Refusal:
+    plan = plan_resume(facts, World(world) if isinstance(world, int) else world, **more)
+    assert isinstance(plan, Refusal)
+    return plan
+
+
+def readers(plan: ResumePlan) -> list[int]:
+    """For each new rank the old one whose file it takes."""
+    return [each.file.rank for each in plan.ranks]
+
+
+def kinds(plan: ResumePlan) -> list[str]:
+    return [each.file.kind for each in plan.ranks]
+
+
+# --- which step ---
+
+
+def test_nothing_there_is_no_plan() -> None:
+    refusal = refusal_of([])
+    assert not refusal.found_anything
+    assert str(refusal) == "there is no checkpoint"
+
+
+def test_the_newest_step_wins_and_everybody_reads_its_own_file() -> None:
+    plan = plan_of([*files(range(4), 8), *files(range(4), 10), *files(range(4), 9)])
+    assert plan.step == 10
+    assert readers(plan) == [0, 1, 2, 3]
+    assert plan.exact and not plan.resharded and not any(each.assembled for each in plan.ranks)
+    assert plan.steps_lost is None and plan.rejected == ()
+
+
+def test_it_falls_back_step_by_step_and_says_why() -> None:
+    facts = [*files([0, 1, 2], 12, FSDP), *files([1, 2, 3], 11, FSDP), *files(range(4), 10, FSDP)]
+    plan = plan_of(facts)
+    assert plan.step == 10
+    assert [rejected.moment for rejected in plan.rejected] == [(RUN, 0, 12), (RUN, 0, 11)]
+    assert [rejected.reason for rejected in plan.rejected] == [
+        "part 4 of 4 of w: no usable file of rank 3, which held it",
+        "part 1 of 4 of w: no usable file of rank 0, which held it",
+    ]
+    assert plan.steps_lost == 2
+
+
+def test_steps_are_never_mixed_even_if_each_rank_has_some() -> None:
+    assert isinstance(plan_resume([*files([0, 1], 10, FSDP), *files([2, 3], 11, FSDP)], World(4)), Refusal)
+
+
+def test_the_last_attempt_goes_before_a_higher_step_of_an_earlier_one() -> None:
+    plan = plan_of([*files(range(4), 90, attempt=0), *files(range(4), 80, attempt=1)])
+    assert plan.moment == (RUN, 1, 80)
+    assert plan.steps_lost is None  # nobody saw a later step of this attempt
+
+
+def test_the_run_that_wrote_last_is_meant_when_two_runs_share_a_folder() -> None:
+    old, new = files(range(4), 500, run="old", created=100.0), files(range(4), 20, run="new", created=200.0)
+    assert plan_of([*old, *new]).moment == ("new", 0, 20)
+    assert plan_of([*new, *old]).moment == ("new", 0, 20)
+
+
+def test_one_wrong_clock_does_not_mix_runs() -> None:
+    skewed = [file(0, 20, FSDP, run="new", created=50.0), *files([1, 2, 3], 20, FSDP, run="new", created=200.0)]
+    plan = plan_of([*skewed, *files(range(4), 500, FSDP, run="old", created=100.0)])
+    assert plan.moment == ("new", 0, 20)
+    assert {each.file.moment[0] for each in plan.ranks} == {"new"}
+
+
+def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
+    facts = [
+        file(0, 5, run="b", created=1.0),
+        file(0, 7, run="a", created=9.0),
+        file(0, 9, run="a", created=2.0),
+        file(0, 3, run="a", attempt=1, created=3.0),
+    ]
+    assert order_of_moments(facts) == [("a", 1, 3), ("a", 0, 9), ("a", 0, 7), ("b", 0, 5)]
+    begun_later = replace(facts[0], generation=1)  # by the count of starts, and not by a clock
+    assert order_of_moments([begun_later, *facts[1:]])[0] == ("b", 0, 5)
+
+
+def test_only_the_step_asked_for_is_taken() -> None:
+    facts = [*files(range(4), 10), *files(range(4), 9)]
+    assert plan_of(facts, only=(RUN, 0, 9)).step == 9
+    refusal = refusal_of([*files([0], 10, FSDP), *files(range(4), 9, FSDP)], only=(RUN, 0, 10))
+    assert [rejected.moment for rejected in refusal.reasons] == [(RUN, 0, 10)]
+
+
+def test_a_step_asked_for_that_is_not_there_is_named() -> None:
+    refusal = refusal_of(files(range(4), 10), only=(RUN, 0, 99))
+    assert refusal.found_anything
+    assert "step 99" in str(refusal)
+
+
+def test_what_was_sorted_out_before_stays_on_record() -> None:
+    torn = Rejected("/ckpt/torn", "its header is damaged")
+    assert torn in plan_of(files(range(4)), rejected=[torn]).rejected
+    assert torn in refusal_of([], rejected=[torn]).reasons
+
+
+# --- kinds of files ---
+
+
+def test_of_several_files_of_a_rank_the_first_is_read_and_the_others_stand_by() -> None:
+    facts = [file(0, kind="ttp"), file(0, kind="periodic"), *files([1, 2, 3])]
+    plan = plan_of(facts)
+    assert plan.ranks[0].file.kind == "ttp"
+    assert [fact.kind for fact in plan.files[0]] == ["ttp", "periodic"]
+    layout = plan.source.tensors[0].layout
+    first, *_, last = plan.holders(layout, 0, 0)
+    assert (first.rank, first.kind) == (0, "ttp")
+    assert (last.rank, last.kind) == (0, "periodic")
+
+
+# --- donors ---
+
+
+def test_a_replica_stands_in_for_a_missing_rank() -> None:
+    plan = plan_of(files([1, 2, 3]), own_states={(RUN, 0, 10): [0]})
+    assert readers(plan) == [1, 1, 2, 3]
+    assert [each.donor for each in plan.ranks] == [1, None, None, None]
+    assert plan.exact  # its own random numbers lie in memory
+
+
+def test_without_own_random_numbers_a_replica_is_not_exact_and_the_plan_says_so() -> None:
+    plan = plan_of(files([1, 2, 3]))
+    assert not plan.exact
+    assert plan.inexact == ("rank 0 takes rank 1's file and has no random numbers of its own",)
+
+
+def test_donors_are_healthy_ranks_first_then_the_lowest() -> None:
+    plan = plan_of(files([1, 2, 3], kind="periodic"), faults=[0, 1])
+    assert readers(plan) == [2, 1, 2, 3]
+
+
+def test_several_needy_ranks_are_spread_over_the_donors() -> None:
+    ddp = replicated(8, {"w": (8,)})
+    plan = plan_of(files([1, 4, 6], strategy=ddp), 8)
+    assert readers(plan) == [1, 1, 4, 6, 4, 1, 6, 4]
+
+
+def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
+    plan = plan_of(files(range(4)))
+    layout = plan.source.tensors[0].layout
+    assert [next(plan.holders(layout, 0, reader)).rank for reader in range(4)] == [0, 1, 2, 3]
+    fewer = plan_of(files([1, 3]))
+    assert [next(fewer.holders(layout, 0, reader)).rank for reader in range(4)] == [1, 1, 1, 3]
+    assert [next(fewer.holders(layout, 0, reader)).rank for reader in (4, 5, 6, 7)] == [1, 3, 1, 3]
+
+
+def test_an_idle_rank_needs_its_own_file_or_nothing_is_known_of_it() -> None:
+    strategy = Strategy(3, (tensor("w", (8,), layout_of((2,), "R")),))
+    assert readers(plan_of(files(range(3), strategy=strategy), 3)) == [0, 1, 2]
+    assert "rank 2" in str(refusal_of(files(range(2), strategy=strategy), 3))
+
+
+# --- what is said of files and what is not ---
+
+
+def test_files_that_say_nothing_stand_for_their_own_rank_only() -> None:
+    facts = [file(rank, strategy=single_rank_strategy(rank, 2)) for rank in range(2)]
+    assert readers(plan_of(facts, 2)) == [0, 1]
+    assert "rank 1" in str(refusal_of(facts[:1], 2))
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4), (4, 2), (4, 8), (3, 2)])
+def test_private_models_are_refused_on_another_world(old: int, new: int) -> None:
+    refusal = refusal_of([file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], new)
+    assert len(refusal.reasons) == 1
+    told = Strategy(new, (tensor("w", (8,), layout_of((new,), "R")),))
+    assert refusal_of(
+        [file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], World(new, told)
+    ).reasons
+
+
+def test_files_that_disagree_on_the_world_size_are_refused_together() -> None:
+    facts = [file(0, world_size=5), *files([1, 2, 3])]
+    assert "its files disagree on the world size (4, 5)" in str(refusal_of(facts))
+    assert str(refusal_of(facts)) == str(refusal_of(facts[::-1]))
+
+
+def test_contradictory_strategies_are_refused_by_name_and_an_older_step_is_taken() -> None:
+    other = Strategy(4, (tensor("w", (8, 5), layout_of((4,), "R")),))
+    plan = plan_of([file(0, 10), *files([1, 2, 3], 10, other), *files(range(4), 9)])
+    assert plan.step == 9
+    (rejected,) = plan.rejected
+    assert "contradict" in rejected.reason
+    assert all(part in rejected.reason for part in ("of w: ", "[8, 4]", "[8, 5]"))
+
+
+def test_a_recorded_strategy_tells_what_missing_files_held() -> None:
+    moment = (RUN, 0, 10)
+    private = files([0, 1], strategy=Strategy(4, (STAGES.tensors[0],)))
+    refusal = refusal_of(private, recorded={moment: STAGES})
+    assert "layers.1: no usable file of ranks 2, 3" in str(refusal)
+    assert "for 2 ranks" in str(refusal_of(files(range(4)), recorded={moment: replicated(2, {"w": (8, 4)})}))
+    assert "contradict" in str(refusal_of(files(range(4)), recorded={moment: FSDP}))
+
+
+@pytest.mark.parametrize("world_size", [8, (1 << 63) - 1])
+def test_a_file_and_its_own_strategy_must_be_of_one_world(world_size: int) -> None:
+    for count in (1, 8):
+        facts = [file(rank, strategy=FSDP, world_size=world_size) for rank in range(count)]
+        assert isinstance(plan_resume(facts, World(8)), Refusal)
+
+
+def test_a_rank_that_is_not_of_its_world_is_nobodys_file() -> None:
+    plan = plan_resume([*files(range(4)), file(9)], World(4))
+    if isinstance(plan, ResumePlan):
+        assert 9 not in plan.files and 9 not in readers(plan)
+
+
+# --- faults ---
+
+
+def test_what_a_faulty_rank_wrote_while_dying_is_not_believed() -> None:
+    facts = [*files(range(4), 10, FSDP, kind="breakpoint"), *files(range(4), 8, FSDP, kind="periodic")]
+    assert plan_of(facts).step == 10
+    plan = plan_of(facts, faults=[2])
+    assert plan.step == 8
+    assert kinds(plan) == ["periodic"] * 4  # its own, too: it was well then
+    assert "the fault report names rank 2, whose dying saves are not used" in plan.rejected[0].reason
+    assert plan.faults == {2}
+
+
+@pytest.mark.parametrize("kind", ["breakpoint", "ttp", "request_exit", "snapshot"])
+def test_every_kind_of_dying_save_of_a_faulty_rank_is_left_out(kind: str) -> None:
+    assert "rank 1" in str(refusal_of(files(range(4), 10, FSDP, kind=kind), faults=[1]))
+
+
+def test_faults_that_name_everybody_leave_the_periodic_files() -> None:
+    facts = [*files(range(4), 10), *files(range(4), 6, kind="periodic")]
+    assert plan_of(facts, faults=range(4)).step == 6
+    refusal = refusal_of(files(range(4), 10), faults=range(4))
+    assert refusal.found_anything
+    assert "ranks 0, 1, 2, 3, whose dying saves are not used" in str(refusal)
+
+
+# --- exact before newest ---
+
+
+def test_an_exact_step_just_before_goes_before_one_that_is_not_exact() -> None:
+    plan = plan_of([*files([0, 1, 2], 10), *files(range(4), 9)])
+    assert plan.step == 9
+    assert plan.exact
+    assert plan.steps_lost == 1
+    (rejected,) = plan.rejected
+    assert "would not be exact" in rejected.reason and "rank 3" in rejected.reason
+
+
+@pytest.mark.parametrize(("older", "chosen"), [(9, 9), (8, 8), (7, 10)])
+def test_exactness_is_worth_two_steps_and_no_more(older: int, chosen: int) -> None:
+    assert plan_of([*files([0, 1, 2], 10), *files(range(4), older)]).step == chosen
+
+
+def test_with_own_states_in_memory_the_newest_step_is_exact_and_wins() -> None:
+    plan = plan_of([*files([0, 1, 2], 10), *files(range(4), 9)], own_states={(RUN, 0, 10): [3]})
+    assert plan.step == 10
+    assert plan.exact
+
+
+def test_the_step_just_before_must_be_exact_itself() -> None:
+    assert plan_of([*files([0, 1, 2], 10), *files([0, 1, 3], 9)]).step == 10
+
+
+def test_the_step_just_before_must_be_of_the_same_attempt() -> None:
+    assert plan_of([*files([0, 1, 2], 10, attempt=1), *files(range(4), 9, attempt=0)]).moment == (RUN, 1, 10)
+
+
+def test_the_step_that_the_attempt_went_on_from_is_just_before_its_first() -> None:
+    plan = plan_of([*files([0, 1, 2], 7, attempt=1, base=(0, 6)), *files(range(4), 6)])
+    assert plan.moment == (RUN, 0, 6)
+    assert plan.exact
+
+
+@pytest.mark.parametrize(
+    ("older", "taken"),
+    [
+        ([(0, 6)], (0, 6)),
+        ([(0, 5)], (0, 5)),  # step 6 is damaged by now: the one before it is on the way, too
+        ([(0, 4)], (3, 7)),  # too old
+        ([(2, 6), (0, 6)], (0, 6)),  # attempt 2 came to a step 6 of its own, on another way
+        ([(0, 6), (3, 6)], (3, 6)),  # the same state, saved again in this attempt
+    ],
+)
+def test_an_attempt_may_go_on_from_one_long_before(older: list[tuple[int, int]], taken: tuple[int, int]) -> None:
+    facts = files([0, 1, 2], 7, attempt=3, base=(0, 6))
+    for attempt, step in older:
+        facts += files(range(4), step, attempt=attempt, base=(0, 6) if attempt == 3 else None)
+    assert plan_of(facts).moment == (RUN, *taken)
+
+
+def test_a_chain_of_attempts_that_came_one_step_far_each() -> None:
+    facts = [*files([0, 1, 2], 8, attempt=2, base=(1, 7)), *files([0, 1, 3], 7, attempt=1, base=(0, 6))]
+    assert plan_of([*facts, *files(range(4), 6)]).moment == (RUN, 0, 6)
+
+
+def test_an_attempt_that_began_at_an_older_step_on_purpose_does_not_go_back_to_the_one_that_was_given_up() -> None:
+    """``resume=path`` of step 3, while attempt 1 had come to step 4 and further."""
+    facts = [*files(range(4), 4, attempt=1, base=(0, 3)), *files(range(4), 3), *files(range(4), 9, attempt=1)]
+    facts += files([0, 1, 2], 5, attempt=2, base=(0, 3))
+    assert plan_of(facts).moment == (RUN, 0, 3)
+
+
+def test_where_an_attempt_began_counts_only_if_its_files_agree() -> None:
+    facts = [file(0, 7, attempt=2, base=(0, 6)), file(1, 7, attempt=2, base=(1, 6)), file(2, 7, attempt=2)]
+    facts += [*files(range(4), 6), *files(range(4), 6, attempt=1)]
+    assert plan_of(facts).moment == (RUN, 2, 7)
+    assert bases_of(facts) == {}
+    assert bases_of([file(0, 7, attempt=2, base=(2, 6)), file(1, 7, attempt=1, base=(3, 6))]) == {}  # none began later
+
+
+def test_the_steps_before_follow_the_attempts_down() -> None:
+    bases = {(RUN, 3): (RUN, 2, 6), (RUN, 2): (RUN, 0, 6), ("other", 3): ("other", 0, 2)}
+    assert steps_before((RUN, 3, 8), bases) == [(RUN, 3, 7), (RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6)]
+    assert steps_before((RUN, 3, 7), bases) == [(RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5)]
+    assert steps_before((RUN, 3, 6), bases) == [(RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5), (RUN, 0, 4)]
+    assert steps_before((RUN, 0, 1), bases) == [(RUN, 0, 0)]
+    assert steps_before((RUN, 0, 0), bases) == []
+
+
+def test_a_step_just_before_that_is_laid_out_otherwise_is_not_exact() -> None:
+    world = World(4, DDP)
+    assert plan_of([*files([0, 1, 2], 10, DDP), *files(range(4), 9, FSDP)], world).step == 10
+
+
+# --- never whole ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saved", "silent", "proved"),
+    [
+        (FSDP, [0, 1, 2], [3], True),
+        (FSDP, [0], [1, 2], True),  # rank 3's disk may be lost: with ranks 1 and 2 silent it makes no difference
+        (FSDP, [0], [], False),
+        (HSDP, [0, 1], [2], False),  # rank 0 holds the same
+        (HSDP, [1], [2], False),  # rank 0 held the same, and its disk may be lost
+        (HSDP, [1, 3], [0, 2], True),
+        (DDP, [0], [1, 2, 3], False),
+        (STAGES, [0], [2], False),
+        (STAGES, [0, 1], [2, 3], True),
+        (single_rank_strategy(0, 4), [0], [3], True),
+    ],
+)
+def test_a_run_had_no_whole_step_if_nobody_who_held_some_part_ever_saved(
+    strategy: Strategy, saved: list[int], silent: list[int], proved: bool
+) -> None:
+    facts = files(saved, 4, strategy)
+    assert never_complete(facts, {RUN: {(rank, 4) for rank in silent}}) is proved
+    assert not never_complete(facts, {RUN: {(rank, 3) for rank in silent}}), "notes of another world"
+    assert not never_complete(facts, {"other": {(rank, 4) for rank in silent}}), "of another run"
+
+
+def test_every_run_and_every_step_has_to_be_proved() -> None:
+    facts = [*files([0], 4, FSDP), *files([0, 1], 5, FSDP), *files([2], 9, FSDP, run="b")]
+    assert never_complete(facts, {RUN: {(3, 4)}, "b": {(0, 4)}})
+    assert not never_complete(facts, {RUN: {(3, 4)}})
+    assert not never_complete(facts, {RUN: {(1, 4)}, "b": {(0, 4)}}), "rank 1 has saved since"
+    assert not never_complete([], {RUN: {(3, 4)}})
+
+
+def test_what_is_only_assumed_to_be_held_by_others_counts_as_held() -> None:
+    """Rank 0's file says that the norms are replicas; whoever saw two equal files may have gone on from them."""
+    facts = assuming("one")
+    assert len(facts) == 1
+    assert not never_complete(facts, {RUN: {(3, 4)}})
+
+
+# --- disks that are not shared ---
+
+
+def on_nodes(facts: Iterable[FileFact], size: int = 2) -> list[FileFact]:
+    """Each file is seen by the ranks of its own node."""
+    nodes = [frozenset(range(first, first + size)) for first in range(0, 64, size)]
+    return [FileFact(**{**vars(fact), "visible_to": nodes[fact.rank // size]}) for fact in facts]
+
+
+def test_donors_are_sought_on_the_ranks_own_node() -> None:
+    assert readers(plan_of(on_nodes(files([0, 3])))) == [0, 0, 3, 3]
+
+
+# --- another world ---
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
+    for size in (2, 3, 4):
+        plan = plan_of(files(range(strategy.world_size), strategy=strategy), size)
+        assert [each.rank for each in plan.ranks] == list(range(size))
+        assert plan.resharded
+        assert "ranks become" in plan.inexact[0]
+        assert plan.world.strategy is not None
+        strategy = plan.world.strategy
+    assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
+
+
+def test_hsdp_and_fsdp_around_tp_scale_their_outermost_dimension() -> None:
+    plan = plan_of(files(range(4), strategy=HSDP), 6)
+    assert plan.world.strategy is not None
+    assert plan.world.strategy.tensors[0].layout.mesh_shape == (3, 2)
+    plan = plan_of(files(range(4), strategy=FSDP_TP), 8)
+    assert plan.world.strategy is not None
+    assert plan.world.strategy.tensors[0].layout == layout_of((4, 2), "_S(0,2)", "S(0)")
+
+
+def test_a_world_that_is_no_multiple_has_to_be_told_how() -> None:
+    refusal = refusal_of(files(range(4), strategy=FSDP_TP), 3)
+    assert "not a multiple of 2" in str(refusal)
+    assert refusal.other_worlds == (4,)
+
+
+def test_a_mesh_is_scaled_by_the_names_of_its_dimensions() -> None:
+    scaled = remesh(FSDP_TP, 8, {"tp": 4})
+    assert scaled.tensors[0].layout == layout_of((2, 4), "_S(0,4)", "S(0)")
+    with pytest.raises(UsageError, match="no mesh dimension called 'pp'"):
+        remesh(FSDP_TP, 8, {"pp": 2})
+    with pytest.raises(UsageError, match="2 x 8 has not 8 ranks"):
+        remesh(FSDP_TP, 8, {"tp": 8})
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])
+def test_zero_1_state_on_another_world_is_spread_anew(old: int, new: int) -> None:
+    specs = [tensor("w", (8,), layout_of((old,), "R"))]
+    specs += [tensor(f"optimizer.{r}", (2,), layout_of((1,), "R", ranks=(r,)), "w") for r in range(old)]
+    strategy = Strategy(old, tuple(specs))
+    untold = plan_of(files(range(old), strategy=strategy), World(new))
+    assert [spec.name for spec in untold.world.strategy.tensors] == ["w"]  # type: ignore[union-attr]
+    told = Strategy(new, tuple(tensor(s.name, s.shape, layout_of((new,), "R"), s.parameter) for s in specs))
+    plan = plan_of(files(range(old), strategy=strategy), World(new, told))
+    assert all(each.assembled for each in plan.ranks)
+
+
+def test_another_layout_on_the_same_ranks_is_no_exact_resume() -> None:
+    target = Strategy(4, (tensor("w", (8, 4), layout_of((4,), "S(1)")),))
+    plan = plan_of(files(range(4), strategy=FSDP), World(4, target))
+    assert plan.resharded and not plan.exact
+    assert [each.nbytes for each in plan.ranks] == [32, 32, 32, 32]
+    assert readers(plan) == [0, 1, 2, 3]
+
+
+def test_a_layout_that_is_only_spelled_differently_is_as_before() -> None:
+    same = Strategy(4, (tensor("w", (8, 4), layout_of((1, 4), "R", "S(0)")),))
+    plan = plan_of(files(range(4), strategy=FSDP), World(4, same))
+    assert not plan.resharded
+    assert plan.exact
+
+
+def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -> None:
+    strategy = Strategy(4, tuple(tensor("w", (8,), layout_of((1,), "R", ranks=(r,))) for r in range(4)))
+    assert readers(plan_of(files(range(4), strategy=strategy))) == [0, 1, 2, 3]
+    told = World(2, replicated(2, {"w": (8,)}, "F32"))
+    assert "different tensors are called w" in str(refusal_of(files(range(4), strategy=strategy), told))
+
+
+def test_a_tensor_of_another_size_in_the_new_program_is_refused_and_named() -> None:
+    for size in (4, 2):
+        target = Strategy(size, (tensor("w", (8, 6), layout_of((size,), "S(0)")),))
+        reason = str(refusal_of(files(range(4), strategy=FSDP), World(size, target)))
+        assert "w" in reason and "[8, 4]" in reason and "[8, 6]" in reason
+
+
+def test_a_strategy_for_another_number_of_ranks_is_refused() -> None:
+    assert "for 2 ranks, the world has 4" in str(refusal_of(files(range(4)), World(4, replicated(2, {"w": (8, 4)}))))
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "4", 10**12], ids=str)
+def test_a_world_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(UsageError):
+        World(size)
+
+
+@pytest.mark.parametrize("placements", [("S(1)",), ("R", "S(0)"), ("R", "R")], ids=str)
+def test_shapes_that_nobody_tells_give_a_plan_or_a_refusal_and_no_error(placements: tuple[str, ...]) -> None:
+    # As of MindSpore's strategy files, which say how a tensor is split and not how large it is.
+    unknown = Strategy(4, (tensor("w", (), layout_of((4,), "S(0)")),))
+    mesh = (4,) if len(placements) == 1 else (1, 4)
+    target = Strategy(4, (tensor("w", (), layout_of(mesh, *placements)),))
+    for visible_to in (None, frozenset(range(4))):
+        facts = files(range(4), strategy=unknown, visible_to=visible_to)
+        assert readers(plan_of(facts)) == [0, 1, 2, 3]
+        assert isinstance(plan_resume(facts, World(4, target)), ResumePlan | Refusal)
+    assert "part 4 of 4 of w" in str(refusal_of(files(range(3), strategy=unknown)))
+
+
+# --- numbers, and the same answer always ---
+
+
+def test_bytes_to_read_are_those_of_the_ranks_own_parts() -> None:
+    assert [each.nbytes for each in plan_of(files(range(4))).ranks] == [128] * 4
+    assert [each.nbytes for each in plan_of(files(range(4), strategy=FSDP)).ranks] == [32] * 4
+    # 9 rows of 16 bytes over FSDP2 around TP: 3, 2, 2, 2 rows
+    assert [each.nbytes for each in plan_of(files(range(4), strategy=FSDP_TP)).ranks] == [48, 32, 32, 32]
+
+
+def test_epoch_and_step_in_epoch_come_from_the_chosen_step() -> None:
+    facts = [*files(range(4), 10, FSDP, epoch=2, step_in_epoch=3), *files([0], 11, FSDP, epoch=2, step_in_epoch=4)]
+    plan = plan_of(facts)
+    assert (plan.epoch, plan.step_in_epoch, plan.steps_lost) == (2, 3, 1)
+
+
+# --- what a report is believed to say, and what files assume ---
+
+
+def test_a_report_that_the_last_attempt_knew_at_its_start_is_done() -> None:
+    faults = KnownFaults.of({1}, 5.0)
+    known = [replace(fact, kind="breakpoint", fault_report=faults.report) for fact in files(range(4))]
+    assert [share.donor for share in plan_of(known, World(4), faults=faults).ranks] == [None] * 4
+    fresh = [replace(fact, fault_report=0) for fact in known]
+    assert plan_of(fresh, World(4), faults=faults).ranks[1].donor is not None
+
+
+def test_a_distrusted_save_stays_distrusted_in_later_attempts() -> None:
+    faults = KnownFaults.of({3}, 5.0)
+    spoilt = [replace(fact, kind="breakpoint") for fact in files(range(4), step=95, strategy=FSDP)]
+    sound = [replace(fact, kind="periodic") for fact in files(range(4), step=90, strategy=FSDP)]
+    later = files([0], step=92, attempt=1, strategy=FSDP)
+    later = [replace(fact, kind="breakpoint", fault_report=faults.report) for fact in later]
+    assert plan_of([*spoilt, *sound, *later], World(4), faults=faults).step == 90
+
+
+def test_another_time_stamp_is_another_report() -> None:
+    assert KnownFaults.of({3}, 5.0).report != KnownFaults.of({3}, 6.0).report
+    assert KnownFaults.of((), 5.0).report == 0
+
+
+def assuming(*digests: str) -> list[FileFact]:
+    """Files of ranks that assume to hold the same `model.norm`; what differs in their digests is not the same."""
+    spec = replace(tensor("model.norm", (4,), layout_of((4,), "R")), assumed=True)
+    strategy = Strategy(4, (spec,))
+    found = []
+    for rank, digest in enumerate(digests):
+        if digest:
+            tensors = {"model.norm": ((4,), digest)}
+            found.append(
+                replace(
+                    files([rank], strategy=strategy)[0], replica_digests=replica_digests_of(strategy, rank, tensors)
+                )
+            )
+    return found
+
+
+def test_assumed_replicas_stand_in_where_their_files_agree() -> None:
+    assert [share.file.rank for share in plan_of(assuming("a", "a", "", "a"), World(4)).ranks] == [0, 1, 0, 3]
+
+
+@pytest.mark.parametrize("digests", [("a", "b", "", "a"), ("a", "", "", "")])
+def test_nobody_stands_in_where_they_differ_or_only_one_speaks(digests: tuple[str, ...]) -> None:
+    assert "model.norm: no usable file of rank 2, which held it" in str(refusal_of(assuming(*digests), 4))
+    whole = assuming(*(digest or "a" for digest in digests))
+    assert plan_of(whole, World(4)).exact, "each has its own file"

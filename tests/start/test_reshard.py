@@ -1,0 +1,440 @@
+"""Tensors put together from other ranks' files: byte for byte, in little memory, reading no more than is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
+from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.persist.catalog import read_entries
+from mindx_elastic.persist.reader import Checkpoint
+from mindx_elastic.persist.regions import read_box
+from mindx_elastic.persist.storage import QUARANTINE
+from mindx_elastic.start.facts import Refusal, ResumePlan, World
+from mindx_elastic.start.file_facts import facts_of
+from mindx_elastic.start.planner import plan_resume
+from mindx_elastic.start.reshard import Parts, assemble
+from mindx_elastic.start.restore import Resumed, Target
+from tests.checkpoint_files import flip_bit_in_data
+from tests.harness import no_descriptor_left
+from tests.persist.states import bits, tensor_of
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
+from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
+from tests.watchdog import finish
+
+ROOT = Path(__file__).parents[2]
+
+
+def assemble_for(plan: ResumePlan, rank: int, target: Target) -> Checkpoint:
+    return assemble(plan, plan.ranks[rank], target.blueprint)
+
+
+def layout(mesh: Sequence[int], *placements: str | Placement, ranks: Sequence[int] = ()) -> Layout:
+    return Layout(tuple(mesh), placements, ranks)  # type: ignore[arg-type]  # parsed there
+
+
+WHOLE = layout([1], "R")
+LAYOUTS: dict[int, list[Layout]] = {
+    1: [WHOLE],
+    2: [layout([2], "R"), layout([2], "S(0)"), layout([2], "S(1)"), layout([1, 2], "S(0)", "S(1)")],
+    3: [layout([3], "S(0)"), layout([3], "S(1)"), layout([3], "R")],
+    4: [
+        layout([4], "S(0)"),
+        layout([4], "S(1)"),
+        layout([2, 2], "R", "S(0)"),
+        layout([2, 2], "S(0)", "S(1)"),
+        layout([2, 2], "_S(0,2)", "S(0)"),
+        layout([2, 2], "S(0)", "S(0)"),
+        layout([4], "S(0)", ranks=[3, 1, 0, 2]),
+    ],
+}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return tensor_of(dtype, shape, math.prod(shape) + len(shape))
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
+    assert bits(actual) == bits(expected), what
+
+
+def same_for_all(states: Sequence[Mapping[str, Any]], name: str, tensor: torch.Tensor, new: Layout) -> None:
+    for rank, state in enumerate(states):
+        assert_same_bits(state["model"][name], cut(tensor, new, rank), f"{name} on rank {rank} under {new}")
+
+
+# --- any layout to any other ---
+
+
+def test_from_each_layout_to_each(tmp_path: Path) -> None:
+    """7 x 5: splits evenly over nothing. One directory for each old layout, read by all the new ones."""
+    weight, moment = numbers(7, 5), numbers(7, 5, dtype=torch.float64)
+    for number, old in enumerate(layouts := [each for found in LAYOUTS.values() for each in found]):
+        Saved(old.size, {"w": (weight, old)}, {"w": moment}).write(tmp_path / str(number))
+        for new in layouts:
+            if new == old:
+                continue
+            states = resharded(tmp_path / str(number), new.size, {"w": ((7, 5), new)})
+            same_for_all(states, "w", weight, new)
+            for rank, state in enumerate(states):
+                found = state["optimizer"]["state"][0]
+                assert_same_bits(found["exp_avg"], cut(moment, new, rank), f"{old} -> {new}, rank {rank}")
+                assert found["step"].item() == 7 and found["note"] == "of w"
+
+
+@st.composite
+def layouts(draw: st.DrawFn, ndim: int) -> Layout:
+    mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).filter(lambda m: math.prod(m) <= 6))
+    choices = [REPLICATE, *(Shard(dim) for dim in range(ndim))]
+    placements = [draw(st.sampled_from(choices)) for _ in mesh]
+    if len(mesh) == 2 and placements[0] == placements[1] and placements[0].dim is not None and mesh[1] > 1:
+        placements[0] = draw(st.sampled_from([placements[0], Shard(placements[0].dim, mesh[1])]))
+    ranks = draw(st.permutations(range(math.prod(mesh))))
+    return Layout(tuple(mesh), tuple(placements), ranks)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_layout_to_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    root = tmp_path_factory.mktemp("any")
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=3))
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
+    first = data.draw(layouts(len(shapes[0])))
+    old_size = first.size
+    same_size = layouts  # every tensor of a world has its own layout over all of its ranks
+    tensors = {}
+    for number, shape in enumerate(shapes):
+        laid = first if number == 0 else data.draw(same_size(len(shape)).filter(lambda one: one.size <= old_size))
+        if laid.size < old_size:  # repeated over the rest
+            laid = Layout((old_size,), (REPLICATE,))
+        tensors[f"t{number}"] = (numbers(*shape, dtype=data.draw(st.sampled_from(dtypes))), laid)
+    Saved(old_size, tensors, {name: numbers(*t.shape) for name, (t, _) in tensors.items()}).write(root)
+    wanted = data.draw(layouts(len(shapes[0])))
+    new = {
+        name: (tuple(t.shape), wanted if number == 0 else Layout((wanted.size,), (REPLICATE,)))
+        for number, (name, (t, _)) in enumerate(tensors.items())
+    }
+    states = resharded(root, wanted.size, new) if wanted != first else []
+    if states:
+        for name, (tensor, _) in tensors.items():
+            same_for_all(states, name, tensor, new[name][1])
+
+
+def test_pipeline_stages_become_one(tmp_path: Path) -> None:
+    """Tensors that only some ranks have, under a number of their own in each stage's optimizer."""
+    first, second = numbers(4, 3), numbers(6, 3)
+    stages = {"a": (first, layout([2], "S(0)", ranks=[0, 1])), "b": (second, layout([2], "S(0)", ranks=[2, 3]))}
+    Saved(4, stages, {"a": first + 1, "b": second + 1}).write(tmp_path)
+    (state,) = resharded(tmp_path, 1, {"a": ((4, 3), WHOLE), "b": ((6, 3), WHOLE)})
+    for number, (name, tensor) in enumerate((("a", first), ("b", second))):
+        assert_same_bits(state["model"][name], tensor)
+        assert_same_bits(state["optimizer"]["state"][number]["exp_avg"], tensor + 1)
+
+
+def test_tied_weights_stay_tied_in_what_they_hold(tmp_path: Path) -> None:
+    weight = numbers(8, 3)
+    Saved(4, {"embedding": (weight, layout([4], "S(0)"))}, {"embedding": weight + 1}, tied={"head": "embedding"}).write(
+        tmp_path
+    )
+    new = layout([3], "S(0)")
+    target = target_of(3, {"embedding": ((8, 3), new), "head": ((8, 3), new)}, [["embedding"]], 1)
+    state = assemble_for(plan_for(tmp_path, target), 1, target).state
+    assert_same_bits(state["model"]["embedding"], weight[3:6])
+    assert_same_bits(state["model"]["head"], weight[3:6])
+    assert_same_bits(state["optimizer"]["state"][0]["exp_avg"], weight[3:6] + 1)
+
+
+# --- the optimizer ---
+
+TWO = {
+    "a": (numbers(6, 2), layout([2], "S(0)")),
+    "b": (numbers(4), layout([2], "S(0)")),
+    "c": (numbers(3), layout([2], "R")),
+}
+WANTED = {"a": ((6, 2), layout([3], "S(0)")), "b": ((4,), layout([3], "S(0)")), "c": ((3,), layout([3], "R"))}
+MOMENTS = {name: tensor * 2 for name, (tensor, _) in TWO.items()}
+
+
+def test_groups_keep_their_options_and_their_parameters_are_known_by_name(tmp_path: Path) -> None:
+    """The new program lists them in another order: numbers change, names do not."""
+    Saved(2, TWO, MOMENTS, groups=[["a", "c"], ["b"]]).write(tmp_path)
+    for rank, state in enumerate(resharded(tmp_path, 3, WANTED, [["c", "a"], ["b"]])):
+        optimizer = state["optimizer"]
+        assert [(g["lr"], g["params"]) for g in optimizer["param_groups"]] == [(0.1, [0, 1]), (0.05, [2])]
+        for number, name in enumerate("cab"):
+            found = optimizer["state"][number]
+            assert found["note"] == f"of {name}"
+            assert_same_bits(found["exp_avg"], cut(MOMENTS[name], WANTED[name][1], rank), name)
+
+
+@pytest.mark.parametrize("groups", [[["a", "b", "c"]], [["a"], ["b"], ["c"]]])
+def test_another_number_of_groups_is_refused(tmp_path: Path, groups: list[list[str]]) -> None:
+    Saved(2, TWO, MOMENTS, groups=[["a", "c"], ["b"]]).write(tmp_path)
+    message = rf"does not fit optimizer: it has 2 parameter groups, this optimizer has {len(groups)}"
+    with pytest.raises(MismatchError, match=message):
+        resharded(tmp_path, 3, WANTED, groups)
+
+
+@dataclass
+class WithState(Saved):
+    """The optimizer keeps `extra` of its first parameter, too."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def state(self, rank: int, step: int) -> dict[str, Any]:
+        state = super().state(rank, step)
+        state["optimizer"]["state"].setdefault(0, {}).update(self.extra)
+        return state
+
+
+def test_tensors_in_lists_are_carried_over_as_they_are(tmp_path: Path) -> None:
+    """LBFGS keeps such; the files say that all ranks have the same."""
+    WithState(2, TWO, MOMENTS, extra={"old_dirs": [torch.ones(2), {"a": torch.zeros(3)}]}).write(tmp_path)
+    for state in resharded(tmp_path, 3, WANTED):
+        ones, zeros = state["optimizer"]["state"][0]["old_dirs"]
+        assert_same_bits(ones, torch.ones(2))
+        assert_same_bits(zeros["a"], torch.zeros(3))
+
+
+def test_no_optimizer_in_the_files(tmp_path: Path) -> None:
+    Saved(2, TWO).write(tmp_path)
+    target = target_of(3, WANTED)
+    target.blueprint.optimizers["second"] = [["model.a"]]  # type: ignore[index]
+    with pytest.raises(MismatchError, match="holds nothing for second"):
+        assemble_for(plan_for(tmp_path, target), 0, target)
+
+
+# --- what is no tensor of the strategy ---
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (2, 1)])
+def test_the_rest_comes_from_the_ranks_own_file_or_from_one_each(tmp_path: Path, old: int, new: int) -> None:
+    tensor = numbers(12, 2)
+    Saved(old, {"w": (tensor, layout([old], "S(0)"))}).write(tmp_path)
+    for rank, state in enumerate(resharded(tmp_path, new, {"w": ((12, 2), layout([new], "S(0)"))})):
+        base = rank % old
+        assert state["lr_scheduler"] == {"last_epoch": 7, "rank": base}
+        assert state["model"]["running"].item() == base, "buffers"
+        assert state["progress"]["step"] == 7
+        assert set(state) == {"model", "optimizer", "lr_scheduler", "rng", "progress", "gradient_order"}
+
+
+# --- what does not fit ---
+
+
+def refusal_of(root: Path, world_size: int, wanted: Mapping[str, tuple[Sequence[int], Layout]]) -> str:
+    facts, _ = facts_of(read_entries(root))
+    found = plan_resume(facts, World(world_size, target_of(world_size, wanted).strategy))
+    assert isinstance(found, Refusal)
+    return str(found)
+
+
+def test_another_shape_and_another_model_are_refused_with_names(tmp_path: Path) -> None:
+    Saved(2, TWO).write(tmp_path)
+    wider = {**WANTED, "a": ((6, 4), layout([3], "S(0)"))}
+    assert "it does not fit the program: model.a has shape [6, 2] there and [6, 4] here" in refusal_of(
+        tmp_path, 3, wider
+    )
+    more = {**WANTED, "d": ((2,), layout([3], "R"))}
+    assert "model.d" in refusal_of(tmp_path, 3, more)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_hole_is_never_filled_with_anything(tmp_path: Path, lost: int) -> None:
+    """Neither by the planner, nor, should a file vanish after planning, while reading."""
+    Saved(4, {"w": (numbers(8, 3), layout([4], "S(0)"))}).write(tmp_path)
+    target = target_of(2, {"w": ((8, 3), layout([2], "S(0)"))})
+    plan = plan_for(tmp_path, target)
+    file = tmp_path / f"rank_{lost}" / "w-1_7.safetensors"
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        assemble_for(plan, lost // 2, target)
+    assert f"no usable file of rank {lost}, which held it" in refusal_of(
+        tmp_path, 2, {"w": ((8, 3), layout([2], "S(0)"))}
+    )
+
+
+def test_a_file_that_became_anothers_step_after_planning(tmp_path: Path) -> None:
+    saved = Saved(4, {"w": (numbers(8, 3), layout([4], "S(0)"))}).write(tmp_path)
+    target = target_of(2, {"w": ((8, 3), layout([2], "S(0)"))})
+    plan = plan_for(tmp_path, target)
+    saved.write(tmp_path / "later", step=9)
+    os.replace(tmp_path / "later/rank_1/w-1_9.safetensors", tmp_path / "rank_1/w-1_7.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"rank_1.* is of another step by now"):
+        assemble(plan, plan.ranks[0], target.blueprint)
+
+
+# --- all ranks together, as a guard starts ---
+
+ROWS = {"w": (numbers(8, 3), layout([4], "S(0)"))}
+
+
+def start(root: Path, new: Layout) -> list[Resumed | Exception | None]:
+    return on_all_ranks(
+        new.size,
+        lambda rank, exchange: find_and_read(
+            [root],
+            RankInfo(rank=rank, world_size=new.size),
+            exchange,
+            resume="auto",
+            target=target_of(new.size, {"w": ((8, 3), new)}, rank=rank),
+        ),
+    )
+
+
+def steps(found: Sequence[Resumed | Exception | None], new: Layout) -> set[int]:
+    for rank, each in enumerate(found):
+        assert isinstance(each, Resumed), each
+        assert_same_bits(each.checkpoint.state["model"]["w"], cut(ROWS["w"][0], new, rank))
+        assert each.plan.resharded and not each.plan.exact
+    return {each.checkpoint.info.step for each in found if isinstance(each, Resumed)}
+
+
+def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
+    old, new = layout([2, 2], "R", "S(0)"), layout([2], "S(1)")
+    Saved(4, {"w": (ROWS["w"][0], old)}).write(tmp_path, 5).write(tmp_path, 7)
+    flip_bit_in_data(tmp_path / "rank_0/w-1_7.safetensors")
+    (tmp_path / "rank_3/w-1_7.safetensors").unlink()
+    found = start(tmp_path, new)
+    assert steps(found, new) == {7}
+    assert len(list((tmp_path / QUARANTINE).rglob("*.safetensors"))) == 1
+
+
+def test_every_rank_for_itself_is_no_matter_of_another_world(tmp_path: Path) -> None:
+    """Private weights: the same name on each rank, and nobody can say what two of them would become."""
+    for rank in range(2):
+        name = {"w": (numbers(8, 3) * rank, layout([1], "R", ranks=[rank]))}
+        saved = Saved(2, name)
+        saved.write(tmp_path / str(rank))
+        folder = tmp_path / "all" / f"rank_{rank}"
+        folder.mkdir(parents=True)
+        os.replace(tmp_path / str(rank) / f"rank_{rank}/w-1_7.safetensors", folder / "w-1_7.safetensors")
+    for new in (WHOLE, layout([3], "R")):
+        for each in start(tmp_path / "all", new):
+            assert isinstance(each, MismatchError), each
+            text = str(each)
+            assert "different tensors are called model.w" in text and "Guard(layouts=...)" in text
+            assert "start it with 2 ranks" in text
+
+
+# --- what it costs ---
+
+
+def read_bytes(root: Path, new: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Bytes that `rank` reads of tensor w, and bytes of its part."""
+    target = target_of(new.size, {"w": (shape, new)}, rank=rank)
+    plan = plan_for(root, target)
+    (source,) = plan.source.by_name["model.w"]
+    with Parts(plan, plan.ranks[rank]) as parts:
+        out = parts.tensor(source, new, rank)
+        parts.finish()
+        return parts.num_bytes, out.nbytes
+
+
+def test_only_the_bytes_needed_are_read(tmp_path: Path) -> None:
+    shape = (64, 32_000)  # rows of 128 KB: a third of one is a long run, too
+    tensor = numbers(*shape)
+    Saved(4, {"w": (tensor, layout([4], "S(0)"))}).write(tmp_path / "rows")
+    Saved(4, {"w": (tensor, layout([2, 2], "R", "S(1)"))}).write(tmp_path / "columns")
+    for new in (layout([2], "S(0)"), layout([3], "S(0)"), layout([3], "S(1)"), WHOLE, layout([2], "R")):
+        for rank in range(new.size):
+            for old in ("rows", "columns"):
+                num_bytes, part = read_bytes(tmp_path / old, new, shape, rank)
+                assert num_bytes == part, f"{old} -> {new} on rank {rank}"
+
+
+def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads read them, also out of files that are closed for others meanwhile."""
+    monkeypatch.setattr("mindx_elastic.start.reshard._MOST_OPEN", 2)
+    shape = (60, 32_000)
+    tensors = {"w": numbers(*shape), "v": numbers(*shape).flip(0)}
+    for old in (layout([4], "S(0)"), layout([2, 2], "R", "S(1)")):
+        root = tmp_path / str(len(old.mesh_shape))
+        Saved(4, {name: (tensor, old) for name, tensor in tensors.items()}).write(root)
+        for new in (layout([3], "S(0)"), layout([2], "S(1)"), WHOLE):
+            states = resharded(root, new.size, dict.fromkeys(tensors, (shape, new)))
+            for name, tensor in tensors.items():
+                same_for_all(states, name, tensor, new)
+
+
+def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Saved(2, {"w": (numbers(64, 32_000), layout([2], "S(0)"))}).write(tmp_path)
+    target = target_of(1, {"w": ((64, 32_000), WHOLE)})
+    plan = plan_for(tmp_path, target)
+    (path,) = {fact.path for facts in plan.files.values() for fact in facts if fact.rank == 1}
+    readers: list[str] = []
+
+    def read(fd: int, *args: Any) -> int:
+        if str(args[-1]) == path:
+            readers.append(threading.current_thread().name)
+            os.truncate(path, 100_000)
+        return read_box(fd, *args)
+
+    monkeypatch.setattr("mindx_elastic.start.reshard.read_box", read)
+    with no_descriptor_left(), pytest.raises(CorruptCheckpointError, match="is cut off") as caught:
+        assemble_for(plan, 0, target)
+    assert str(caught.value.path) == path
+    assert len(readers) == 1 and readers[0].startswith("mindx-persist-read"), readers
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist-read")]
+
+
+_MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.start.reshard import assemble
+from tests.start.worlds import plan_for, target_of
+
+root, mesh, placement, shape = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+
+def rss(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(key))
+
+def put_together(wanted):
+    target = target_of(mesh, {"w": (wanted, Layout((mesh,), (placement,)))})
+    plan = plan_for(root / str(wanted[0]), target)
+    return assemble(plan, plan.ranks[0], target.blueprint).state["model"]["w"]
+
+put_together([64, 64])  # what is imported and kept by the way
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+before = rss("VmRSS:")
+tensor = put_together(shape)
+print(json.dumps({"part": tensor.nbytes, "grown": rss("VmHWM:") - before}))
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.slow
+def test_memory_is_the_part_itself_and_little_more(tmp_path: Path) -> None:
+    """256 MiB that lie on 4 ranks, by rows; in a process of its own, by the peak of its resident memory."""
+    rows, columns = 8192, 8192
+    tensor = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+    assert tensor.nbytes == 256 << 20
+    Saved(4, {"w": (tensor, layout([4], "S(0)"))}).write(tmp_path / str(rows))
+    Saved(4, {"w": (tensor[:64, :64].clone(), layout([4], "S(0)"))}).write(tmp_path / "64")
+    for mesh, placement in ((1, "R"), (2, "S(0)"), (4, "S(1)")):
+        command = [sys.executable, "-c", _MEASURE, str(tmp_path), str(mesh), placement, json.dumps([rows, columns])]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = finish(command, env=env)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["part"] == (256 << 20) // mesh
+        assert found["part"] <= found["grown"] <= 1.2 * found["part"], f"{placement} over {mesh}: {found}"

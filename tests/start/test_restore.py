@@ -1,0 +1,246 @@
+"""What a start resumes from: the newest step that every rank can read, or a clear refusal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.errors import (
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    MismatchError,
+    NoUsableCheckpointError,
+    UsageError,
+)
+from mindx_elastic.persist.storage import QUARANTINE
+from mindx_elastic.start.restore import Resumed
+from tests import checkpoint_files as files
+from tests.checkpoint_files import write, write_step
+from tests.start.finding import find, find_on, step_of
+
+
+def steps_on(world_size: int, directory: Path, resume: Any = "auto") -> set[int]:
+    """The step that all ranks took; raises the first rank's error."""
+    results = find_on(world_size, directory, resume)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    steps = {step_of(r) for r in results}  # type: ignore[arg-type]
+    for rank, result in enumerate(results):
+        assert isinstance(result, Resumed) and result.checkpoint.info.rank == rank
+    return steps
+
+
+# --- one rank ---
+
+
+def test_the_newest_step_with_its_state(tmp_path: Path) -> None:
+    for step in (3, 12, 7):
+        write(tmp_path / f"a-1_{step}.safetensors", step=step)
+    found = find(tmp_path)
+    assert step_of(found) == 12
+    assert found is not None and found.path.name == "a-1_12.safetensors" and not found.rejected
+    assert found.checkpoint.state["model"]["weight"].tolist() == list(range(1000))
+
+
+def test_never_looks_at_nothing(tmp_path: Path) -> None:
+    files.leave_empty(write(tmp_path / "a-1_3.safetensors"))
+    assert find(tmp_path, resume="never") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["a-1_3.safetensors"], "nothing is moved or deleted"
+
+
+def test_a_file_that_is_not_resumable_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "a-1_5.safetensors", step=5)
+    write(tmp_path / "a-1_9.safetensors", step=9, resumable=False)
+    assert step_of(find(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("damage", files.DAMAGED_HEADERS)
+def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "a-1_5.safetensors", step=5)
+    bad = write(tmp_path / "a-1_9.safetensors", step=9)
+    damage(bad)
+    content = bad.read_bytes()
+    found = find(tmp_path)
+    assert step_of(found) == 5
+    assert found is not None and any("a-1_9" in line for line in found.rejected)
+    assert not bad.exists()
+    moved = [p for p in (tmp_path / QUARANTINE).rglob("*") if p.suffix != ".txt" and p.is_file()]
+    assert [p.read_bytes() for p in moved] == [content], "nothing on disk is lost"
+
+
+def test_a_second_sound_file_of_the_same_step_is_taken(tmp_path: Path) -> None:
+    write(tmp_path / "a-1_5.safetensors", step=5)
+    write(tmp_path / "a-1_9.safetensors", step=9)
+    files.flip_bit_in_data(write(tmp_path / "a-1_9_breakpoint.safetensors", step=9, kind="breakpoint"))
+    found = find(tmp_path)
+    assert step_of(found) == 9
+    assert found is not None and found.path.name == "a-1_9.safetensors"
+    assert not (tmp_path / "a-1_9_breakpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize("damage", files.DAMAGES)
+def test_nothing_usable_is_an_error_again_and_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    damage(write(tmp_path / "a-1_9.safetensors", step=9))
+    for _ in range(3):
+        with pytest.raises(NoUsableCheckpointError, match='pass resume="never"') as caught:
+            find(tmp_path)
+        assert caught.value.path == tmp_path
+    assert find(tmp_path, resume="never") is None
+
+
+def test_somebody_elses_weights_are_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "pretrained.safetensors"
+    files.replace_by_foreign_file(write(other))
+    (tmp_path / "notes.txt").write_text("hello")
+    assert find(tmp_path) is None
+    assert other.exists() and not (tmp_path / QUARANTINE).exists()
+
+
+def test_a_linked_file_is_never_followed(tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "elsewhere" / "a-1_9.safetensors", step=9)
+    directory = tmp_path / "ckpt"
+    write(directory / "a-1_5.safetensors", step=5)
+    (directory / "a-1_9.safetensors").symlink_to(elsewhere)
+    assert step_of(find(directory)) == 5
+    assert elsewhere.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_damaged_file_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a-1_5.safetensors", step=5)
+    files.flip_bit_in_data(write(tmp_path / "a-1_9.safetensors", step=9))
+    tmp_path.chmod(0o500)
+    found = find(tmp_path)
+    tmp_path.chmod(0o700)
+    assert found is not None and "could not be moved aside" in found.rejected[0]
+
+
+def test_several_directories_are_one_catalog(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    write(one / "a-1_5.safetensors", step=5)
+    write(two / "b_train.safetensors", step=9)
+    assert step_of(find(one, two)) == 9
+    files.flip_bit_in_data(two / "b_train.safetensors")
+    assert step_of(find(one, two)) == 5
+    assert list((two / QUARANTINE).glob("b_train*")), "in the quarantine of its own directory"
+
+
+# --- resume=path ---
+
+
+def test_a_path_to_a_file_takes_that_step(tmp_path: Path) -> None:
+    for step in (3, 5, 9):
+        write(tmp_path / f"a-1_{step}.safetensors", step=step)
+    assert step_of(find(tmp_path / "new", resume=tmp_path / "a-1_5.safetensors")) == 5
+    assert step_of(find(tmp_path, resume=str(tmp_path / "a-1_3.safetensors"))) == 3
+
+
+def test_a_path_to_a_directory_takes_its_newest_step(tmp_path: Path) -> None:
+    write(tmp_path / "old" / "a-1_5.safetensors", step=5)
+    write(tmp_path / "new" / "a-1_9.safetensors", step=9)
+    assert step_of(find(tmp_path / "new", resume=tmp_path / "old")) == 5
+
+
+def test_a_damaged_file_that_was_asked_for_is_an_error_not_another_step(tmp_path: Path) -> None:
+    write(tmp_path / "a-1_5.safetensors", step=5)
+    bad = write(tmp_path / "a-1_9.safetensors", step=9)
+    files.flip_bit_in_data(bad)
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"run run-a step 9 cannot be resumed: .*model\.bias.*; give"
+    ) as caught:
+        find(tmp_path, resume=bad)
+    assert str(bad) in str(caught.value)
+
+
+def test_files_that_are_none_of_ours_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a-1_5.safetensors")
+    files.leave_empty(path)
+    remedy = "give another checkpoint, or a directory"
+    with pytest.raises(CorruptCheckpointError, match=remedy) as corrupt:
+        find(tmp_path, resume=path)
+    assert str(corrupt.value).count(str(path)) == 1 and corrupt.value.path == path
+    files.replace_by_foreign_file(path)
+    with pytest.raises(ForeignCheckpointError, match=remedy):
+        find(tmp_path, resume=path)
+    assert path.exists(), "what was asked for by name is not moved"
+
+
+@pytest.mark.parametrize("resume", ["atuo", "", None, 5, True])
+def test_anything_else_is_refused(tmp_path: Path, resume: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a-1_5.safetensors")
+    with pytest.raises(UsageError, match="resume="):
+        find(tmp_path, resume=resume)
+
+
+def test_a_link_that_was_asked_for_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "latest.safetensors"
+    target = write(tmp_path / "a-1_5.safetensors")
+    link.symlink_to(target)
+    with pytest.raises(UsageError, match=r"latest\.safetensors' is a symbolic link") as caught:
+        find(tmp_path, resume=link)
+    assert str(target) in str(caught.value)
+
+
+# --- several ranks ---
+
+
+def test_another_world_size_is_said_clearly(tmp_path: Path) -> None:
+    write_step(tmp_path, 9, world_size=4)
+    with pytest.raises(
+        MismatchError,
+        match=r"were written by 4 ranks and cannot be spread over the 2 of this job: .*start it with 4 ranks",
+    ):
+        steps_on(2, tmp_path)
+
+
+def test_a_newer_step_of_another_world_size_is_named(tmp_path: Path) -> None:
+    write_step(tmp_path, 5, world_size=2)
+    write_step(tmp_path, 9, world_size=4, name="b-1_9.safetensors")
+    results = find_on(2, tmp_path)
+    for result in results:
+        assert isinstance(result, Resumed) and result.checkpoint.info.step == 5
+        (line,) = result.rejected
+        assert line.startswith("run run-a step 9 is not used: written by 4 ranks: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_path_to_any_ranks_file_is_the_step_for_all(tmp_path: Path, rank: int) -> None:
+    for step in (3, 5):
+        write_step(tmp_path, step, name=f"a-1_{step}.safetensors")
+    assert steps_on(2, tmp_path / "new", tmp_path / f"rank_{rank}" / "a-1_3.safetensors") == {3}
+
+
+kept = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=5, unique_by=lambda pair: pair[0])
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(kept, min_size=2, max_size=3))
+def test_whatever_was_lost_all_ranks_take_one_step(
+    tmp_path_factory: pytest.TempPathFactory, held: list[list[tuple[int, bool]]]
+) -> None:
+    """Any files on any rank, any of them damaged: the newest step that all hold undamaged, or an error on all."""
+    directory = tmp_path_factory.mktemp("ranks")
+    for rank, steps in enumerate(held):
+        for step, sound in steps:
+            path = directory / f"rank_{rank}" / f"a-1_{step}.safetensors"
+            write(path, step=step, rank=rank, world_size=len(held))
+            if not sound:
+                files.flip_bit_in_data(path)
+    usable = set.intersection(*({step for step, sound in steps if sound} for steps in held))
+    results = find_on(len(held), directory)
+    if usable:
+        assert [r.checkpoint.info.step for r in results if isinstance(r, Resumed)] == [max(usable)] * len(held)
+    elif any(held):
+        assert all(isinstance(r, NoUsableCheckpointError) for r in results), results
+    else:
+        assert results == [None] * len(held)

@@ -1,0 +1,84 @@
+"""A rank without a file of its own takes that of a replica; its random numbers are new and always the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindx_elastic.capture.rng import seed_rng
+from mindx_elastic.config import RankInfo
+from mindx_elastic.guard.loading import _how_to_restore_rng
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.start.restore import Resumed
+from tests.checkpoint_files import write_step
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
+
+WORLD = 3
+REPLICAS: dict[str, Any] = {"world_size": WORLD, "coordinates": {"replicas": WORLD}}
+
+
+def find(directory: Path) -> list[Resumed]:
+    """What every rank resumes from; raises the first rank's error."""
+    found = on_all_ranks(
+        WORLD,
+        lambda rank, exchange: find_and_read(
+            [directory], RankInfo(rank=rank, world_size=WORLD), exchange, resume="auto"
+        ),
+    )
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return [one for one in found if isinstance(one, Resumed)]
+
+
+def lose(directory: Path, *ranks: int) -> None:
+    for rank in ranks:
+        for path in (directory / f"rank_{rank}").iterdir():
+            path.unlink()
+
+
+def numbers() -> tuple[list[float], float, float]:
+    return torch.rand(4).tolist(), random.random(), float(np.random.rand())
+
+
+@pytest.mark.parametrize(("older", "taken"), [(3, (7, 0)), (4, (7, 0)), (5, (5, None)), (6, (6, None))])
+def test_the_newest_step_goes_first_and_an_exact_one_just_before_it(
+    tmp_path: Path, older: int, taken: tuple[int, int | None]
+) -> None:
+    for step in (2, older, 7):
+        write_step(tmp_path, step, **REPLICAS)
+    next((tmp_path / "rank_1").glob("*_7.safetensors")).unlink()
+    found = find(tmp_path)
+    assert (found[1].checkpoint.info.step, found[1].donor) == taken
+    assert {one.checkpoint.info.step for one in found} == {taken[0]}
+
+
+def test_a_seed_sets_every_generator() -> None:
+    drawn = []
+    for seed in (5, 5, 2**62):
+        numbers()
+        seed_rng(seed)
+        drawn.append(numbers())
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_step(tmp_path, 7, **REPLICAS)
+    lose(tmp_path, 0, 2)
+    found = find(tmp_path)
+    found[0].checkpoint.state["rng"] = found[2].checkpoint.state["rng"] = None  # the donor's are not looked at
+    drawn = []
+    for rank in (0, 2, 0):
+        _how_to_restore_rng(found[rank], None, RankInfo(rank=rank, world_size=WORLD), Unmanaged("error"))()  # type: ignore[arg-type]
+        drawn.append(numbers())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert "rank 2 has no file of step 7 and takes rank 1's" in caplog.text

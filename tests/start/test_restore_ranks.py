@@ -1,0 +1,218 @@
+"""All ranks of a start together: they share the work, and no rank waits for one that cannot continue."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindx_elastic.agreement.gather import meet
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EVENTS_FILE, EventLog
+from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.errors import PeerStartError
+from mindx_elastic.persist.catalog import CatalogEntry, read_entry
+from mindx_elastic.persist.format import open_checkpoint
+from mindx_elastic.start import findings as looking
+from mindx_elastic.start import reader as reading
+from mindx_elastic.start import restore
+from mindx_elastic.start.inventory import Inventory
+from mindx_elastic.start.reader import ShareReader
+from mindx_elastic.start.restore import Disks, Resumed, places_of, plan_of, read_together
+from tests.checkpoint_files import write_step
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
+from tests.start.worlds import Saved, target_of
+
+
+def rows(world_size: int) -> Layout:
+    return Layout((world_size,), (parse_placement("S(0)"),))
+
+
+def start(root: Path, world_size: int) -> list[Resumed | Exception | None]:
+    wanted = {"w": ((12, 3), rows(world_size))}
+    return on_all_ranks(
+        world_size,
+        lambda rank, exchange: find_and_read(
+            [root],
+            RankInfo(rank=rank, world_size=world_size),
+            exchange,
+            resume="auto",
+            target=target_of(world_size, wanted, rank=rank),
+        ),
+    )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    Saved(4, {"w": (torch.arange(36.0).reshape(12, 3), rows(4))}).write(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["assemble", "verify_file"])
+def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    real = getattr(reading, where)
+
+    def without_memory(*arguments: Any) -> Any:
+        if getattr(arguments[1], "rank", None) == 1 or (
+            isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1"
+        ):
+            raise MemoryError("no room for w")
+        return real(*arguments)
+
+    monkeypatch.setattr(reading, where, without_memory)
+    found = start(saved, 2)
+    failed, other = sorted(found, key=lambda one: isinstance(one, PeerStartError))
+    assert isinstance(failed, MemoryError) and isinstance(other, PeerStartError)
+    assert other.cause == "MemoryError: no room for w" and found[other.rank] is failed
+
+
+def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = open_checkpoint
+    failed: list[Path] = []
+
+    def stale(path: Any) -> Any:
+        if "rank_3" in str(path) and not failed:
+            failed.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    monkeypatch.setattr(reading, "open_checkpoint", stale)
+    start(saved, 2)
+    assert failed and not (saved / "quarantine").exists()
+    assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
+
+
+def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("an odd layout")
+
+    def plan(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(Inventory, "plan", plan)
+    own, other = start(saved, 2)
+    assert own is error
+    assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (0, "ValueError: an odd layout")
+
+
+# --- what changes while the ranks meet, and disks that are not shared ---
+
+
+def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank logs at its entry: no two listings have the same size of it."""
+    write_step(tmp_path, 7, world_size=4)
+    read: list[Path] = []
+
+    def counted(path: Path, **options: Any) -> CatalogEntry | None:
+        read.append(path)
+        return read_entry(path, **options)
+
+    monkeypatch.setattr(looking, "read_entry", counted)
+
+    def logging(rank: int, exchange: Any) -> Resumed | None:
+        log = EventLog(tmp_path / EVENTS_FILE)
+        log.emit("alarm", text=f"rank {rank} is here")
+        places = places_of([tmp_path], "auto")
+        disks = Disks(places)
+        meet(exchange, "here", [disks])
+        log.emit("alarm", text=f"rank {rank} has met the others")
+        plan = plan_of(exchange, RankInfo(rank=rank, world_size=4), places, disks)
+        meet(exchange, "plan", [plan])
+        return read_together(exchange, plan)
+
+    found = on_all_ranks(4, logging)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
+    headers = [path for path in read if path.suffix == ".safetensors"]
+    assert sorted(headers) == sorted(tmp_path.glob("rank_*/*.safetensors"))
+
+
+def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> None:
+    """A predecessor's last file: the other ranks have listed the directory before it was there."""
+    replicas: dict[str, Any] = {"world_size": 3, "coordinates": {"replicas": 3}}
+    write_step(tmp_path / "c", 7, **replicas)
+    old = set((tmp_path / "c").rglob("*.safetensors"))
+    write_step(tmp_path / "c", 20, **replicas)
+    newest = {path.parent.name: path for path in set((tmp_path / "c").rglob("*.safetensors")) - old}
+    late = newest.pop("rank_1")
+    for path in newest.values():
+        path.unlink()
+    late.rename(tmp_path / "late")
+    come = threading.Barrier(3)
+
+    def start_late(rank: int, exchange: Any) -> Resumed | None:
+        places = places_of([tmp_path / "c"], "auto")
+        if rank != 1:
+            disks = Disks(places)
+            come.wait(60)
+        else:
+            come.wait(60)
+            (tmp_path / "late").rename(late)
+            disks = Disks(places)
+        info = RankInfo(rank=rank, world_size=3)
+        meet(exchange, "here", [disks])
+        plan = plan_of(exchange, info, places, disks)
+        meet(exchange, "plan", [plan])
+        return read_together(exchange, plan)
+
+    found = on_all_ranks(3, start_late)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [20, 20, 20], found
+
+
+def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank sees a file that came after the others had listed: what it leaves to them is read by none."""
+    write_step(tmp_path, 7, world_size=4)
+    real, listed = looking.list_files, threading.local()
+
+    def list_files(directories: Any, arenas: Any = None) -> Any:
+        found = real(directories, arenas)
+        listed.count = getattr(listed, "count", 0) + 1
+        odd = threading.current_thread().name.endswith("rank 2") and listed.count == 2
+        return dataclasses.replace(found, disk="another") if odd else found
+
+    monkeypatch.setattr(restore, "list_files", list_files)
+
+    def named(rank: int, exchange: Any) -> Resumed | None:
+        threading.current_thread().name = f"rank {rank}"
+        return find_and_read([tmp_path], RankInfo(rank=rank, world_size=4), exchange)
+
+    found = on_all_ranks(4, named)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
+
+
+def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes with copies of all files under the same paths: each assembles from its own disk."""
+    real_list, real_verify = looking.list_files, reading.ShareReader._verify
+    checked: list[tuple[str, str]] = []
+    node = threading.local()
+
+    def list_files(directories: Any, arenas: Any = None) -> Any:
+        found = real_list(directories, arenas)
+        return dataclasses.replace(found, disk=f"{found.disk} of {node.name}")
+
+    def verify(self: ShareReader, path: Path) -> str:
+        checked.append((node.name, path.parent.name))
+        return real_verify(self, path)
+
+    monkeypatch.setattr(restore, "list_files", list_files)
+    monkeypatch.setattr(reading.ShareReader, "_verify", verify)
+    columns = Layout((2,), (parse_placement("S(1)"),))
+
+    def on_its_node(rank: int, exchange: Any) -> Resumed | None:
+        node.name = "AB"[rank]
+        target = target_of(2, {"w": ((12, 3), columns)}, rank=rank)
+        return find_and_read([saved], RankInfo(rank=rank, world_size=2), exchange, target=target)
+
+    found = on_all_ranks(2, on_its_node)
+    assert all(isinstance(each, Resumed) for each in found), found
+    assert sorted(checked) == [(name, f"rank_{rank}") for name in "AB" for rank in range(4)]
