@@ -82,7 +82,7 @@ class Guard(LayeredGuard):
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `save_every`: also save on the way, so that SIGKILL and power cuts cost no more: steps, a time (``"90s"``,
-      ``"10min"``, ``"1h"``), or ``"auto"`` (by what a save costs and how often the job dies). A thread writes; the
+      ``"10min"``, ``"1h"``), or ``"auto"`` (as often as 1 % of the time pays for). A thread writes; the
       newest two complete steps stay.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
     * `allow_shared_directory`: accept a directory that every user may write to; files of other users are left out.

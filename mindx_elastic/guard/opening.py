@@ -32,7 +32,7 @@ from mindx_elastic.guard.loops.loops import Loops, without_streams
 from mindx_elastic.guard.observer import Observed, ProofObserver, observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
-from mindx_elastic.guard.policy import age_of_run, job_names
+from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
@@ -241,8 +241,8 @@ class Opening:
         )
 
     def _begin_schedules(self) -> None:
-        """Periodic saves may depend on the clock, and on how the job has fared."""
-        page, place, start = self.around.page, self._place, self.start
+        """Periodic saves may depend on the clock."""
+        page, place = self.around.page, self._place
 
         def tell(seconds: int) -> None:
             if self._ranks.rank == 0:
@@ -251,7 +251,7 @@ class Opening:
         for number, policy in enumerate(self.periodic):
             if isinstance(policy, PeriodicSave):
                 name = "" if place is None else f"{place.name}/{number}"
-                policy.begin(self._ranks, tell, deaths=start.attempt, lived_s=age_of_run(start.run_id), name=name)
+                policy.begin(self._ranks, tell, name=name)
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self._targets.values()))

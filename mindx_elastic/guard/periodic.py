@@ -1,27 +1,56 @@
-"""The periodic policy: saves every so many steps, by the clock, or as often as is measured to be worth it.
+"""When to save on the way: every so many steps, by the clock, or as often as one percent of the time allows.
 
-`Guard(save_every=...)` and `ModelCheckpoint` give one to the guard.
+`Guard(save_every=...)` and `ModelCheckpoint` give such a policy to the guard.
+
+By the clock all ranks save the same step, without a round trip to the store at every step. Rank 0 decides at *check
+steps* only, and each decision names the next check step: about half-way to the moment when the save is due, by the
+speed measured so far. The first check is the first boundary of this process, so all ranks know every check step, and
+the others read one key of the store there: about ten short reads for each save.
+
+Rejected, because the ranks' clocks differ and they must not disagree by one step: a clock on every rank (no step would
+be complete); a collective or a store read every step; rank 0 naming a step in the future (a rank that reads it too late
+has already passed that step).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+from mindx_elastic.agreement.connect import connect_store, current_seal
+from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.save_clock import SaveClock, open_clock
-from mindx_elastic.guard.save_interval import SaveInterval
 
-__all__ = ["AUTO", "PeriodicSave", "SaveEvery", "parse_save_every"]
+__all__ = ["AUTO", "PeriodicSave", "SaveClock", "SaveEvery", "SaveInterval", "next_check", "parse_save_every"]
 
 AUTO = "auto"
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _UNITS = {"s": 1, "min": 60, "h": 3600}
+LEAST_S = 60.0
+"""Seconds between two saves of `AUTO` at least, and before the first one, which shows what a save costs."""
+_SHARE = 0.01
+"""Of the time, for saves of `AUTO`."""
+_PLAIN_STEPS, _FEWEST, _ENOUGH_S = 64, 8, 10.0
+_FOLLOWING = 8  # a save may go on beside the next steps, and slow them down
+_COSTS = 5
+_CHANGE = 0.2  # of the interval, to be told
+_TIMEOUT = timedelta(minutes=10)
+_KEEP = 1000
+_MOST_STEPS = 100_000  # between two looks at the clock
+_clocks = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +62,7 @@ class SaveEvery:
     seconds: float = 0.0
     """Seconds between two saves, by rank 0's clock."""
     adapts: bool = False
-    """The interval is measured, see `save_interval`."""
+    """The seconds are measured, see `SaveInterval`."""
 
 
 def parse_save_every(value: object) -> SaveEvery | None:
@@ -51,7 +80,7 @@ def parse_save_every(value: object) -> SaveEvery | None:
 
 
 class PeriodicSave:
-    """By steps a function of the position, else see `save_clock`."""
+    """The policy: by steps a function of the position, else see `SaveClock`."""
 
     def __init__(
         self,
@@ -74,25 +103,23 @@ class PeriodicSave:
         """The boundary that was found due last."""
         self._clock: SaveClock | None = None
 
-    def begin(
-        self, ranks: RankInfo, tell: Callable[[int], None], *, deaths: int, lived_s: float, name: str = ""
-    ) -> None:
+    def begin(self, ranks: RankInfo, tell: Callable[[int], None], *, name: str = "") -> None:
         """A guard is being entered, or is entered again: open the clock, if one decides. Main thread, all ranks
-        together, before the first step.
+        together and for their policies in the same order, before the first step.
 
-        tell: shows the seconds between two saves, where they are measured. deaths, lived_s: as of `SaveInterval`. name:
-        of the policy in this entry, the same on all ranks; empty: all ranks' processes are as old, and count alike.
+        tell: shows the seconds between two saves, where they are measured. name: of the policy in this entry, the same
+        on all ranks; empty: all ranks' processes are as old, and count alike.
         """
-
-        def on_change(interval: SaveInterval) -> None:
-            logger.info(
-                "a checkpoint every %.0f s: one costs %.2f s, and the job is taken to die every %.1f h",
-                *(interval.seconds, interval.cost_s or 0.0, interval.mtbf_s / 3600),
-            )
-            tell(round(interval.seconds))
-
-        seconds = SaveInterval(deaths=deaths, lived_s=lived_s) if self.every.adapts else self.every.seconds
-        self.newest, self._clock = None, open_clock(seconds, ranks.rank, ranks.world_size, name, on_change=on_change)
+        self.newest = self._clock = None
+        seconds = SaveInterval(tell) if self.every.adapts else self.every.seconds
+        if not seconds:
+            return
+        if ranks.world_size == 1:
+            self._clock = SaveClock(seconds)
+            return
+        name = f"clock/{name or next(_clocks)}"
+        store = connect_store(RankInfo.from_env(), name)
+        self._clock = SaveClock(seconds, rank=ranks.rank, store=store, seal=current_seal(), name=name)
 
     def due(self, position: Position) -> bool:
         if self._clock is not None:
@@ -105,3 +132,137 @@ class PeriodicSave:
 
     def name(self, position: Position) -> str:
         return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
+
+
+class SaveInterval:
+    """The seconds between two saves of `AUTO`: as few as one percent of the time pays for, and `LEAST_S` at least.
+
+    What a save costs is the time that the steps behind it take longer than others. Rank 0's training thread; `now` by
+    any clock that does not jump.
+    """
+
+    def __init__(self, tell: Callable[[int], None] = lambda seconds: None) -> None:
+        """`tell`: is told of another interval than before."""
+        self._tell = tell
+        self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._last: float | None = None
+        self._following = 0
+        self._extra = 0.0
+        self.seconds = self._told = LEAST_S
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough plain steps have been seen to tell what a save costs: some, or one that is long."""
+        return not self._following and (len(self._plain) >= _FEWEST or sum(self._plain) >= _ENOUGH_S)
+
+    def pass_step(self, now: float) -> None:
+        """A step is over, and the save that may have followed the one before it."""
+        last, self._last = self._last, now
+        if last is None:
+            return
+        if not self._following:
+            self._plain.append(now - last)
+            return
+        self._extra += now - last
+        self._following -= 1
+        if not self._following:
+            self._note_cost(max(0.0, self._extra - _FOLLOWING * median(self._plain)))
+
+    def begin_save(self) -> None:
+        """A save follows the step that was passed last."""
+        self._following, self._extra = _FOLLOWING, 0.0
+
+    def _note_cost(self, cost_s: float) -> None:
+        self._costs.append(cost_s)
+        cost_s = median(self._costs)
+        self.seconds = max(cost_s / _SHARE - cost_s, LEAST_S, median(self._plain))
+        if abs(self.seconds - self._told) > _CHANGE * self._told or len(self._costs) == 1:
+            self._told = self.seconds
+            logger.info("a checkpoint every %.0f s: one costs %.2f s of the training", self.seconds, cost_s)
+            self._tell(round(self.seconds))
+
+
+def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
+    """The step at which to look at the clock again: half-way to the save, at least one step later. Pure."""
+    if step_s <= 0:
+        return step + 1
+    return step + max(1, min(_MOST_STEPS, int(remaining_s / 2 / step_s)))
+
+
+class SaveClock:
+    """Says every `seconds` that a save is due, or as often as the interval says that rank 0 measures. `due` belongs to
+    the training thread; the same calls on all ranks.
+
+    `store`: None in a job of one rank. A store that fails ends the saving by time with one warning.
+    """
+
+    def __init__(
+        self,
+        seconds: float | SaveInterval,
+        *,
+        rank: int = 0,
+        store: Any = None,
+        now: Callable[[], float] = time.monotonic,
+        seal: Seal | None = None,
+        name: str = "clock",
+    ) -> None:
+        """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
+        self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
+        self._rank, self._now, self._store = rank, now, store
+        self._measured = seconds if isinstance(seconds, SaveInterval) and rank == 0 else None
+        self._fixed_s = 0.0 if isinstance(seconds, SaveInterval) else float(seconds)
+        self._last_save = self._last_check = now()
+        self._last_step: int | None = None
+        self._check_at = 0
+        self._checks = 0
+        self._broken = False
+
+    def due(self, step: int) -> bool:
+        """Whether boundary `step` is to be saved."""
+        if self._measured is not None:
+            self._measured.pass_step(self._now())
+        if step < self._check_at or self._broken:
+            return False
+        try:
+            return self._decide(step) if self._rank == 0 else self._read(step)
+        except Exception as error:
+            self._broken = True
+            logger.warning("rank %d no longer saves by the clock: %s", self._rank, error)
+            return False
+        finally:
+            self._checks += 1
+
+    def _decide(self, step: int) -> bool:
+        now, measured = self._now(), self._measured
+        seconds = self._fixed_s if measured is None else measured.seconds
+        steps = 0 if self._last_step is None else step - self._last_step
+        step_s = (now - self._last_check) / steps if steps else 0.0
+        self._last_check, self._last_step = now, step
+        due = now - self._last_save >= seconds and (measured is None or measured.is_ready)
+        if due:
+            self._last_save = now
+            if measured is not None:
+                measured.begin_save()
+        if self._store is not None:  # alone, a look at the clock costs nothing
+            self._check_at = next_check(step, remaining_s=seconds - (now - self._last_save), step_s=step_s)
+            self._publish(f"{step} {int(due)} {self._check_at}")
+        return due
+
+    def _publish(self, decision: str) -> None:
+        key = str(self._checks)
+        self._store.set(key, self._seal.close(f"{self._name}/{key}", decision))
+        if self._checks >= _KEEP:  # old keys must not pile up; no rank lags by so many checks
+            self._store.delete_key(str(self._checks - _KEEP))
+
+    def _read(self, step: int) -> bool:
+        key = str(self._checks)
+        self._store.wait([key], _TIMEOUT)
+        text = self._seal.open(f"{self._name}/{key}", self._store.get(key), author=0, limit=100)
+        said, due, check_at = (whole_number(word, 0, 1 << 53) for word in text.split(" "))
+        if said != step:
+            raise ValueError(f"rank 0 looked at the clock at step {said}, rank {self._rank} at step {step}")
+        if due > 1 or not step < check_at <= step + _MOST_STEPS:
+            raise ValueError(f"{printable(text)!r} is not a message of rank 0")
+        self._check_at = check_at
+        return bool(due)

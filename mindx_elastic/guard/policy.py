@@ -7,9 +7,7 @@ and there is one save path.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +20,6 @@ from mindx_elastic.errors import UsageError
 __all__ = [
     "ExitPolicy",
     "PeriodicPolicy",
-    "age_of_run",
     "breakpoint_name",
     "breakpoint_policy",
     "check_policies",
@@ -189,13 +186,6 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
         return False
     chosen = set(recorded) - _DEFAULT_NAMES, set(own) - _DEFAULT_NAMES
     return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
-
-
-def age_of_run(run_id: str) -> float:
-    """Seconds since a run's first start, with whose time its id begins; 0 for any other id."""
-    with suppress(ValueError, OverflowError):
-        return max(0.0, time.time() - time.mktime(time.strptime(run_id.partition("-")[0], "%Y%m%dT%H%M%S")))
-    return 0.0
 
 
 class PeriodicPolicy(Protocol):

@@ -50,8 +50,8 @@ class CheckpointConfig:
     """
 
     save_checkpoint_steps: int | str | None = 1
-    """Save every so many optimizer updates; 0 or None: not by steps. ``"auto"``: so often that the least time is lost,
-    by what a save costs and how often the job has died (`guard.save_interval`), and for 1 % of the time at most."""
+    """Save every so many optimizer updates; 0 or None: not by steps. ``"auto"``: as often as 1 % of
+    the time pays for, by what a save is measured to cost, and once a minute at most."""
     save_checkpoint_seconds: float | None = 0
     """Save when so many seconds have passed since the last save; the ranks follow rank 0's clock."""
     keep_checkpoint_max: int | None = 5

@@ -1,0 +1,286 @@
+"""When periodic saves are due: by the clock on all ranks alike, and as often as one percent of the time allows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mindx_elastic.data import ResumableLoader
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard import periodic
+from mindx_elastic.guard.guard import Guard
+from mindx_elastic.guard.periodic import LEAST_S, SaveClock, SaveInterval
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.train import CheckpointConfig, ModelCheckpoint
+from tests.train.small_job import make_loader, make_model
+
+
+class MemoryStore:
+    """A c10d store in one process; a wait for an absent key fails at once unless `patient`."""
+
+    def __init__(self, *, patient: bool = False) -> None:
+        self.values: dict[str, str] = {}
+        self.reads = 0
+        self._changed = threading.Condition()
+        self._patient = patient
+
+    def set(self, key: str, value: str, /) -> None:
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, /) -> bytes:
+        self.reads += 1
+        return self.values[key].encode()
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: keys[0] in self.values, 10 if self._patient else 0):
+                raise TimeoutError(f"{keys[0]} is not there")
+
+    def delete_key(self, key: str, /) -> bool:
+        return self.values.pop(key, None) is not None
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_alone_it_follows_the_clock() -> None:
+    hand = HandClock()
+    clock = SaveClock(10, now=hand)
+    due = []
+    for step in range(1, 31):
+        hand.now += 1
+        if clock.due(step):
+            due.append(step)
+    assert due == [10, 20, 30]
+
+
+@given(
+    speeds=st.lists(st.floats(0.001, 5), min_size=30, max_size=200),
+    seconds=st.floats(0.5, 60),
+    start=st.integers(0, 1000),
+)
+def test_all_ranks_save_the_same_steps(speeds: list[float], seconds: float, start: int) -> None:
+    hand, store = HandClock(), MemoryStore()
+    first = SaveClock(seconds, rank=0, store=store, now=hand)
+    others = [SaveClock(seconds, rank=rank, store=store) for rank in (1, 2)]
+    for step, speed in enumerate(speeds, start=start + 1):
+        hand.now += speed
+        wanted = first.due(step)
+        assert [clock.due(step) for clock in others] == [wanted, wanted]
+
+
+def test_checks_are_rare_and_saves_not_late() -> None:
+    hand, store = HandClock(), MemoryStore()
+    first, other = SaveClock(60, rank=0, store=store, now=hand), SaveClock(60, rank=1, store=store)
+    saved = []
+    for step in range(1, 60_001):
+        hand.now += 0.01
+        if first.due(step):
+            saved.append(step)
+        other.due(step)
+    assert len(saved) in (9, 10)
+    assert all(6000 <= b - a <= 6010 for a, b in zip([0, *saved], saved, strict=False))
+    assert store.reads < 20 * len(saved)
+
+
+def test_a_lost_store_ends_saving_by_time_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SaveClock(1, rank=1, store=MemoryStore())
+    assert not any(clock.due(step) for step in range(1, 10))
+    assert caplog.text.count("no longer saves by the clock") == 1
+
+
+def test_ranks_at_different_steps_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    SaveClock(1, rank=0, store=store).due(5)
+    assert not SaveClock(1, rank=1, store=store).due(6)
+    assert "rank 0 looked at the clock at step 5, rank 1 at step 6" in caplog.text
+
+
+def test_a_slower_rank_zero_is_waited_for() -> None:
+    hand, store = HandClock(), MemoryStore(patient=True)
+    first, other = SaveClock(1, rank=0, store=store, now=hand), SaveClock(1, rank=1, store=store)
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(other.due(1)))
+    thread.start()
+    hand.now += 5
+    assert first.due(1)
+    thread.join(10)
+    assert answers == [True]
+
+
+_RANK = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from pathlib import Path
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.periodic import PeriodicSave, SaveEvery
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=300), wait_for_workers=False)
+print(store.port, flush=True)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+policy = PeriodicSave("x", Path(), SaveEvery(seconds=1e-9))
+policy.begin(RankInfo(rank=rank, world_size=2), print)
+print("DUE", policy.due(Position(1)), policy._clock._broken, flush=True)
+dist.barrier()
+"""
+
+
+def test_nodes_that_count_restarts_differently_meet() -> None:
+    """One node's agent has restarted its workers, the other one's has only met again: they count for themselves."""
+    ranks = []
+    port = 0
+    try:
+        for rank, restarts in enumerate(("0", "1")):
+            env = {**os.environ, "TORCHELASTIC_RESTART_COUNT": restarts, "OMP_NUM_THREADS": "1"}
+            env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+            command = [sys.executable, "-c", _RANK, str(rank), str(port)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+            ranks.append(process)
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+        said = [process.communicate(timeout=120)[0].strip() for process in ranks]  # the clock's own bound is 10 minutes
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert said == ["DUE True False"] * 2
+
+
+# --- an interval that is measured ---
+
+
+@given(cost_s=st.floats(0.0, 60.0), step_s=st.floats(0.01, 100.0), ranks=st.integers(1, 2))
+def test_saves_cost_one_percent_at_most_and_come_as_often_as_that_allows(
+    cost_s: float, step_s: float, ranks: int
+) -> None:
+    hand, store = HandClock(), MemoryStore()
+    told: list[int] = []
+    clock = SaveClock(SaveInterval(told.append), store=store if ranks > 1 else None, now=hand)
+    others = [SaveClock(SaveInterval(), rank=rank, store=store) for rank in range(1, ranks)]
+    saved: list[float] = []
+    for step in range(1, 2_000):
+        hand.now += step_s
+        due = clock.due(step)
+        assert [other.due(step) for other in others] == [due] * len(others)
+        if due:
+            saved.append(hand.now)
+            hand.now += cost_s
+    right = max(LEAST_S, 99 * cost_s, step_s)
+    gaps = [b - a - cost_s for a, b in itertools.pairwise(saved[1:])]
+    assert all(right * 0.999 - cost_s <= gap for gap in gaps)
+    assert all(gap <= right + 10 * step_s for gap in gaps)
+    assert not gaps or told[-1] == pytest.approx(right, rel=0.21, abs=1)
+
+
+def test_a_save_beside_the_training_is_measured_by_the_steps_that_it_slows_down() -> None:
+    interval, now = SaveInterval(), 0.0
+    clock, slow = SaveClock(interval, now=lambda: now), 0
+    for step in range(1, 2_000):
+        now += 0.1 + (0.4 if slow > 0 else 0.0)
+        slow -= 1
+        if clock.due(step):
+            slow, now = 5, now + 0.05
+    assert interval.seconds == pytest.approx(99 * 2.05, rel=0.05)
+
+
+def test_a_long_evaluation_between_two_steps_is_not_taken_for_the_cost_of_a_save() -> None:
+    """Once there are some saves to compare with."""
+    interval, now, saves = SaveInterval(), 0.0, 0
+    clock = SaveClock(interval, now=lambda: now)
+    for step in range(1, 60_000):
+        now += 0.1
+        if clock.due(step):
+            saves += 1
+            now += 1.0 + (60.0 if saves % 4 == 0 else 0.0)
+    assert interval.seconds == pytest.approx(99, rel=0.05)
+
+
+def test_a_job_of_long_steps_saves_although_it_has_seen_few() -> None:
+    hand = HandClock()
+    clock, saved = SaveClock(SaveInterval(), now=hand), []
+    for step in range(1, 40):
+        hand.now += 600
+        if clock.due(step):
+            saved.append(step)
+            hand.now += 3
+    assert saved[0] == 2 and len(saved) >= 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_training_measures_its_saves(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(periodic, "LEAST_S", 0.02)
+    config = CheckpointConfig(save_checkpoint_steps="auto", async_save=asynchronous, keep_checkpoint_max=100)
+    callback = ModelCheckpoint(directory="out", config=config)
+    told: list[int] = []
+    begin = callback.policy.begin
+    monkeypatch.setattr(callback.policy, "begin", lambda ranks, tell, **more: begin(ranks, told.append, **more))
+    with caplog.at_level("INFO", logger="mindx_elastic"):
+        make_model().train(40, make_loader(), callback, progress=False)
+    files = [read_header(path).info for path in Path("out").glob("*.safetensors")]
+    assert any(info.step % 40 for info in files) and all(info.kind == "periodic" for info in files), files
+    assert "a checkpoint every" in caplog.text and told, caplog.text
+
+
+@pytest.mark.parametrize("config", [{"save_checkpoint_steps": "auto"}, {"save_checkpoint_seconds": 0.01}])
+def test_a_loop_of_its_own_saves_by_the_clock_as_well(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives the policy to a guard gets its schedule, too."""
+    monkeypatch.setattr(periodic, "LEAST_S", 0.01)
+    callback = ModelCheckpoint(directory=tmp_path, config=CheckpointConfig(**config))
+    network = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    loader = ResumableLoader(TensorDataset(torch.ones(1200, 4)), batch_size=4)
+    with Guard(
+        directory=tmp_path,
+        model=network,
+        optimizer=optimizer,
+        loader=loader,
+        periodic=callback.periodic_policies(),
+    ) as guard:
+        for _ in guard.epochs(1):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                network(batch).sum().backward()
+                optimizer.step()
+                guard.step_end()
+    steps = [read_header(path).info.step for path in tmp_path.glob("*.safetensors")]
+    assert any(0 < step < 300 for step in steps), steps
+
+
+@pytest.mark.parametrize("wrong", ["Auto", "5", "", "never"])
+def test_another_word_is_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match='give a number of steps or "auto"'):
+        CheckpointConfig(save_checkpoint_steps=wrong)
+
+
+def test_auto_goes_before_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    config = CheckpointConfig(save_checkpoint_steps="auto", save_checkpoint_seconds=30)
+    assert (config.adapts, config.steps, config.seconds) == (True, 0, 0.0)
+    assert "save_checkpoint_seconds=30 is not used, because save_checkpoint_steps='auto' is given too" in caplog.text
+    assert CheckpointConfig(**config.to_json()).adapts
