@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_table
+from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     Asked,
     FreshOption,
-    JunitOption,
     KeepOption,
     StepsOption,
     TimeoutOption,
@@ -51,7 +49,6 @@ def drill_command(
     keep: KeepOption = None,
     list_faults: _List = False,
     as_json: JsonOption = False,
-    junit: JunitOption = None,
 ) -> None:
     """Break your script in named ways; say what was lost, how long it took to go on, and whether it is still the same.
 
@@ -82,7 +79,7 @@ def drill_command(
         return
     began = time.monotonic()
     faults = [_parsed(text) for text in fault or []]
-    asked = Asked.of("drill", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json, junit=junit)
+    asked = Asked.of("drill", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
     if not faults and not random:
         fail("name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all")
     for each in faults:
@@ -99,7 +96,7 @@ def drill_command(
             raise
         interrupted = error
         drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
-    _tell(drill, asked, faults, random, seed, time.monotonic() - began)
+    _tell(drill, asked, time.monotonic() - began)
     if interrupted is not None:
         raise interrupted
     raise typer.Exit(drill.exit_code)
@@ -140,20 +137,16 @@ def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, see
             make_drill(asked.command, runs, leftovers, faults=faults, show=show, into=drill, **drawn)
 
 
-def _tell(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed: int, seconds: float) -> None:
-    from mindx_elastic.drill.report import to_json, to_junit
+def _tell(drill: Drill, asked: Asked, seconds: float) -> None:
+    from mindx_elastic.drill.report import to_json
 
-    own = ["drill", *(word for each in faults for word in ("--fault", str(each)))]
-    own += ["--random", str(number), "--seed", str(seed)] if number else []
-    repeat = asked.repeat(*own, "--steps", str(drill.proof.repeating_steps or asked.steps))
-    asked.tell(
-        to_json(drill, command=asked.words, seconds=seconds, repeat=repeat),
-        lambda: to_junit(drill, command=asked.words, seconds=seconds),
-        lambda console: _print(console, drill, asked, seconds, repeat),
-    )
+    if asked.as_json:
+        typer.echo(json.dumps(to_json(drill, command=asked.words, seconds=seconds), indent=2))
+    else:
+        _print(make_console(), drill, asked, seconds)
 
 
-def _print(console: Console, drill: Drill, asked: Asked, seconds: float, repeat: Sequence[str]) -> None:
+def _print(console: Console, drill: Drill, asked: Asked, seconds: float) -> None:
     from mindx_elastic.drill.drill import GOOD
     from mindx_elastic.drill.report import COLUMNS, cells, describe, summary
     from mindx_elastic.prove.report import describe as describe_run
@@ -178,5 +171,4 @@ def _print(console: Console, drill: Drill, asked: Asked, seconds: float, repeat:
     size = f"{proof.steps} steps{whole}, {proof.num_ranks} rank{'s' * (proof.num_ranks != 1)}"
     style = "bold green" if drill.exit_code == 0 else "bold red"
     console.print(f"{summary(drill)}; {size}, in {seconds:.0f} s", style=style, soft_wrap=True)
-    asked.print_notes(console, [*proof.notes, *drill.notes], proof.writes)
-    console.print(printable(f"the same drill again: {shlex.join(repeat)}"), soft_wrap=True)
+    asked.print_notes(console, [*proof.notes, *drill.notes])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
+import json
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_table
+from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     Asked,
     FreshOption,
-    JunitOption,
     KeepOption,
     StepsOption,
     TimeoutOption,
@@ -44,7 +42,6 @@ def prove_command(
     timeout: TimeoutOption = 300.0,
     keep: KeepOption = None,
     as_json: JsonOption = False,
-    junit: JunitOption = None,
 ) -> None:
     """Run your script without a stop, then stopped and resumed; compare every step and name the first difference.
 
@@ -52,7 +49,7 @@ def prove_command(
 
     Weights, optimizer, random streams, batch, learning rates and flags of each step are compared. With options of
     `mindx-elastic run` (--nproc-per-node 2) the script runs under the agent, and each rank is compared. Checkpoints go
-    to a temporary folder; what the script itself writes is named.
+    to a temporary folder; files that the script writes by itself are written by each run.
 
     \b
     [bold]Exit code[/bold]
@@ -68,16 +65,14 @@ def prove_command(
     mindx-elastic prove -- train.py --epochs 2
     mindx-elastic prove --stops all --steps 12 -- train.py
     mindx-elastic prove --nproc-per-node 2 -- train.py
-    mindx-elastic prove --junit prove.xml -- -m project.train
+    mindx-elastic prove --json -- -m project.train
     """
     number = _number_of(stops)
-    asked = Asked.of("prove", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json, junit=junit)
+    asked = Asked.of("prove", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
     began = time.monotonic()
     with interruptible():
         proof = _prove(asked, number, seed)
-    again = str(proof.repeating_steps or steps)
-    repeat = asked.repeat("prove", "--stops", stops, "--steps", again, "--seed", str(seed))
-    _tell(proof, asked, time.monotonic() - began, repeat)
+    _tell(proof, asked, time.monotonic() - began)
     raise typer.Exit(proof.exit_code)
 
 
@@ -107,23 +102,18 @@ def _prove(asked: Asked, stops: int | None, seed: int) -> Proof:
             return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=show)
 
 
-def _tell(proof: Proof, asked: Asked, seconds: float, repeat: Sequence[str]) -> None:
-    from mindx_elastic.prove.report import to_json, to_junit
+def _tell(proof: Proof, asked: Asked, seconds: float) -> None:
+    from mindx_elastic.prove.report import to_json
 
-    def show(console: Console) -> None:
-        rows = [_cells(row, proof) for row in proof.rows]
-        console.print(make_table(_COLUMNS, rows, left="run|result", wraps="run|result"))
-        console.print()
-        _print_result(console, proof, seconds)
-        asked.print_notes(console, list(proof.notes), proof.writes)
-        if proof.repeating_steps and not asked.steps:
-            console.print(printable(f"the same runs again: {shlex.join(repeat)}"), soft_wrap=True)
-
-    asked.tell(
-        to_json(proof, command=asked.words, seconds=seconds, repeat=repeat),
-        lambda: to_junit(proof, command=asked.words, seconds=seconds),
-        show,
-    )
+    if asked.as_json:
+        typer.echo(json.dumps(to_json(proof, command=asked.words, seconds=seconds), indent=2))
+        return
+    console = make_console()
+    rows = [_cells(row, proof) for row in proof.rows]
+    console.print(make_table(_COLUMNS, rows, left="run|result", wraps="run|result"))
+    console.print()
+    _print_result(console, proof, seconds)
+    asked.print_notes(console, proof.notes)
 
 
 def _print_result(console: Console, proof: Proof, seconds: float) -> None:

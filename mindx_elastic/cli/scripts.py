@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,8 +17,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from mindx_elastic.cli.common import fail, make_console
-from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.cli.common import fail
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ __all__ = [
     "SCRIPT_SETTINGS",
     "Asked",
     "FreshOption",
-    "JunitOption",
     "KeepOption",
     "ScriptCommand",
     "StepsOption",
@@ -43,8 +41,7 @@ StepsOption = Annotated[
     typer.Option(
         min=0,
         metavar="M",
-        help="Length of the runs; 0: until the end, at most 30 steps, a little over an epoch, or 100 quick ones. "
-        "The result names the number that repeats it.",
+        help="Length of the runs; 0: until the end, at most 30 steps, or a little over an epoch of up to 95 batches.",
     ),
 ]
 FreshOption = Annotated[
@@ -56,7 +53,6 @@ TimeoutOption = Annotated[
 KeepOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
 ]
-JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
 
 SCRIPT_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 _MARK = "--mindx-script--"  # stands between the agent's options and the script
@@ -95,14 +91,13 @@ class Asked:
     timeout: float
     keep: Path | None
     as_json: bool
-    junit: Path | None
 
     @staticmethod
     def of(name: str, ctx: Any, **options: Any) -> Asked:
         """Of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last one."""
         asked = Asked(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
         own = [word for parameter in ctx.command.params for word in parameter.opts]
-        _check(name, asked.script, asked.agent, asked.junit, own)
+        _check(name, asked.script, asked.agent, own)
         return asked
 
     @property
@@ -116,32 +111,14 @@ class Asked:
         """As a report names it."""
         return [*self.agent, *(["--"] if self.agent else []), *self.script]
 
-    def repeat(self, *own: str) -> list[str]:
-        """The line that makes the same runs again, on a machine of any speed. `own`: the command and its options."""
-        return ["mindx-elastic", *own, *["--fresh"] * self.fresh, *self.agent, "--", *self.script]
-
-    def tell(self, document: dict[str, Any], xml: Callable[[], str], show: Callable[[Console], None]) -> None:
-        """The result in the forms that are asked for."""
-        if self.as_json:
-            typer.echo(json.dumps(document, indent=2))
-        else:
-            show(make_console())
-        if self.junit is not None:
-            try:
-                self.junit.write_text(xml(), encoding="utf-8")
-            except OSError as error:
-                fail(f"--junit {self.junit}: {error.strerror}")
-
-    def print_notes(self, console: Console, notes: Sequence[str], writes: Sequence[str]) -> None:
-        """`writes`: files that the script itself has written."""
+    def print_notes(self, console: Console, notes: Sequence[str]) -> None:
         lines = [f"note: {note}" for note in notes]
-        lines += [f"note: the script itself has written to {listed(writes, 3)}"] if writes else []
         lines += [f"logs and witnesses: {self.keep}"] if self.keep is not None else []
         for line in lines:
             console.print(printable(line), soft_wrap=True)
 
 
-def _check(command: str, script: Sequence[str], agent: Sequence[str], junit: Path | None, own: Sequence[str]) -> None:
+def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Sequence[str]) -> None:
     if not script:
         fail(f'name the script behind "--": mindx-elastic {command} -- train.py')
     if script[0] == "-m" and len(script) < 2:
@@ -154,8 +131,6 @@ def _check(command: str, script: Sequence[str], agent: Sequence[str], junit: Pat
         fail(f'{agent[0]} is no option; the script comes behind "--"')
     if agent:
         _check_agent(command, agent, own)
-    if junit is not None and (junit.is_dir() or not os.access(junit.absolute().parent, os.W_OK | os.X_OK)):
-        fail(f"--junit {junit}: no file can be written there")
 
 
 def _check_agent(command: str, agent: Sequence[str], own: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The result of a drill as rows, as JSON and as JUnit's XML (pure)."""
+"""The result of a drill as rows and as JSON (pure)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindx_elastic.drill.drill import GOOD, Drill, Result
-from mindx_elastic.prove.report import Case, case_of, junit
 from mindx_elastic.prove.report import to_json as proof_to_json
 
-__all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json", "to_junit"]
+__all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json"]
 
-SCHEMA = 1
+SCHEMA = 2
 COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "noticed s", "saved s", "1st step s", "result")
 
 
@@ -48,12 +47,11 @@ def summary(drill: Drill) -> str:
     return f"{fired} of {len(drill.results)} faults fired: {', '.join(parts) or 'none'}; {sum(lost)} steps done again"
 
 
-def to_json(drill: Drill, *, command: Sequence[str], seconds: float, repeat: Sequence[str]) -> dict[str, Any]:
-    """The document of ``--json``. `repeat`: the whole line that makes the same drill again."""
+def to_json(drill: Drill, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """The document of ``--json``."""
     return {
         "schema": SCHEMA,
         "command": list(command),
-        "repeat": list(repeat),
         "exit_code": drill.exit_code,
         "seconds": round(seconds, 1),
         "summary": summary(drill),
@@ -85,19 +83,3 @@ def _fault(result: Result) -> dict[str, Any]:
         "left_behind": list(result.leftovers),
         "last_lines": list(result.lines),
     }
-
-
-def to_junit(drill: Drill, *, command: Sequence[str], seconds: float) -> str:
-    """One test case a run without a fault and a fault; an error where nothing could be shown, else a failure."""
-    cases = [case_of(row, "mindx_elastic.drill.uninterrupted") for row in drill.proof.rows]
-    cases += [
-        Case(
-            group="mindx_elastic.drill.fault",
-            name=str(result.fault),
-            outcome=result.outcome,
-            is_good=result.outcome in GOOD,
-            said=[*describe(result), *result.lines],
-        )
-        for result in drill.results
-    ]
-    return junit("drill", command, cases, seconds)

@@ -76,16 +76,6 @@ class Proof:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What a user should know besides."""
-    writes: Sequence[str] = ()
-    """Files of the user's that the script itself has written to, in any of the runs."""
-
-    @property
-    def repeating_steps(self) -> int:
-        """The `steps` that give runs of this length on a machine of any speed; 0: not even the first one came to its
-        end."""
-        if not self.rows or self.rows[0].verdict.outcome != "equal":
-            return 0
-        return self.steps + self.has_ended  # a training that ends by itself must not be ended at its last boundary
 
     @property
     def verdict(self) -> Verdict:
@@ -118,7 +108,6 @@ class Baseline:
     def run(self, chain: Chain, what: str, **control: object) -> Outcome:
         self._show(self._done, self._planned, what)
         outcome = self.runs.run(chain, **control)  # type: ignore[arg-type]
-        self.proof.writes = list(dict.fromkeys([*self.proof.writes, *outcome.writes]))
         self._done += 1
         self._show(self._done, self._planned, what)
         return outcome
@@ -265,9 +254,9 @@ def failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | N
         return _fails(Explained(what=what, remedy="Give it more time (--timeout), or look at its log"), outcome)
     if outcome.code == 0 or (stopped and any(life.alarm is not None for life in outcome.lives)):
         return None
-    said = next((f"{error['type']}: {error['text']}" for error in outcome.errors), "")
     how = f"by signal {-outcome.code}" if outcome.code < 0 else f"with exit code {outcome.code}"
-    return _fails(Explained(what=f"{run} fails {how}{': ' if said else ''}{said}"), outcome)
+    said = "".join(f": {line}" for line in outcome.lines[-1:])
+    return _fails(Explained(what=f"{run} fails {how}{said}"), outcome)
 
 
 def resumed_failure(outcome: Outcome, *, stopped: bool = False) -> Verdict | None:

@@ -13,13 +13,9 @@ from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["MOST_STEPS", "STEPS", "Alarm", "Control", "read_control"]
+__all__ = ["Alarm", "Control", "read_control"]
 
-STEPS = 30
-"""Steps of a proof where the user names no number; more if that reaches into the second epoch, or if they are quick."""
-MOST_STEPS = 100
-_QUICK_S = 5.0
-_INTO_THE_NEXT_EPOCH = 5
+_STEPS, _MOST_STEPS, _INTO_THE_NEXT_EPOCH = 30, 100, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +41,23 @@ class Control:
     directories: Path
     """Holds the checkpoint directories in place of the user's own; the same for a stopped run and the resumed one."""
     steps: int = 0
-    """Leave after so many boundaries of the process, in all its guards; 0: after `last`. -1: after a number that suits
-    the script."""
+    """Leave after so many boundaries of the process, in all its guards; 0: after `last`. -1: after 30, or
+    as many as reach into the second epoch, if these are at most 100."""
     last: tuple[int, int] | None = None
     """Series and step of the last boundary; None: see `steps`."""
     alarm: Alarm | None = None
     fault: Mapping[str, Any] | None = None
     """What `drill` breaks; see `drill.faults`."""
 
-    def is_last(
-        self, series: int, step: int, passed: int, num_batches: int, took_s: float | None, *, in_all: int
-    ) -> bool:
+    def is_last(self, series: int, step: int, passed: int, num_batches: int, *, in_all: int) -> bool:
         """Whether the run ends at the boundary `step`, number `passed` of this guard in the process, number `in_all` of
-        all guards.
-
-        `num_batches`: of an epoch; 0: unknown. `took_s`: seconds that the first `STEPS` took; None: unknown, or other
-        ranks may have another number.
-        """
+        all guards. `num_batches`: of an epoch; 0: unknown."""
         if self.last is not None:
             return (series, step) >= self.last
         if self.steps >= 0:
             return 0 < self.steps <= in_all
-        if took_s is not None and took_s < _QUICK_S:
-            return passed >= MOST_STEPS
         into_the_second = num_batches + _INTO_THE_NEXT_EPOCH if num_batches else 0
-        return passed >= (max(STEPS, into_the_second) if into_the_second <= MOST_STEPS else STEPS)
+        return passed >= (max(_STEPS, into_the_second) if into_the_second <= _MOST_STEPS else _STEPS)
 
     def write(self, path: Path) -> Path:
         """Write it to `path`; returns that."""

@@ -13,48 +13,32 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.agent import child
 from mindx_elastic.agent.zygote import ForkedWorker, Zygote
 from mindx_elastic.core.posix import members_of
 
-__all__ = ["Process", "Request", "start_forked", "start_fresh"]
+__all__ = ["Process", "start_forked", "start_fresh"]
 
 _END_S = 10.0
-_SCRIPT = "mindx_elastic.prove.script"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One process to start."""
-
-    command: Sequence[str]
-    """The script, or ``-m`` and a module, and the arguments."""
-    env: Mapping[str, str]
-    log: Path
-    """For what it prints."""
-    launches: bool = False
-    """The command is the agent, whose workers note what the script does (see `script`). It must get the time to end
-    them."""
 
 
 class Process:
     """A started run. Main thread."""
 
-    def __init__(self, worker: ForkedWorker | subprocess.Popen[bytes], *, launches: bool) -> None:
-        """`launches`: see `Request`."""
-        self._worker, self._launches = worker, launches
+    def __init__(self, worker: ForkedWorker | subprocess.Popen[bytes]) -> None:
+        self._worker = worker
         self.pid = worker.pid
 
     def poll(self) -> int | None:
         """The exit code, minus the number of a signal that ended it; None: it runs."""
         return self._worker.poll()
 
-    def end(self) -> None:
-        """End it and what it has left behind, if need be."""
-        if self._launches and self.poll() is None:
+    def end(self, *, gently: bool) -> None:
+        """End it and what it has left behind, if need be. `gently`: it is the agent, which must get the time to end its
+        workers."""
+        if gently and self.poll() is None:
             self._worker.terminate()
             self._wait()
         left = [self.pid, *members_of({self.pid})] if self.poll() is None else list(members_of({self.pid}))
@@ -69,25 +53,22 @@ class Process:
             time.sleep(0.01)
 
 
-def start_forked(zygote: Zygote, request: Request) -> Process:
-    """Raises ZygoteError: a fork would not be as good as a fresh interpreter."""
-    hook = "" if request.launches else f"{_SCRIPT}:listen"
-    command, log = [sys.executable, *request.command], str(request.log)
-    return Process(
-        zygote.fork(request.env, command=command, stdout=log, stderr=log, hook=hook), launches=request.launches
-    )
+def start_forked(zygote: Zygote, command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """`command`: the script, or ``-m`` and a module, and the arguments. `log`: for what it prints. Raises ZygoteError:
+    a fork would not be as good as a fresh interpreter."""
+    return Process(zygote.fork(env, command=[sys.executable, *command], stdout=str(log), stderr=str(log)))
 
 
-def start_fresh(request: Request) -> Process:
+def start_fresh(command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """As `start_forked`."""
     shim = [sys.executable, "-I", "-S", str(Path(child.__file__).resolve()), str(os.getpid())]
-    wrapper = [] if request.launches else ["-m", _SCRIPT]
-    with open(request.log, "ab") as log:
+    with open(log, "ab") as file:
         popen = subprocess.Popen(
-            [*shim, sys.executable, *wrapper, *request.command],
-            env=request.env,
+            [*shim, sys.executable, *command],
+            env=env,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Process(popen, launches=request.launches)
+    return Process(popen)

@@ -26,7 +26,7 @@ from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.looks import asked
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.observer import Observed
-from mindx_elastic.prove.control import STEPS, Control, read_control
+from mindx_elastic.prove.control import Control, read_control
 from mindx_elastic.prove.witness import Witness
 
 if TYPE_CHECKING:
@@ -74,9 +74,6 @@ class ProofWitness(Witness):
         self._file = -1
         self._series = 0
         self._passed = 0
-        self._entered_at = time.monotonic()
-        self._took_s: float | None = None
-        """What the first steps took; see `Control.is_last`."""
         self._is_ended = False
         self._has_finished = False
         self._injector = _open_injector(control, ranks)
@@ -167,8 +164,6 @@ class ProofWitness(Witness):
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         self._passed += 1
-        if self._passed == STEPS and self._ranks.world_size == 1:
-            self._took_s = time.monotonic() - self._entered_at
         self.note_step(position, is_cut=is_cut)
         return self._act(position)
 
@@ -176,7 +171,7 @@ class ProofWitness(Witness):
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        place = self._series, position.step, self._passed, position.batch_num, self._took_s
+        place = self._series, position.step, self._passed, position.batch_num
         if control.is_last(*place, in_all=next(_passed)):
             self._is_ended = True
             save = self._stopper.save

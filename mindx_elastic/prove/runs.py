@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,15 +20,15 @@ from mindx_elastic.config import MemorySettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_proof_folder, remove_dead_proofs, remove_proof
 from mindx_elastic.prove.control import Alarm, Control
-from mindx_elastic.prove.processes import Process, Request, start_forked, start_fresh
+from mindx_elastic.prove.processes import Process, start_forked, start_fresh
 from mindx_elastic.prove.records import Life, read_lives
-from mindx_elastic.prove.script import NOTES_FILE
 
 __all__ = ["Chain", "Command", "Outcome", "Runs"]
 
 _LOOK_S = 0.02
 _SHOW_S = 0.2
 _LAST_LINES = 12
+_REFUSED = re.compile(r"\bUnmanagedStateError: (.*)")
 _PYTHON = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
 """Of each run. A line must be seen at once: silence counts as hanging."""
 _IMPORTS_S = 600.0
@@ -55,24 +55,24 @@ class Outcome:
     log: Path
     folder: Path = Path()
     """Of the run."""
-    errors: Sequence[Mapping[str, str]] = ()
-    """Exceptions that the script has ended with: ``type``, ``text``, ``rank``."""
-    writes: Sequence[str] = ()
-    """Files outside of temporary folders that the script itself has written to."""
     hung_s: float = 0.0
     """It was ended because it passed no step and printed nothing for so long."""
 
     @property
-    def last_lines(self) -> list[str]:
-        """The end of what it printed."""
+    def lines(self) -> list[str]:
+        """What it printed."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in lines if line.strip()][-_LAST_LINES:]
+        return [line for line in lines if line.strip()]
+
+    @property
+    def last_lines(self) -> list[str]:
+        return self.lines[-_LAST_LINES:]
 
     @property
     def refusal(self) -> str:
         """Why the guard refused it: state of the training that it does not keep; empty: it did not."""
-        found = (error["text"] for error in self.errors if error["type"] == "UnmanagedStateError")
-        return next(found, "")
+        found = (_REFUSED.search(line) for line in self.lines if self.code)
+        return next((match[1] for match in found if match), "")
 
 
 @dataclass
@@ -148,11 +148,9 @@ class Runs:
         fault: Mapping[str, Any] | None = None,
         hashes: int = 0,
         env: Mapping[str, str] | None = None,
-        fresh: bool = False,
     ) -> Outcome:
         """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
-        where the environment names none. `env`: further variables. `fresh`: they count for the interpreter's start.
-        Other arguments: see `Control`."""
+        where the environment names none. `env`: further variables. Other arguments: see `Control`."""
         self._number += 1
         folder = self.folder / f"run_{self._number:03d}"
         folder.mkdir(mode=0o700)
@@ -170,42 +168,37 @@ class Runs:
             variables["MINDX_ARENA_DIR"] = str(self.memory)
         for name in _UNSET:
             variables.pop(name, None)
-        request = self._request(folder, variables)
-        process = self._start(request, hashes, fresh=fresh)
+        log, command = folder / "output.log", self.command.script
+        if self.command.agent is not None:
+            command = ("-m", "mindx_elastic", "run", *self.command.agent, "--run-dir", str(folder / "agent"), *command)
+            if not self.is_fresh:
+                variables.setdefault("MINDX_ZYGOTE", "first")  # the imports of each rank are most of a short run
+        process = self._start(command, variables, log, hashes)
         try:
-            hung_s = self._wait(process, folder, request.log)
+            hung_s = self._wait(process, folder, log)
             code = process.poll()
             self._on_end(process.pid)
         finally:
-            process.end()
-        outcome = _read(folder, request.log, code if code is not None else 1, hung_s)
+            process.end(gently=self.command.agent is not None)
+        lives = read_lives(folder)
+        outcome = Outcome(code=1 if code is None else code, lives=lives, log=log, folder=folder, hung_s=hung_s)
         chain.runs.append(outcome)
         return outcome
 
-    def _request(self, folder: Path, env: Mapping[str, str]) -> Request:
-        log, agent = folder / "output.log", self.command.agent
-        if agent is None:
-            return Request(command=self.command.script, env=env, log=log)
-        script = ("-m", "mindx_elastic.prove.script", *self.command.script)
-        command = ("-m", "mindx_elastic", "run", *agent, "--run-dir", str(folder / "agent"), *script)
+    def _start(self, command: Sequence[str], env: Mapping[str, str], log: Path, hashes: int) -> Process:
         if not self.is_fresh:
-            env = {"MINDX_ZYGOTE": "first", **env}  # the imports of each rank are most of a short run
-        return Request(command=command, env=env, log=log, launches=True)
-
-    def _start(self, request: Request, hashes: int, *, fresh: bool) -> Process:
-        if not self.is_fresh and not fresh:
             zygote = self._zygotes[hashes % len(self._zygotes)]
             try:
                 zygote.wait(_IMPORTS_S)
-                return start_forked(zygote, request)
+                return start_forked(zygote, command, env, log)
             except ZygoteError as error:
                 self.is_fresh, self.why_fresh = True, str(error)
-        return start_fresh(request)
+        return start_fresh(command, env, log)
 
     def _open_zygotes(self, stack: ExitStack) -> None:
         env = {**os.environ, **_PYTHON}
         for _ in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
-            zygote = Zygote([sys.executable, "-m", "mindx_elastic.prove.script"], env)
+            zygote = Zygote([sys.executable, "-m", "mindx_elastic"], env)
             stack.callback(zygote.close)
             zygote.start()
             self._zygotes.append(zygote)
@@ -256,24 +249,6 @@ def _make_memory(stack: ExitStack) -> Path | None:
         return None
     stack.callback(remove_proof, folder)
     return folder
-
-
-def _read(folder: Path, log: Path, code: int, hung_s: float) -> Outcome:
-    notes: list[dict[str, str]] = []
-    file = folder / NOTES_FILE
-    if file.exists():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        notes = [json.loads(line) for line in lines if line.endswith("\n")]
-    by_kind = {kind: [note for note in notes if note["kind"] == kind] for kind in ("error", "write")}
-    return Outcome(
-        code=code,
-        lives=read_lives(folder),
-        log=log,
-        folder=folder,
-        errors=by_kind["error"],
-        writes=list(dict.fromkeys(note["text"] for note in by_kind["write"])),
-        hung_s=hung_s,
-    )
 
 
 def _size(path: Path) -> int:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -63,7 +62,7 @@ def test_the_list_names_every_fault(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
     faults = ["kill:step=3", "exception:step=2,at=backward", "terminate:step=2,at=update"]
-    words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 5, "--junit", "drill.xml"]
+    words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 5]
     killed, raised, stopped = drill(*words, cwd=tmp_path)
     assert [each["outcome"] for each in (killed, raised, stopped)] == ["exact"] * 3
     assert (killed["exit_codes"], killed["reached_step"], killed["resumed_step"]) == ([-9, 0], 3, None)
@@ -73,8 +72,6 @@ def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
     assert (stopped["exit_codes"], stopped["steps_lost"]) == ([143, 0], 0)
     for each in (raised, stopped):
         assert 0 <= each["noticed_s"] <= each["saved_s"] <= each["first_step_s"]
-    suite = ElementTree.fromstring((tmp_path / "drill.xml").read_text())
-    assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == ("5", "0", "0")
 
 
 @pytest.mark.drill

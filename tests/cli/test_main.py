@@ -30,13 +30,12 @@ def test_the_option_set() -> None:
     assert option_set() == {
         "": ["--debug", "--install-completion", "--show-completion", "--version"],
         "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
-        "prove": ["--fresh", "--json", "--junit", "--keep", "--seed", "--steps", "--stops", "--timeout"],
+        "prove": ["--fresh", "--json", "--keep", "--seed", "--steps", "--stops", "--timeout"],
         "drill": [
             *(
                 "--fault",
                 "--fresh",
                 "--json",
-                "--junit",
                 "--keep",
                 "--list",
                 "--random",

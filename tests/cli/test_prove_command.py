@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -66,7 +64,6 @@ def test_the_line_is_divided_at_the_script() -> None:
         (["--nproc-per-node", "2", "3", "--", "s.py"], "3 is no option"),
         (["--nnodes", "2", "--", "s.py"], "--nnodes 2: this runs on one node; leave it out"),
         (["--nproc-per-node", "2", "--monitor-interval", "0", "--", "s.py"], "give seconds above 0"),
-        (["--junit", "none/prove.xml", "--", "s.py"], "--junit none/prove.xml: no file can be written there"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
@@ -78,7 +75,7 @@ def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
 
 
 def test_one_rank_with_all_reports(tmp_path: Path) -> None:
-    words = ["--stops", 1, "--steps", 4, "--junit", "prove.xml", "--json", "--keep", "kept", "--seed", 3]
+    words = ["--stops", 1, "--steps", 4, "--json", "--keep", "kept", "--seed", 3]
     result = run(*words, "--", JOBS / "proved.py", "scaled_on_0", "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     document = json.loads(result.stdout)
@@ -87,9 +84,7 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     assert "the batch of step " in found["what"] and "is another one" in found["what"]
     assert found["rank"] == 0 and "counter" in found["cause"]
     assert "own_steps (" in found["variables"]
-    suite = ElementTree.fromstring((tmp_path / "prove.xml").read_text())
-    assert (suite.attrib["tests"], suite.attrib["failures"]) == ("3", "1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "prove.xml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert list((tmp_path / "kept").glob("run_*/output.log"))
     assert run("--keep", "kept", "--", JOBS / "proved.py", "exact", "ckpt", cwd=tmp_path).returncode == 2
 
@@ -113,21 +108,6 @@ def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     result = run(*words, "--", JOBS / "proved.py", "scaled_on_1", tmp_path / "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "is another one; not got back: own_steps" in result.stdout and "(rank 1)" in result.stdout
-
-
-@pytest.mark.drill
-def test_the_line_that_makes_the_same_runs_again(tmp_path: Path) -> None:
-    words = ["--stops", 1, "--seed", 2, "--", JOBS / "proved.py", "exact", tmp_path / "ck pt"]
-    first = run(*words, cwd=tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    (line,) = [line for line in first.stdout.splitlines() if line.startswith("the same runs again: ")]
-    again = shlex.split(line.partition(": ")[2])
-    assert again[:2] == ["mindx-elastic", "prove"]
-    assert again[2:] == ["--stops", "1", "--steps", "25", "--seed", "2", "--", *map(str, words[5:])]
-    second = run(*again[2:], cwd=tmp_path)
-    tables = [result.stdout.partition("\n\n")[0] for result in (first, second)]
-    assert tables[0] == tables[1] and "24 steps, the whole training" in tables[0]
-    assert "the same runs again" not in second.stdout
 
 
 def interrupted(tmp_path: Path, memory: Path, signum: int, code: int, ready: Callable[[Job], bool]) -> None:

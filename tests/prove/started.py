@@ -10,11 +10,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mindx_elastic.agent.zygote import Zygote
-from mindx_elastic.prove.control import Control
 from mindx_elastic.prove.processes import Process
 from tests.watchdog import Watchdog
 
-__all__ = ["ROOT", "environment", "forking", "is_gone", "of_a_run", "wait_for", "wait_until"]
+__all__ = ["ROOT", "environment", "forking", "is_gone", "wait_for", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
 _LOOK_S = 0.01
@@ -27,23 +26,17 @@ def environment(**more: str) -> dict[str, str]:
 @contextmanager
 def forking(env: Mapping[str, str]) -> Iterator[Zygote]:
     """A process from which runs with the environment `env` can be forked."""
-    with closing(Zygote([sys.executable, "-m", "mindx_elastic.prove.script"], env)) as made:
+    with closing(Zygote([sys.executable, "-m", "mindx_elastic"], env)) as made:
         made.start()
         assert made.wait(600), made.problem
         yield made
-
-
-def of_a_run(folder: Path, **more: str) -> dict[str, str]:
-    """The environment of a run that has its notes in `folder`."""
-    control = Control(folder=folder, directories=folder).write(folder / "control.json")
-    return environment(MINDX_PROVE=str(control), **more)
 
 
 def wait_for(process: Process) -> int:
     """Its exit code, once it has ended."""
     wait_until(process, lambda: process.poll() is not None)
     code = process.poll()
-    process.end()
+    process.end(gently=False)
     assert code is not None
     return code
 

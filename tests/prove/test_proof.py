@@ -196,7 +196,6 @@ def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: 
     proof = prove_fault(runs, tmp_path, fault, stops=1)
     assert proof.exit_code == 4, text_of(proof)
     assert "the uninterrupted run is refused: " in text_of(proof)
-    assert proof.repeating_steps == 0
 
 
 @pytest.mark.drill
@@ -269,15 +268,6 @@ def test_scalars_that_vary_are_left_out_and_said(runs: Runs, tmp_path: Path) -> 
     assert any("not compared, because it differs in each run: seconds" in note for note in proof.notes)
 
 
-def test_what_the_script_writes_is_named(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path / "written"
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setenv("MINDX_TEST_WRITES", str(home))
-    proof = prove_job(runs, JOBS / "proved.py", "writes", tmp_path / "ckpt", stops=1, steps=3)
-    assert list(proof.writes) == [str(home), f"{home}.pt", f"{home}.resumed"]
-
-
 @pytest.mark.drill
 def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
     proof = prove_fault(runs, tmp_path, "exact", steps=5, stops=None)  # type: ignore[arg-type]
@@ -305,9 +295,9 @@ def test_a_module_and_two_guards(runs: Runs, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(Path(__file__).parents[2])
     proof = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=3, seed=1)
     assert proof.exit_code == 0, text_of(proof)
-    assert (proof.steps, proof.has_ended, proof.repeating_steps) == (10, True, 11)
+    assert (proof.steps, proof.has_ended) == (10, True)
     cut = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=1, steps=7)
-    assert (cut.steps, cut.has_ended, cut.repeating_steps) == (7, False, 7)
+    assert (cut.steps, cut.has_ended) == (7, False)
 
 
 def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
