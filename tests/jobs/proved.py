@@ -121,11 +121,6 @@ def main() -> None:
                 network[0].weight.clamp_(-0.1, 0.1)
 
     with guard:
-        if FAULT == "writes":
-            name = os.environ["MINDX_TEST_WRITES"]
-            with open(name if guard.resumed_from_step is None else f"{name}.resumed", "a") as file:
-                file.write("a line\n")
-            torch.save(model.state_dict(), f"{name}.pt")
         if FAULT == "resume_crash" and guard.resumed_from_step is not None:
             raise KeyError("not yet")
         if FAULT == "refused" or (FAULT == "refused_later" and guard.resumed_from_step is not None):
