@@ -3,7 +3,7 @@
     python benchmarks/bench_start.py [--ranks 4 64 1024 4096 16384] [--modes replicated fsdp zero] [--tensors 150]
 
 The ranks are simulated: one process holds an object for each of them, and all share one connection to a TCPStore that
-another thread of the process hosts. They run the code of a real start: every meeting of `guard.start` with its parts
+another thread of the process hosts. They run the code of a real start: every meeting of `start.start` with its parts
 (disks, faults, peers, whole shapes, interval, nodes, layouts, findings, plan, reading, flags), rank after rank, so that
 "seconds" is the work of all ranks added up on one core, rank 0's merging and planning included. What each finds on disk
 is told by objects as headers would make them: one file a rank, all on one shared disk, of which it reads its own.
@@ -41,17 +41,18 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.layout import Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.guard.job_layouts import JobLayouts
-from mindx_elastic.guard.start import AnsweredFlagsPart, FaultsPart, GroupInfoPart, PeersPart
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.mirror.mirror import NodesPart
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import Checkpoint
+from mindx_elastic.platforms.at_start import AnsweredFlagsPart, FaultsPart, GroupInfoPart
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Findings
+from mindx_elastic.start.job_layouts import JobLayouts
 from mindx_elastic.start.restore import Disks, Places, PlanPart, Target
 from mindx_elastic.start.shares import Share
+from mindx_elastic.start.start import PeersPart
 
 MODES = ("replicated", "fsdp", "zero", "lost")
 RANKS_PER_NODE = 8

@@ -157,6 +157,7 @@ def forbidden_arrows(module: Module, *, known: set[str] = NAMES) -> list[str]:
     allowed = set(FOUNDATION)
     if module.part in STAGES:
         allowed |= set(STAGES[: STAGES.index(module.part) + 1])
+        allowed |= {"data"} if module.part == "start" else set()
     elif module.part == "data":
         allowed |= {"alarm", "data"}
     elif module.part not in FOUNDATION:

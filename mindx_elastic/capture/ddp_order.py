@@ -10,12 +10,16 @@ the order of the second one. So both are recorded, one after the other, without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientOrder", "split_backwards"]
+__all__ = ["DdpModules", "GradientOrder", "split_backwards"]
+
+DdpModules = Sequence[tuple[str, DistributedDataParallel]]
+"""DDP modules and their paths."""
 
 
 class GradientOrder:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.hidden_changes import HiddenChanges
@@ -26,7 +27,7 @@ from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
 from mindx_elastic.guard.observer import NotKept
-from mindx_elastic.guard.replicas import DdpModules, GradientOrders
+from mindx_elastic.guard.replicas import GradientOrders
 from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
 

@@ -132,8 +132,14 @@ class Connections:
         or they are not this guard's."""
         return self.memory.steps_file if self.takes_snapshots and self.memory and not self.keeps_nothing else None
 
-    def announce(self, found: Resumed | None) -> None:
+    @property
+    def transport(self) -> Mirror | None:
+        """Carries files between nodes."""
+        return self.mirror
+
+    def announce(self, found: Resumed | None, *, is_guest: bool) -> None:
         """Tell the agent which step is about to be loaded."""
+        self.is_guest = is_guest
         if self.link is not None and found is not None:
             self.link.announce(found.checkpoint.info.step, found.path)
 

@@ -254,7 +254,7 @@ class Guard(LayeredGuard):
             more=self._more,
             kept=self._kept,
             own=self._own,
-            uneven=start.uneven,
+            uneven=opening.loader_lengths.uneven,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest

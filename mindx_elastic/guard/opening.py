@@ -26,7 +26,6 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, without_streams
 from mindx_elastic.guard.observer import Observed, ProofObserver, observers
@@ -34,14 +33,14 @@ from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
-from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
+from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas, parallel_setup_of
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.together import Together, saves_part
-from mindx_elastic.guard.uneven_modules import UnevenModules
+from mindx_elastic.guard.uneven_ranks import LoaderLengthsPart, UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.platforms.at_start import PlatformAtStart
 from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.start.directories import (
     RankDirectories,
@@ -50,6 +49,7 @@ from mindx_elastic.start.directories import (
     prepare_directories,
 )
 from mindx_elastic.start.restore import Resumed
+from mindx_elastic.start.start import Start, start_job
 
 __all__ = ["Opening", "check_guests_path"]
 
@@ -124,6 +124,7 @@ class Opening:
             evaluates=self.evaluates,
             member=None if place is None else place.member,
         )
+        self.loader_lengths = LoaderLengthsPart(self._targets)
         self.start = self._restore()
         """What the ranks have agreed on, and loaded."""
         self._begin_schedules()
@@ -288,18 +289,22 @@ class Opening:
 
     def _restore(self) -> Start:
         """Meet the other ranks and load what they have planned together."""
+        place = self._place
         start = start_job(
             self._directories,
             look_in=self._folders.all,
+            resume=self._options.resume,
             collector=self.collector,
             targets=self._targets,
-            saver=self.saver,
-            resume=self._options.resume,
+            job=self.saver,
             around=self.around,
-            unmanaged=self.unmanaged,
+            platform=PlatformAtStart(self._ranks, self.saver.flags),
+            risks=self.unmanaged,
             ddp=self.ddp,
-            entry=self._entry,
+            first_parts=[self.loader_lengths],
+            boundary=None if place is None else place.boundary(),
         )
+        self.saver.coordinates["generation"] = start.generation
         self.log_filter.attempt = start.attempt
         if (resumed := start.resumed) is None:
             self._begin_saver(start)

@@ -25,14 +25,12 @@ __all__ = [
     "check_policies",
     "exit_codes_of",
     "final_name",
-    "is_another_job",
     "job_names",
     "keep_consistent",
     "policies_for",
 ]
 
 _LONGEST_NAME = 180  # file systems take 255 bytes; epoch, step and the temporary suffix come on top
-_DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
 
 
 def breakpoint_name(prefix: str) -> Callable[[Position], str]:
@@ -174,18 +172,6 @@ def job_names(prefix: str, policies: Sequence[ExitPolicy | PeriodicPolicy]) -> t
     """The prefixes of a job's files: the guard's own and those of its callbacks. Written into every header."""
     names = (getattr(policy, "prefix", "") for policy in policies)
     return tuple(sorted({prefix, *(name for name in names if isinstance(name, str) and name)}))
-
-
-def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
-    """Whether files with the names `recorded` are of another job than one with the names `own`.
-
-    One name in common makes them one job's, because callbacks come and go. Default names do not count where both have
-    chosen names. A file without names (of an older version, or converted) is not of another job.
-    """
-    if not recorded or not own:
-        return False
-    chosen = set(recorded) - _DEFAULT_NAMES, set(own) - _DEFAULT_NAMES
-    return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
 
 
 class PeriodicPolicy(Protocol):

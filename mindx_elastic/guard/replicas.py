@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,23 +14,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import unwrap_module
-from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder
+from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.capture.living import living_objects
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.start.job_layouts import ByHand
 
 __all__ = [
-    "DdpModules",
     "GradientOrders",
     "ddp_modules",
     "ignored_parameters",
     "is_replicated",
     "outermost_replicas",
+    "parallel_setup_of",
     "replica_ranks",
 ]
-
-
-DdpModules = Sequence[tuple[str, DistributedDataParallel]]
 
 
 def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
@@ -138,6 +139,22 @@ def ignored_parameters(targets: Mapping[str, Any], ddp: DdpModules) -> frozenset
         for name, module in modules.items()
         for place, parameter in module.named_parameters()
         if id(parameter) in ignored
+    )
+
+
+def parallel_setup_of(
+    targets: Mapping[str, Any],
+    ranks: RankInfo,
+    layouts: Mapping[str, Layout] | None,
+    ddp: DdpModules,
+) -> ParallelSetup:
+    """This rank's place in the parallel job. Raises UsageError for malformed layouts."""
+    return ParallelSetup(
+        ranks.rank,
+        ranks.world_size,
+        replica_ranks(targets, ddp),
+        ignored_parameters(targets, ddp),
+        ByHand(layouts or {}, ranks),
     )
 
 

@@ -45,14 +45,16 @@ from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
+from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import ahead, groups, joiner, nccl, sharded, spare, trial
-from mindx_elastic.rejoin.copies import Parcel, Receive
+from mindx_elastic.rejoin.copies import DONOR_RING, Parcel, Receive
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed, UnfitSpareError
 from mindx_elastic.rejoin.nodes_member import NodesMember
 from mindx_elastic.rejoin.protocol import InMemory, Report
+from mindx_elastic.start.in_place import Boundary, Lent
 
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
@@ -139,6 +141,36 @@ class Place:
         """The exchange of this entry. `over`: of a layer above."""
         again = self.entry is not None and AgentInfo.from_env() is not None
         return open_exchange(ranks, f"{over}{self.name}", again=again)
+
+    def boundary(self) -> Boundary | None:
+        """What the start takes in place of files; None: they count."""
+        entry, rank = self.entry, self.member.ranks.rank
+        if entry is None:
+            return None
+        verdict, live = entry.verdict, entry.live
+
+        def lent() -> Lent:
+            try:
+                where = entry.where()
+            except RejoinFailed as error:
+                raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
+            if live is not None:
+                return Lent(rank, where.paths.get(rank, where.path))
+            source = verdict.sources[rank] if where.source < 0 else where.source
+            folder = where.path.parent
+            is_from_afar = source == where.source and folder.name != f"rank_{source}"
+            path = None if verdict.rewinds else where.paths[source]
+            return Lent(source, path, folder / DONOR_RING if is_from_afar else None)
+
+        return Boundary(
+            generation=entry.generation,
+            moment=(verdict.run_id, verdict.attempt, verdict.step),
+            next_attempt=verdict.next_attempt,
+            live=None if live is None else Checkpoint(entry.info, dict(live), {}),
+            lent=lent,
+            dead=verdict.dead,
+            speaker=verdict.donor,
+        )
 
     def parts(self, kept: Collection[Any]) -> list[Part]:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""

@@ -8,13 +8,29 @@ uses every parameter with a zero gradient, built so that autograd reaches the pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp_order import GradientOrder, split_backwards
+from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder, split_backwards
+from mindx_elastic.start.ports import Risks
 
-__all__ = ["replay_gradient_order"]
+__all__ = ["replay_gradient_order", "replay_orders"]
+
+
+def replay_orders(orders: Mapping[str, list[int]], ddp: DdpModules, risks: Risks) -> None:
+    """Let DDP lay out its buckets as it had. `orders`: by module, as recorded. All ranks together."""
+    for name, module in ddp:
+        problem = replay_gradient_order(module, orders.get(name, []))
+        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
+            risks.risk(
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
+                f"in the last bits from 3 ranks on: {problem}",
+                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
+                "before the guard is entered",
+            )
 
 
 def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> str | None:

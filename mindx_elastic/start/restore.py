@@ -75,6 +75,7 @@ __all__ = [
     "put_strategy",
     "read_strategies",
     "read_together",
+    "records_of",
 ]
 
 _LONGEST_RUN_ID = 1000
@@ -297,8 +298,11 @@ class Reader(Protocol):
 
 
 class FollowedPart(Part):
-    """A part whose answer every rank then follows, perhaps in several rounds."""
+    """Where the state of each rank comes from: its answer every rank then follows, perhaps in several rounds."""
 
+    name = "plan"
+    run_id = ""
+    attempt = 0
     goes_on = False
     """Whether the ranks have to meet again, to tell what they have read."""
     resumed: Resumed | None = None
@@ -311,7 +315,6 @@ class FollowedPart(Part):
 class PlanPart(FollowedPart):
     """The rank's findings, and later what it could not read of its share; the answer is rank 0's plan."""
 
-    name = "plan"
     only_decodes = False
 
     def __init__(
@@ -334,7 +337,6 @@ class PlanPart(FollowedPart):
         self._find(everything=False)
         self._answer: Answer | None = None
         self._heard = ""
-        self.run_id, self.attempt = "", 0
         self.generation = 0
         """Of this start, see `FileFact.generation`."""
         # Of rank 0:
@@ -531,22 +533,28 @@ class PlanPart(FollowedPart):
         in_memory = bool(answer.common["only_in_memory"])
         own_from = None if own is None or share.small_from is None else Path(share.small_from[0].path)
         found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, own_from)
-        if donor is not None and not plan.resharded and (own is None or not own.is_whole):
-            # The file is of a rank that has passed the boundary, or has weights that this rank may have otherwise.
-            confirmed = plan.moment if checkpoint.info.coordinates.get("foreseen") == 1 else None
-            found = replace(
-                found,
-                own_records=self._records(self._ranks.rank, plan.moment, confirmed),
-                donor_records=self._records(donor, plan.moment, confirmed),
-            )
+        if donor is not None and not plan.resharded:
+            places = self._places
+            mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))
+            found = records_of(found, mine, theirs, places.trust)
         self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
 
-    def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
-        """What `rank` kept of its small state, of this run up to `moment`, as far as this process sees it."""
-        places = self._places
-        rings = own_rings(places.directories, places.arenas, rank)
-        found = [record for ring in rings for record in small_records(ring, places.trust.of(ring), confirmed=confirmed)]
-        return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]
+
+def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], trust: Trust) -> Resumed:
+    """`found` of a donor, with what both ranks have kept of their small states of its run up to its step, in these
+    rings. They are not needed where this rank's own state of the step is whole."""
+    if found.own is not None and found.own.is_whole:
+        return found
+    info = found.checkpoint.info
+    moment = info.moment
+    # The file is of a rank that has passed the boundary, or has weights that this rank may have otherwise.
+    confirmed = moment if info.coordinates.get("foreseen") == 1 else None
+
+    def read(rings: Sequence[Path]) -> list[SmallRecord]:
+        records = [each for ring in rings for each in small_records(ring, trust.of(ring), confirmed=confirmed)]
+        return [each for each in records if each.moment[0] == moment[0] and each.moment <= moment]
+
+    return replace(found, own_records=read(mine), donor_records=read(theirs))
 
 
 def plan_of(

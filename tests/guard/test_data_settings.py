@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.data_settings import DataSettings
-from mindx_elastic.guard.loops.followed_loader import as_of_another_rank
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from tests.guarded import no_traces, plain_environment, stop_and_wait
 
 EPOCHS, BATCHES = 4, 5
@@ -307,7 +307,7 @@ def test_the_head_of_another_number_of_ranks_is_right() -> None:
     settings.at_begin(1, goes_on_with_workers=False)
     data.level, data.mosaic = 7.0, False
     state = at_boundary(settings)
-    for other in (as_of_another_rank({"settings": state})["settings"], {**state, "num_ranks": 4}):
+    for other in (FollowedLoader.as_of_another_rank({"settings": state})["settings"], {**state, "num_ranks": 4}):
         data = Pictures()
         settings = settings_of(data)
         settings.load(other, 1)

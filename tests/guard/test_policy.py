@@ -14,7 +14,6 @@ from mindx_elastic.guard.policy import (
     ExitPolicy,
     breakpoint_name,
     breakpoint_policy,
-    is_another_job,
     job_names,
 )
 
@@ -57,20 +56,3 @@ def test_the_policy_of_a_plain_guard(tmp_path: Path, exceptions: bool) -> None:
 def test_a_job_is_known_by_its_own_prefix_and_those_of_its_callbacks(tmp_path: Path) -> None:
     policies = [breakpoint_policy("resnet", tmp_path, [15]), make(prefix="Net"), make()]
     assert job_names("ckpt", policies) == ("Net", "ckpt", "resnet")
-
-
-@pytest.mark.parametrize(
-    ("recorded", "own", "another"),
-    [
-        (["resnet"], ["bert"], True),
-        (["resnet"], ["resnet"], False),
-        (["resnet", "periodic"], ["periodic", "stop"], False),  # a callback was exchanged for another
-        (["CKP", "ckpt", "resnet"], ["CKP", "ckpt", "bert"], True),  # nobody has chosen what they have in common
-        (["CKP", "ckpt", "resnet"], ["CKP", "ckpt"], False),  # the callback that had a name of its own was removed
-        (["ckpt"], ["bert"], True),
-        ([], ["bert"], False),  # an older version's, or converted
-        (["resnet"], [], False),
-    ],
-)
-def test_whether_files_are_another_job_s(recorded: list[str], own: list[str], another: bool) -> None:
-    assert is_another_job(recorded, own) is another

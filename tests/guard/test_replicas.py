@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.guard.replicas import (
-    DdpModules,
     GradientOrders,
     ddp_modules,
     ignored_parameters,

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.config import RejoinSettings
-from mindx_elastic.guard.reentry import ReentryPart
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.member import Member
+from mindx_elastic.start.in_place import InPlacePart
 
 __all__ = ["STAGES", "InRecovery"]
 
@@ -34,7 +34,7 @@ _PLACES = (
     (Member, "_donate", "donate"),
     (groups, "connect", "connect"),
     (Member, "closed", "closed"),
-    (ReentryPart, "follow", "restore"),
+    (InPlacePart, "follow", "restore"),
     (Member, "entered", "ready"),
 )
 

@@ -12,8 +12,8 @@ import torch
 
 from mindx_elastic.capture.rng import seed_rng
 from mindx_elastic.config import RankInfo
-from mindx_elastic.guard.loading import _how_to_restore_rng
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.start.loading import _how_to_restore_rng
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write_step
 from tests.start.finding import find_and_read

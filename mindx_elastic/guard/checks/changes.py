@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
-from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Changes"]

@@ -36,6 +36,7 @@ import torch
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import OptimizerComponent
+from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
@@ -54,7 +55,6 @@ from mindx_elastic.guard.checks.surroundings import (
     kind_of,
     look,
 )
-from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Checks"]

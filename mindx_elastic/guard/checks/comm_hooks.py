@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.core.looks import has_method
 from mindx_elastic.errors import MindxError
-from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["CommHooks"]

@@ -28,22 +28,12 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from mindx_elastic.capture.loop_tail import CHANGES_WEIGHTS, FRONT, OVER, VALUES, without_end
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.tail_values import EpochValues, put_back_values
 
-__all__ = [
-    "EpochTail",
-    "changes_weights",
-    "front_of",
-    "tail_values_in",
-    "with_tail_values",
-    "without_end",
-    "without_step",
-]
-
-_OVER, _VALUES, _FRONT = "epoch_is_over", "tail_values", "in_front_of_tail"  # the keys in `Collector.loop`
-_CHANGES_WEIGHTS = "changes_weights"
+__all__ = ["EpochTail"]
 
 
 class EpochTail:
@@ -79,7 +69,7 @@ class EpochTail:
 
     def resume(self, loop: Mapping[str, Any]) -> None:
         """The epoch of the resumed boundary comes once more, or none; `loop` as `Collector.loop` was there."""
-        self._values = loop.get(_VALUES) or {}
+        self._values = loop.get(VALUES) or {}
 
     def begin_loop(self, values: EpochValues | None) -> None:
         """A loop over epochs begins. `values`: what finds the changes; None: the layer above keeps the loop."""
@@ -108,7 +98,7 @@ class EpochTail:
 
     def _keep_values(self, frame: FrameType) -> None:
         if self._epoch_values is not None and (values := self._epoch_values.changed(frame)):
-            self._keep({_VALUES: values})
+            self._keep({VALUES: values})
 
     def _wait(self) -> None:
         if not self.is_pending:
@@ -176,12 +166,12 @@ class EpochTail:
         behind the epoch has."""
         found = self._epoch_values
         behind = {} if found is None else found.changed(sys._getframe(1), outermost_only=True)
-        values = {_VALUES: behind} if behind else {}
+        values = {VALUES: behind} if behind else {}
         return {
             **without_end(loop),
             **values,
-            **({} if front is None else {_FRONT: {**front, _CHANGES_WEIGHTS: has_changed_weights}}),
-            _OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()},
+            **({} if front is None else {FRONT: {**front, CHANGES_WEIGHTS: has_changed_weights}}),
+            OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()},
         }
 
     def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
@@ -193,43 +183,8 @@ class EpochTail:
         self._loaders.move_on(_over(loop).get("move_on") or ())
 
 
-def without_end(loop: Mapping[str, Any]) -> dict[str, Any]:
-    """`Collector.loop` as a new epoch begins."""
-    return {key: value for key, value in loop.items() if key not in (_OVER, _VALUES, _FRONT)}
-
-
-def without_step(loop: dict[str, Any]) -> dict[str, Any]:
-    """The same as another step has ended."""
-    if _VALUES not in loop and _FRONT not in loop:
-        return loop
-    return {key: value for key, value in loop.items() if key not in (_VALUES, _FRONT)}
-
-
-def front_of(loop: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Of a boundary that was copied again behind the tail, where there are other ranks: the small state in front of it
-    (`Collector.copy_of_small`). None: any other boundary."""
-    found = loop.get(_FRONT)
-    return found if isinstance(found, Mapping) else None
-
-
-def tail_values_in(loop: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What `loop` has for a tail that comes without a batch, see `tail_values.values_of`."""
-    found = loop.get(_VALUES)
-    return dict(found) if isinstance(found, Mapping) and _OVER not in loop else {}
-
-
-def with_tail_values(loop: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`loop` with those."""
-    return {**loop, _VALUES: dict(values)}
-
-
-def changes_weights(front: Mapping[str, Any] | None) -> bool:
-    """Whether the tail has, so that the weights in front of it are lost."""
-    return front is not None and bool(front.get(_CHANGES_WEIGHTS))
-
-
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = loop.get(_OVER)
+    found = loop.get(OVER)
     return found if isinstance(found, Mapping) else {}
 
 

@@ -25,7 +25,7 @@ from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.loops.first_use import FirstUse
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "OwnState", "as_of_another_rank", "with_epochs_put_back"]
+__all__ = ["FollowedLoader", "OwnState", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, beside its position
@@ -137,6 +137,13 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
     @property
     def beginning(self) -> object:
         return self.engine.cursor.start
+
+    @staticmethod
+    def as_of_another_rank(state: Any) -> Any:
+        """The state of a loader, whose data set may have been set for another rank."""
+        if not isinstance(state, Mapping) or not isinstance(state.get(SETTINGS), Mapping):
+            return state
+        return {**state, SETTINGS: {**state[SETTINGS], "num_ranks": 0}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.adoption is not None:
@@ -324,10 +331,3 @@ def with_epochs_put_back(targets: Iterable[Any]) -> set[int]:
     """The `id` of samplers and data sets of the program whose ``epoch`` the loaders among `targets` put back."""
     loaders = (each.loader for each in targets if isinstance(each, FollowedLoader))
     return {id(part) for loader in loaders if isinstance(loader, ReplayLoader) for part in parts_with_epoch(loader)}
-
-
-def as_of_another_rank(state: Any) -> Any:
-    """The state of a loader, whose data set may have been set for another rank."""
-    if not isinstance(state, Mapping) or not isinstance(state.get(SETTINGS), Mapping):
-        return state
-    return {**state, SETTINGS: {**state[SETTINGS], "num_ranks": 0}}

@@ -27,6 +27,7 @@ from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.capture.loop_tail import without_end, without_step
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
@@ -35,7 +36,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loops.between_steps import BetweenSteps
-from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_step
+from mindx_elastic.guard.loops.epoch_tail import EpochTail
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.numbered import Numbered

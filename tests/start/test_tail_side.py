@@ -12,11 +12,11 @@ from torch import nn
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree, same_tree
+from mindx_elastic.capture.loop_tail import front_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
-from mindx_elastic.guard.loops.epoch_tail import EpochTail, front_of
+from mindx_elastic.guard.loops.epoch_tail import EpochTail
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.tail_side import TailSide
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.format import CheckpointInfo
@@ -24,6 +24,7 @@ from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.start.facts import ResumePlan, World
 from mindx_elastic.start.restore import Resumed
+from mindx_elastic.start.tail_side import TailSide
 
 END = Position(3, 1, 3, 3)
 

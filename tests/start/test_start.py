@@ -14,11 +14,11 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError
-from mindx_elastic.guard.start import Start
+from mindx_elastic.start.start import Start, is_another_job
 from tests.checkpoint_files import write
-from tests.guard.starts import start as start_targets
 from tests.harness import events
 from tests.start.shared_store import Board, BoardExchange, on_all_ranks
+from tests.start.starts import start as start_targets
 
 
 class Loader:
@@ -135,3 +135,20 @@ def test_the_ranks_meet_five_times_and_each_reads_little_of_what_the_others_say(
         assert rounds == {"round0", "round1", "round2"}, "here, plan, loaded; then read (with files) and entered"
         sizes[world_size] = max(read[rank] for rank in range(1, world_size))
     assert sizes[6] < sizes[2] + 5 * 200, "what grows are the process ids of one machine's ranks"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "own", "another"),
+    [
+        (["resnet"], ["bert"], True),
+        (["resnet"], ["resnet"], False),
+        (["resnet", "periodic"], ["periodic", "stop"], False),  # a callback was exchanged for another
+        (["CKP", "ckpt", "resnet"], ["CKP", "ckpt", "bert"], True),  # nobody has chosen what they have in common
+        (["CKP", "ckpt", "resnet"], ["CKP", "ckpt"], False),  # the callback that had a name of its own was removed
+        (["ckpt"], ["bert"], True),
+        ([], ["bert"], False),  # an older version's, or converted
+        (["resnet"], [], False),
+    ],
+)
+def test_whether_files_are_another_job_s(recorded: list[str], own: list[str], another: bool) -> None:
+    assert is_another_job(recorded, own) is another

@@ -1,8 +1,8 @@
 """Loads what a start has found into the live objects.
 
 In this order: DDP's bucket layout (a synthetic backward), the state, the random generators last. The generators are
-restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an iterator, and the
-program's own code before the first batch, may draw numbers.
+restored once more when the loop reaches the resumed place, because creating an iterator, and the program's own code
+before the first batch, may draw numbers.
 
 A rank that has no file of the resumed step takes a replica's file, and what is its own (`_state_of`). What all replicas
 share is the donor's: weights, optimizer, position. Of the rest this rank's own copy is used, from its boundary ring.
@@ -28,6 +28,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import map_tensors, same_tree
 from mindx_elastic.capture.loop_head import LoopHead
+from mindx_elastic.capture.loop_tail import front_of, tail_values_in, with_tail_values
 from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
@@ -37,18 +38,14 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import at_place_of
-from mindx_elastic.guard.loops.epoch_tail import front_of, tail_values_in, with_tail_values
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader, as_of_another_rank
-from mindx_elastic.guard.replicas import DdpModules
-from mindx_elastic.guard.tail_side import TailSide
-from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.memory.memory_files import SmallRecord
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import map_checkpoint
-from mindx_elastic.start.ddp_warmup import replay_gradient_order
+from mindx_elastic.start.ports import Risks
 from mindx_elastic.start.restore import Resumed
+from mindx_elastic.start.tail_side import TailSide
 
-__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side", "replay_orders"]
+__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side"]
 
 MISSING: Any = object()
 _THEIRS = object()
@@ -58,24 +55,11 @@ _FOLLOWS_THE_STEPS = re.compile(r"(loader|optimizer|lr_scheduler|scaler)(_\d+)?"
 """Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
 
 
-def replay_orders(found: Resumed, ddp: DdpModules, unmanaged: Unmanaged) -> None:
-    """Let DDP lay out its buckets as it had. All ranks together."""
-    for name, module in ddp:
-        problem = replay_gradient_order(module, found.checkpoint.state["gradient_order"].get(name, []))
-        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
-            unmanaged.risk(
-                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
-                f"in the last bits from 3 ranks on: {problem}",
-                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
-                "before the guard is entered",
-            )
-
-
 def load(
     found: Resumed,
     collector: Collector,
     ranks: RankInfo,
-    unmanaged: Unmanaged,
+    risks: Risks,
     *,
     tail: TailSide,
     with_flags: bool,
@@ -85,12 +69,12 @@ def load(
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
-    tail.tell(collector, unmanaged, leads=ranks.rank == 0)
-    state = _state_of(found, collector, ranks.rank, unmanaged, tail)
+    tail.tell(collector, risks, leads=ranks.rank == 0)
+    state = _state_of(found, collector, ranks.rank, risks, tail)
     if found.plan.resharded:
         state, left_out = collector.without_parts(state)
         if left_out:
-            unmanaged.risk(
+            risks.risk(
                 f"the checkpoint was written by {found.plan.source.world_size} ranks, and it keeps no layout for "
                 f"{listed(left_out, 5)}: they begin as the program builds them",
                 "Resume once with as many ranks as before, where they count",
@@ -98,8 +82,8 @@ def load(
     layout = None if found.plan.resharded else found.checkpoint.layout  # a new layout is put together by names
     for note in collector.load(state, live=found.is_live, layout=layout):
         logger.warning("%s", note)
-    restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
-    _tell_of_device_buffers(found, collector, ranks, unmanaged)
+    restore_streams = _how_to_restore_rng(found, state["rng"], ranks, risks)
+    _tell_of_device_buffers(found, collector, ranks, risks)
     if with_flags:
         _say_flags(collector.load_flags(state))
     head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
@@ -154,9 +138,7 @@ def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
         logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
 
 
-def _how_to_restore_rng(
-    found: Resumed, rng: dict[str, Any], ranks: RankInfo, unmanaged: Unmanaged
-) -> Callable[[], None]:
+def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, risks: Risks) -> Callable[[], None]:
     info = found.checkpoint.info
     if found.donor is None:
         return lambda: restore_rng(rng)
@@ -173,7 +155,7 @@ def _how_to_restore_rng(
             "are foreseen from its last forward" if found.own.forecast else kept,
         )
         return lambda: restore_rng(rng)
-    unmanaged.risk(
+    risks.risk(
         f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
         "position are the same; its random numbers begin anew, so from here the run is not bit for bit the "
         "uninterrupted one",
@@ -184,13 +166,13 @@ def _how_to_restore_rng(
     return _new_numbers(info, ranks)
 
 
-def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, unmanaged: Unmanaged) -> None:
+def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, risks: Risks) -> None:
     """A killed rank's small state comes from memory, but perhaps not what was on its device."""
     if found.own is None or found.donor is None or found.plan.resharded:
         return
     known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
     if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
-        unmanaged.risk(
+        risks.risk(
             f"rank {ranks.rank} was killed, and its buffers on a device with it ({listed(names, 3)}): it goes on with "
             f"rank {found.donor}'s, so from here the run is not bit for bit the uninterrupted one",
             "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
@@ -295,7 +277,7 @@ def choose_of_loader(donated: Any, kept: RingStates, begun: Any) -> Any:
     return MISSING if moved is None else moved
 
 
-def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged, tail: TailSide) -> dict[str, Any]:
+def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tail: TailSide) -> dict[str, Any]:
     """The state that `rank` resumes from. Raises CorruptCheckpointError."""
     state = tail.state(collector)
     if found.donor is None:
@@ -331,8 +313,9 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         used = _whose(value is donated, found)
         if value is MISSING or (doubt and value is donated and not _fits(component, value)):
             value, used = component.state(), "begins as the program builds it"
-        if value is donated and not rings.of(name).mine and isinstance(component.target, FollowedLoader):
-            value = as_of_another_rank(value)
+        of_another = asked(component.target, "as_of_another_rank")
+        if value is donated and not rings.of(name).mine and of_another is not None:
+            value = of_another(value)
         made[name] = value
         if doubt:
             doubts.setdefault(f"{doubt}; {used}", []).append(asked(component.target, "in_words", name))
@@ -356,7 +339,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmana
         doubts.setdefault(f"the code behind the epoch reads it; rank {found.donor}'s is used", []).extend(names_read)
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
-        unmanaged.risk(
+        risks.risk(
             f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
             f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
             "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill; "

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.guard.loading import MISSING, Choice, RingStates, choose, choose_of_loader, choose_parts, on_one_side
+from mindx_elastic.start.loading import MISSING, Choice, RingStates, choose, choose_of_loader, choose_parts, on_one_side
 
 
 def chosen(donated: Any, kept: RingStates, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:

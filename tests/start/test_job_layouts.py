@@ -13,7 +13,7 @@ from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, own_target
+from mindx_elastic.start.job_layouts import ByHand, JobLayouts, own_target
 from tests.start.shared_store import on_all_ranks
 
 

@@ -14,8 +14,9 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.platforms.at_start import PlatformAtStart
+from mindx_elastic.start.start import Start, start_job
 
 __all__ = ["start"]
 
@@ -39,10 +40,11 @@ def start(
             [directory],
             collector=collector,
             targets=targets,
-            saver=saver,
+            job=saver,
             resume="auto",
             around=around,
-            unmanaged=Unmanaged("error"),
+            platform=PlatformAtStart(ranks, saver.flags),
+            risks=Unmanaged("error"),
             ddp=ddp_modules(targets),
             look_in=[directory],
         )

@@ -9,33 +9,15 @@ from typing import Any
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import LaidOut, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.replicas import DdpModules, ignored_parameters, replica_ranks
 from mindx_elastic.start.restore import Target, put_strategy, read_strategies
 
-__all__ = ["ByHand", "JobLayouts", "own_target", "parallel_setup_of"]
+__all__ = ["ByHand", "JobLayouts", "own_target"]
 
 _WHOLE = "strategy"
-
-
-def parallel_setup_of(
-    targets: Mapping[str, Any],
-    ranks: RankInfo,
-    layouts: Mapping[str, Layout] | None,
-    ddp: DdpModules,
-) -> ParallelSetup:
-    """This rank's place in the parallel job. Raises UsageError for malformed layouts."""
-    return ParallelSetup(
-        ranks.rank,
-        ranks.world_size,
-        replica_ranks(targets, ddp),
-        ignored_parameters(targets, ddp),
-        ByHand(layouts or {}, ranks),
-    )
 
 
 class ByHand:

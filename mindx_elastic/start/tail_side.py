@@ -1,6 +1,6 @@
 """All ranks go on from the same side of the code behind an epoch.
 
-That code belongs to the epoch's last boundary, which is copied once more behind it (`loops.epoch_tail`). Ranks do not
+That code belongs to the epoch's last boundary, which is copied once more behind it (`capture.loop_tail`). Ranks do not
 come to its end together: one is killed in it when the others are in the next epoch already. What is there of it then is
 in front of that code, so it runs that code again; if it has collectives (a sum over the ranks, an evaluation through
 DDP), it would wait in them alone, or take part in those of the next step. So where the sides differ, all go back.
@@ -16,11 +16,11 @@ from typing import Any
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.loop_tail import changes_weights, front_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.guard.loops.epoch_tail import changes_weights, front_of
-from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.start.ports import Risks
 from mindx_elastic.start.restore import Resumed
 
 __all__ = ["TailSide"]
@@ -68,11 +68,11 @@ class TailSide(Part):
         """Some ranks are in front of that code."""
         self._way = _BACK
 
-    def tell(self, collector: Collector, unmanaged: Unmanaged, *, leads: bool) -> None:
+    def tell(self, collector: Collector, risks: Risks, *, leads: bool) -> None:
         """What it means for this run. `leads`: this rank speaks for all."""
         epoch = self._found.checkpoint.info.epoch
         if self._way == _ON:
-            unmanaged.risk(
+            risks.risk(
                 f"the code behind epoch {epoch} has changed weights on {rank_list(self._stay)}, which cannot go back "
                 f"in front of it, and {rank_list(self._in_front)} had not come to its end: what it does to the other "
                 "state of a rank is missing there, or done twice",
@@ -81,7 +81,7 @@ class TailSide(Part):
         if self._way == _BACK and self._in_front and leads:
             logger.info("the code behind epoch %d runs again on all ranks: not all had come to its end", epoch)
         if self._way == _BACK and self._said == _BEHIND and (slow := collector.slow_objects()):
-            unmanaged.risk(
+            risks.risk(
                 f"all ranks go back in front of the code behind epoch {epoch}, and {listed(slow, 3)} may be as behind "
                 "it: too slow to copy at every boundary",
                 "Let that code leave them alone",

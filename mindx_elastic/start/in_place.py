@@ -1,0 +1,142 @@
+"""The state of a rank in a recovery in place: from its own objects, or from a living rank, in place of files.
+
+A survivor of the boundary's step takes its own state, which is in its objects already; what changes within a step
+(generators, buffers, positions) is put back from the copy of the boundary. A rank that lacks the state takes a
+replica's snapshot from shared memory and its own small state from its ring, as a rank does that was killed and is
+restarted. Where all ranks go back to a boundary, each has a snapshot of its own, or takes a replica's likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agreement.gather import Answer, Merged
+from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.memory.memory_files import find_snapshot, own_rings, own_states
+from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
+from mindx_elastic.start.facts import ResumePlan, World
+from mindx_elastic.start.restore import FollowedPart, Resumed, records_of
+
+__all__ = ["Boundary", "InPlacePart", "Lent"]
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A snapshot in shared memory."""
+
+    rank: int
+    """The rank whose state it is; perhaps the one that takes it."""
+    path: Path | None
+    """None: where that rank's snapshots are on this machine."""
+    ring: Path | None = None
+    """The small states of that rank, where they have come from another node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """What all ranks have agreed to go on from."""
+
+    generation: int
+    """Of the recovery."""
+    moment: Moment
+    next_attempt: int
+    """All go on in this one."""
+    live: Checkpoint | None
+    """This process's own state of it; None: it takes state from memory."""
+    lent: Callable[[], Lent]
+    """The snapshot to take, with `live` that of the same state. In a new process it waits until a living rank has put
+    it there, and raises MismatchError where that does not come about: so it is called when the state is to be loaded,
+    not before."""
+    dead: Sequence[int] = ()
+    """Ranks whose places new processes take."""
+    speaker: int = -1
+    """The rank that writes the line about it."""
+
+
+class InPlacePart(FollowedPart):
+    """Stands in for `PlanPart`: what to go on from is agreed on already."""
+
+    def __init__(
+        self, boundary: Boundary, ranks: RankInfo, arenas: Path | None, trust: Trust, modules: Collection[str]
+    ) -> None:
+        """`modules`: names of the modules, whose tensors are copied when they are loaded."""
+        self._modules = frozenset(modules)
+        self._boundary, self._ranks, self._arenas, self._trust = boundary, ranks, arenas, trust
+        self.run_id, self.attempt = boundary.moment[0], boundary.next_attempt
+
+    @property
+    def generation(self) -> int:
+        """It is the same start."""
+        return 0 if self.resumed is None else self.resumed.checkpoint.info.generation
+
+    def say(self) -> Any:
+        return [self._boundary.generation, self.run_id, self.attempt, self._boundary.moment[2]]
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        if any(each != said[0] for each in said):
+            raise MismatchError(f"the ranks go on from different boundaries: {sorted(map(str, said))}")
+        return Merged(None)
+
+    def hear(self, answer: Answer) -> None:
+        pass
+
+    def follow(self) -> None:
+        """Get the state of this rank together. Raises CorruptCheckpointError, and MismatchError where it
+        is not there."""
+        moment, lent = self._boundary.moment, self._boundary.lent()
+        if self._boundary.live is not None:
+            assert lent.path is not None
+            self.resumed = replace(self._resumed(self._boundary.live, lent.path), is_live=True)
+            return
+        checkpoint, path = self._snapshot_of(lent)
+        if lent.rank == self._ranks.rank:
+            self.resumed = self._resumed(checkpoint, path)
+            return
+        found = replace(self._resumed(checkpoint, path), donor=lent.rank)
+        foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
+        rings = own_rings((), self._arenas, self._ranks.rank)
+        for ring in rings:
+            own = own_states(ring, self._trust.of(ring)).get(moment)
+            if own is not None and own.forecast and (foreseen == 0 or not (own.trusted or foreseen == 1)):
+                own = None
+            found = replace(found, own=own)
+        theirs = own_rings((), self._arenas, lent.rank) if lent.ring is None else [lent.ring]
+        self.resumed = records_of(found, rings, theirs, self._trust)
+
+    def _snapshot_of(self, lent: Lent) -> tuple[Checkpoint, Path]:
+        moment, path = self._boundary.moment, lent.path
+        if path is None and self._arenas is not None:
+            path = find_snapshot(self._arenas, lent.rank, moment)
+        if path is None or self._arenas is None or not path.is_relative_to(self._arenas):
+            raise CorruptCheckpointError(f"{path} is not in the job's shared memory", path=path)
+        checkpoint = map_checkpoint(path, owners=self._trust.of(path))
+        for name, value in checkpoint.state.items():
+            if name not in self._modules:
+                checkpoint.state[name] = copy_tree(value)
+        if checkpoint.info.moment != moment or checkpoint.info.rank != lent.rank:
+            raise CorruptCheckpointError(f"{path} holds another boundary than step {moment[2]}", path=path)
+        return checkpoint, path
+
+    def _resumed(self, checkpoint: Checkpoint, path: Path) -> Resumed:
+        info = checkpoint.info
+        world = self._ranks.world_size
+        plan = ResumePlan(
+            moment=info.moment,
+            epoch=info.epoch,
+            step_in_epoch=info.step_in_epoch,
+            source=Strategy(world, ()),
+            world=World(world, None),
+            ranks=(),
+            files={},
+            resharded=False,
+            unmanaged=tuple(info.unmanaged),
+        )
+        return Resumed(path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)

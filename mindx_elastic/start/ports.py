@@ -1,0 +1,97 @@
+"""What a start asks of the process around it: small ports, for which the guard and the platforms have the objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Part
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.start.facts import KnownFaults, ResumePlan
+from mindx_elastic.start.findings import Transport
+from mindx_elastic.start.restore import Resumed
+
+__all__ = ["Job", "Platform", "Risks", "Surroundings"]
+
+
+class Risks(Protocol):
+    """Collects what is known against an exact resume (`guard.unmanaged.Unmanaged`). Main thread."""
+
+    notes: tuple[str, ...]
+
+    def risk(self, what: str, remedy: str) -> None:
+        """A resumed run may differ: warns once. `what`: a sentence without its full stop. `remedy`: what to do."""
+
+
+class Job(Protocol):
+    """What this rank saves as (`guard.saver.Saver`)."""
+
+    ranks: RankInfo
+    events: EventLog
+    trust: Trust
+    names: tuple[str, ...]
+    """The prefixes of its files."""
+    replicated: bool
+    """Every rank holds the same state."""
+
+    def folder(self, directory: Path) -> Path:
+        """Where this rank's files are."""
+
+
+class Surroundings(Protocol):
+    """The connections of this process (`guard.connections.Connections`). Main thread."""
+
+    exchange: Exchange
+    evaluates: bool
+    """The program says itself that it does not train."""
+
+    @property
+    def arenas(self) -> Path | None:
+        """The job's folder in shared memory."""
+
+    @property
+    def transport(self) -> Transport | None:
+        """Carries files between nodes, once `connect` was called."""
+
+    def parts(self) -> list[Part]:
+        """Its parts of the first meeting; then comes `connect`."""
+
+    def connect(self) -> None: ...
+
+    def later_parts(self) -> list[Part]:
+        """Its parts of the second meeting; then comes `greet`."""
+
+    def greet(self) -> None: ...
+
+    def announce(self, found: Resumed | None, *, is_guest: bool) -> None:
+        """`found` is about to be loaded, which may be what kills the process. `is_guest`: this process does not train,
+        and must not remove what a training has left here."""
+
+
+class Platform(Protocol):
+    """What a platform tells a start, and is told of it (`platforms.at_start.PlatformAtStart`). Main thread."""
+
+    @property
+    def faults(self) -> KnownFaults:
+        """After the first meeting: its report on faults."""
+
+    @property
+    def wants_strategy(self) -> bool:
+        """On rank 0, after the first meeting: some rank asks for the layouts of all ranks."""
+
+    def parts(self) -> list[Part]:
+        """Its parts of the first meeting."""
+
+    def last_parts(self, flags: Sequence[str]) -> list[Part]:
+        """Its parts of the last meeting. `flags`: of the file that this rank goes on from."""
+
+    def write_plan(self, directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:
+        """Rank 0: for people and platforms. A failure is only logged."""
+
+    def write_groups(self, strategy: Callable[[], Strategy]) -> None:
+        """This rank's file, if it wants one; as `write_plan`. `strategy`: gives the layouts of all ranks."""

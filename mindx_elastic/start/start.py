@@ -1,0 +1,320 @@
+"""Starts a job: the ranks meet, choose where the state of each comes from, load it, and record the plan.
+
+The state comes from files, on disk and in memory (`restore.plan_of`: the ranks find what is there, rank 0 plans), or in
+a recovery in place from the living (`in_place`: what to go on from is agreed on already). The rest is the same.
+
+The meetings (see `agreement.gather`); each of their topics is a `Part`:
+
+=========  ===================================================================================================
+here       the machine and disk of each rank; the fault report; settings that must be equal
+plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `start.restore`)
+read       each rank has read its share; once more for every damaged file
+tail       on which side of the code behind an epoch each rank's state is
+loaded     the state is in the live objects, on every rank
+=========  ===================================================================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
+from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp_order import DdpModules
+from mindx_elastic.config import RankInfo, RejoinSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.errors import MismatchError
+from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
+from mindx_elastic.start.ddp_warmup import replay_orders
+from mindx_elastic.start.in_place import Boundary, InPlacePart
+from mindx_elastic.start.job_layouts import JobLayouts, own_target
+from mindx_elastic.start.loading import load
+from mindx_elastic.start.ports import Job, Platform, Risks, Surroundings
+from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
+from mindx_elastic.start.tail_side import TailSide
+
+__all__ = ["STRATEGY_FILE", "FirstSavesPart", "PeersPart", "Start", "is_another_job", "start_job"]
+
+STRATEGY_FILE = "strategy.proto"
+_DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The result of a start."""
+
+    run_id: str
+    attempt: int
+    generation: int
+    """See `FileFact.generation`."""
+    is_guest: bool
+    """This process does not train, and must not remove what a training has left here."""
+    resumed: Resumed | None
+    peers: PeerWatch
+    restore_streams: Callable[[], None] | None
+    """Puts the random generators back as at the resumed boundary; None on a fresh start."""
+    fault_report: int
+    """When the platform's report on faults was made; 0: there is none."""
+    first_save: FirstSave | None = None
+    """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
+
+    def is_new_on_disk(self, arenas: Path | None) -> bool:
+        """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
+        as a whole."""
+        found = self.resumed
+        if found is None or found.own is None or found.plan.resharded:
+            return False
+        return arenas is None or not found.path.is_relative_to(arenas)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is known against an exact resume, according to the files of all ranks that the run goes on from."""
+        return () if self.resumed is None else self.resumed.plan.unmanaged
+
+    @property
+    def step(self) -> int | None:
+        """The step that the run goes on from; None on a fresh start."""
+        return None if self.resumed is None else self.resumed.checkpoint.info.step
+
+
+def start_job(
+    directories: Sequence[Path],
+    *,
+    look_in: Sequence[Path],
+    resume: str | Path,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    job: Job,
+    around: Surroundings,
+    platform: Platform,
+    risks: Risks,
+    ddp: DdpModules,
+    first_parts: Sequence[Part] = (),
+    boundary: Boundary | None = None,
+) -> Start:
+    """Choose, load, and say so. Main thread, all ranks together. `look_in`: the directories that may hold files of the
+    job: more than `directories` where the ranks have different ones. `first_parts`: for the first meeting. `boundary`:
+    what the ranks of a recovery in place have agreed on, in place of what lies in the directories and in memory.
+
+    Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
+    come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
+    `Collector.load` raise.
+    """
+    began = time.perf_counter()
+    ranks, exchange, in_place = job.ranks, around.exchange, boundary is not None
+    had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
+    places = places_of(look_in, "never" if in_place else resume, arenas=around.arenas, trust=job.trust)
+
+    disks, peers = Disks(places), PeersPart(ranks)
+    meet(exchange, "here", [disks, peers, *platform.parts(), *first_parts, *around.parts()])
+    around.connect()
+
+    layouts = JobLayouts(
+        exchange,
+        own_target(collector, ranks),
+        collector.layouts.set_job_layouts,
+        publish=lambda: platform.wants_strategy,
+    )
+    source: PlanPart | InPlacePart
+    if boundary is not None:
+        source = InPlacePart(boundary, ranks, around.arenas, job.trust, collector.module_names)
+    else:
+        transport, faults = around.transport, platform.faults
+        source = plan_of(exchange, ranks, places, disks, transport=transport, target=layouts.target, faults=faults)
+    first_saves = FirstSavesPart(job.folder(directories[0]))
+    meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, source])
+    around.greet()
+    found = read_together(exchange, source)
+
+    if found is not None and resume == "auto" and not in_place:
+        _refuse_another_job(found, job.names)
+    is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
+    around.announce(found, is_guest=is_guest)  # before anything is loaded: loading may be what kills the process
+    job.events.run_id, job.events.attempt = source.run_id, source.attempt
+    restore, known = None, risks.notes
+    if found is None:
+        logger.info("fresh start in %s", directories[0])
+        collector.copy(Position())
+        job.events.emit("start", step=0, outcome="fresh")
+    else:
+        if not in_place:
+            replay_orders(found.checkpoint.state["gradient_order"], ddp, risks)
+        tail = TailSide(found)
+        meet(exchange, "tail", [tail])
+        restore = load(found, collector, ranks, risks, tail=tail, with_flags=not is_guest)
+    meet(exchange, "loaded", platform.last_parts(() if found is None else found.checkpoint.info.flags))
+    if found is not None:
+        _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
+    keeps = found is not None and not job.replicated if in_place else not is_guest
+    first_save = _keep_first_save(directories[0], source.run_id, found, job, first_saves) if keeps else None
+    if not in_place and not is_guest:  # in a recovery in place the files are as the first start has left them
+        if ranks.rank == 0:
+            assert layouts.target.strategy is not None
+            platform.write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
+        platform.write_groups(layouts.whole_strategy)
+    return Start(
+        run_id=source.run_id,
+        attempt=source.attempt,
+        generation=source.generation,
+        is_guest=is_guest,
+        resumed=found,
+        peers=PeerWatch(peers.identities, rank=ranks.rank),
+        restore_streams=restore,
+        fault_report=platform.faults.report,
+        first_save=first_save,
+    )
+
+
+def _tell(found: Resumed, job: Job, began: float, boundary: Boundary | None, notes: Sequence[str]) -> None:
+    """Write to the log and the event log from where the run continues. `notes`: what loading has shown against an exact
+    resume, on this rank."""
+    info = found.checkpoint.info
+    where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
+    if boundary is None:
+        logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
+    elif job.ranks.rank == boundary.speaker:
+        dead = f"rank{'s' * (len(boundary.dead) > 1)} {', '.join(map(str, boundary.dead))}"
+        logger.info("%s replaced, the others live on: going on from %s", dead, where)
+    if job.ranks.rank == 0 and found.plan.resharded:
+        logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
+    of_files = found.plan.unmanaged if job.ranks.rank == 0 else ()
+    if of_files:
+        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", "; ".join(of_files))
+    doubts = list(dict.fromkeys([*found.plan.unmanaged, *notes]))
+    job.events.emit(
+        "resume",
+        step=info.step,
+        reason=info.reason,
+        duration_s=time.perf_counter() - began,
+        outcome="resumed" if boundary is None else "in place",
+        path=str(found.path),
+        rejected=list(found.rejected),
+        exact=None if found.plan.exact and not doubts else False,
+        unmanaged=doubts,
+        resharded=found.plan.resharded,
+    )
+
+
+def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
+    """Raise MismatchError for another job's file: two jobs that share a directory by mistake would continue each
+    other's steps, or find the training finished."""
+    recorded = found.checkpoint.info.names
+    if is_another_job(recorded, names):
+        theirs, ours = (", ".join(map(repr, each)) for each in (recorded, names))
+        raise MismatchError(
+            f"{found.path} is another job's: it was saved with the prefix {theirs}, and this job's is {ours}. A "
+            'directory is for one job: give this job its own, or resume="PATH" to continue from that file all the '
+            'same, or resume="never" to start anew',
+            path=found.path,
+        )
+
+
+def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
+    """Whether files with the names `recorded` are of another job than one with the names `own`.
+
+    One name in common makes them one job's, because callbacks come and go. Default names do not count where both have
+    chosen names. A file without names (of an older version, or converted) is not of another job.
+    """
+    if not recorded or not own:
+        return False
+    chosen = set(recorded) - _DEFAULT_NAMES, set(own) - _DEFAULT_NAMES
+    return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
+
+
+def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
+    """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
+
+    It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no
+    optimizer either; but it resumes from a state with the same objects, or from an empty directory.
+    """
+    if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
+        return False
+    if found is None:  # a training that was killed before its first file may have its steps in memory
+        return had_strategy
+    return any(name not in targets and name not in RESERVED_NAMES for name in found.checkpoint.state)
+
+
+class PeersPart(Part):
+    """The processes of the ranks on this machine, so that the guard can notice their deaths."""
+
+    name = "peers"
+
+    def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
+        """`identity`: of this process; default: its own."""
+        self._rank, self._own = ranks.rank, identity or own_identity(RejoinSettings.from_env().watched)
+        self.identities: Mapping[int, str] = {ranks.rank: self._own}
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        spaces: dict[str, dict[int, str]] = {}
+        for rank, text in enumerate(said):
+            spaces.setdefault(space_of(text) or f"rank {rank}", {})[rank] = text
+        by_rank = {rank: peers for peers in spaces.values() for rank in peers}
+        return Merged(None, [[[peer, text] for peer, text in by_rank[rank].items()] for rank in range(len(said))])
+
+    def hear(self, answer: Answer) -> None:
+        self.identities = {int(peer): str(text) for peer, text in answer.own} | {self._rank: self._own}
+        for text in self.identities.values():
+            space_of(text)
+
+
+class FirstSavesPart(Part):
+    """The runs of which every rank still has the note that it has never saved (see `persist.first_save`)."""
+
+    name = "first_saves"
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of this rank's files."""
+        self._own = sorted({note.run_id for note in notes_in(folder)})
+        self.runs: frozenset[str] = frozenset()
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        return Merged(sorted(set.intersection(*({str(run) for run in each} for each in said))))
+
+    def hear(self, answer: Answer) -> None:
+        self.runs = frozenset(map(str, answer.common))
+
+
+def _keep_first_save(
+    directory: Path, run_id: str, found: Resumed | None, job: Job, first_saves: FirstSavesPart
+) -> FirstSave | None:
+    """Write the note that this rank has never saved in this run, if that is true (see `persist.first_save`).
+
+    A run that resumes from files has had a complete step. A run that resumes from memory alone has none on disk, and
+    keeps its notes while each rank finds its own: after a move, or at another world size, nothing would keep the notes
+    up to date.
+    """
+    ranks = job.ranks
+    first_save = FirstSave(job.folder(directory), run_id)
+    if found is None:
+        if ranks.world_size > 1 and not job.replicated:  # else one file is a whole step
+            try:
+                first_save.begin(ranks.rank, ranks.world_size)
+                return first_save
+            except OSError as error:
+                logger.warning("%s: %s; a power cut in the first save will need a hand", first_save.path, error)
+        return None
+    same_world = found.plan.source.world_size == ranks.world_size > 1
+    if found.only_in_memory and same_world and not job.replicated and run_id in first_saves.runs:
+        return first_save
+    for note in list(find_notes(directory)):
+        if note.run_id == run_id:
+            try:
+                FirstSave(note.path.parent, note.run_id).withdraw()
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", note.path, error)
+    return None
