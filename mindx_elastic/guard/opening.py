@@ -343,7 +343,7 @@ def _open_proof(ranks: RankInfo) -> ProofObserver | None:
 
 
 def _say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
-    """Warn that a guard without a training (see `guard.start`) saves nothing in the directory of a training.
+    """Warn that a guard without a training (see `start.start`) saves nothing in the directory of a training.
 
     The training's next start would take such a file for its own newest one, and state would be missing in it.
     """

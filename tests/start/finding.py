@@ -30,7 +30,7 @@ def find_plan(
     faults: KnownFaults | None = None,
     trust: Trust | None = None,
 ) -> PlanPart:
-    """The meetings of a start up to the reading, as `guard.start` holds them."""
+    """The meetings of a start up to the reading, as `start.start` holds them."""
     places = places_of(directories, resume, arenas=arenas, trust=trust)
     disks = Disks(places)
     meet(exchange, "here", [disks])

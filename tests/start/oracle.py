@@ -1,6 +1,6 @@
 """What the planner must answer, worked out the slow way: element by element.
 
-Shares no code with ``mindx_elastic.plan``. A tensor's elements are numbered, every rank's part is the list of its
+Shares no code with ``mindx_elastic.start``. A tensor's elements are numbered, every rank's part is the list of its
 numbers, and a step can be resumed from when each element that a new rank needs is in some usable file that it can see.
 A spread says in which order the splits happen, so that what a ``_StridedShard`` means is checked, too.
 """
