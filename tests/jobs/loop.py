@@ -31,7 +31,7 @@ from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.active import _active as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
-from mindx_elastic.start import loading as loading_module
+from mindx_elastic.start import ddp_warmup
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
@@ -320,7 +320,7 @@ def inject(environment: Mapping[str, str]) -> None:
         def leave_out(*_: object) -> None:
             say("REPLAY LEFT OUT")
 
-        mock.patch.object(loading_module, "replay_gradient_order", leave_out).start()
+        mock.patch.object(ddp_warmup, "replay_gradient_order", leave_out).start()
     if environment.get("LOOP_NO_KEY"):  # as if a launcher did not say how many ranks a node has
         del os.environ["LOCAL_WORLD_SIZE"]
     if environment.get("LOOP_OWN_KEY"):
