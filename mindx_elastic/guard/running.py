@@ -34,7 +34,7 @@ from mindx_elastic.core.ports import ask
 from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
-from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
+from mindx_elastic.guard.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
@@ -93,16 +93,16 @@ class Place:
         self,
         member: Member,
         entry: Entry | None,
-        begun: AsBegun,
+        objects: ObjectsBeforeCall,
         unanswered: Alarm | None = None,
         *,
         join: Callable[[], Entry] | None = None,
         collector: Collector | None = None,
     ) -> None:
-        """`entry`: what the last recovery has agreed on; None: there was none. `begun`: see `guard.as_begun`.
+        """`entry`: what the last recovery has agreed on; None: there was none. `objects`: see `guard.before_call`.
         `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open. `join`: gives the entry of a
         new process, which waits for the other ranks. `collector`: see `take_collector`."""
-        self.member, self._entry, self.begun, self._unanswered = member, entry, begun, unanswered
+        self.member, self._entry, self.objects, self._unanswered = member, entry, objects, unanswered
         self._join, self._collector = join, collector
 
     @property
@@ -175,8 +175,8 @@ class Place:
     def parts(self, kept: Collection[Any]) -> list[Part]:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
         entry, rank = self.entry, self.member.ranks.rank
-        is_new = entry is not None and rank in entry.verdict.dead and self.begun.variables is None
-        variables = VariablesPart(self.begun, kept, rank, is_new=is_new)
+        is_new = entry is not None and rank in entry.verdict.dead and self.objects.variables is None
+        variables = VariablesPart(self.objects, kept, rank, is_new=is_new)
         return [*self.member.parts(), *([] if entry is None else [variables])]
 
     def opened(
@@ -196,7 +196,7 @@ class Place:
             member.at_batch()
 
         loaders.at_every_ask(at_batch)
-        member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
+        member.opened(_host_of(stopper, around, ranks, ddp, self.objects))
         part = member.part_of_node(replicated=stopper.saver.replicated)
         member.page.set(in_place=part, generation=member.generation)
         if self.entry is not None:
@@ -280,17 +280,17 @@ def run_in_place(
             entry, join = join(), None
     member.has_entered = True
     unanswered: Alarm | None = None
-    begun = AsBegun(targets()) if ahead_of_rank is None else ahead_of_rank.begun
-    begun.look_at_groups()
+    objects = ObjectsBeforeCall(targets()) if ahead_of_rank is None else ahead_of_rank.objects
+    objects.look_at_groups()
     collector = ahead_of_rank.collector if ahead_of_rank is not None and enters_at_once else None
     try:
         while True:
             try:
-                return block(Place(member, entry, begun, unanswered, join=join, collector=collector))
+                return block(Place(member, entry, objects, unanswered, join=join, collector=collector))
             except EnterAgain as again:
                 join = collector = None
                 entry, unanswered = again.entry, again.unanswered
-                begun.put_back()
+                objects.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
     finally:
@@ -357,7 +357,7 @@ def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:
 class _AheadOfRank:
     """What a spare has made before it was told its rank."""
 
-    begun: AsBegun
+    objects: ObjectsBeforeCall
     laid_out: Mapping[str, list[int]]
     """The order in which DDP's gradients arrive, for those modules that are ready for it."""
     collector: Collector
@@ -380,7 +380,7 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     laid_out: Mapping[str, list[int]] = {}
     if agent is not None:
         laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, settings.scope or str(agent.attempt))
-    return _AheadOfRank(AsBegun(targets), laid_out, Collector(targets))
+    return _AheadOfRank(ObjectsBeforeCall(targets), laid_out, Collector(targets))
 
 
 def _complete(orders: Mapping[str, list[int]], ddp: groups.DdpModules) -> Mapping[str, list[int]]:
@@ -436,7 +436,9 @@ def _problem(saver: Saver) -> str:
     return ""
 
 
-def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules, begun: AsBegun) -> Host:
+def _host_of(
+    stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules, objects: ObjectsBeforeCall
+) -> Host:
     """What the member needs of an open guard."""
     saver, collector = stopper.saver, stopper.saver.collector
 
@@ -466,7 +468,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
-                problem=problem_of_devices or _problem(saver) or begun.problem,
+                problem=problem_of_devices or _problem(saver) or objects.problem,
                 peers=None if saver.replicated else collector.layouts.same_parts(),
                 base=saver.base,
                 saved=saver.newest_step,

@@ -13,7 +13,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import running
-from mindx_elastic.guard.as_begun import AsBegun
+from mindx_elastic.guard.before_call import ObjectsBeforeCall
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.running import Place, tell_of_block
 from mindx_elastic.rejoin.member import Entry, Member
@@ -36,7 +36,9 @@ class NewProcess:
         self.directory = directory
         self.found: list[bool] = []
         """At each meeting: whether the guard's directory was there."""
-        self.place = Place(cast("Member", Others(are_out=are_out)), None, AsBegun({}), join=self.join, collector=None)
+        self.place = Place(
+            cast("Member", Others(are_out=are_out)), None, ObjectsBeforeCall({}), join=self.join, collector=None
+        )
 
     def join(self) -> Entry:
         self.found.append(self.directory.exists())
@@ -74,7 +76,7 @@ def test_a_collector_that_was_made_ahead_serves_the_same_objects_once() -> None:
     targets = {"model": model, "optimizer": optimizer}
 
     def place() -> Place:
-        return Place(cast("Member", Others(are_out=True)), None, AsBegun({}), collector=Collector(targets))
+        return Place(cast("Member", Others(are_out=True)), None, ObjectsBeforeCall({}), collector=Collector(targets))
 
     one = place()
     assert one.take_collector(dict(targets)) is not None

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.data.replay import ReplayLoader
-from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
+from mindx_elastic.guard.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
 counted = 0
@@ -54,7 +54,7 @@ def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[str] = []
     model[0].register_forward_hook(lambda *_: calls.append("of the beginning"))
-    begun = AsBegun({"model": model, "optimizer": optimizer})
+    objects = ObjectsBeforeCall({"model": model, "optimizer": optimizer})
 
     def train() -> None:
         model[0].register_forward_hook(lambda *_: calls.append("forward"), with_kwargs=False)
@@ -65,7 +65,7 @@ def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
         first.bias.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
 
     train()
-    begun.put_back()
+    objects.put_back()
     train()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -86,7 +86,7 @@ def cost(value: float) -> float:
 def test_methods_of_the_guards_objects_are_wrapped_once_however_often_the_function_is_called() -> None:
     model, holder = nn.Sequential(Scaled()), SimpleNamespace(score=lambda value: value, transform=None)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    begun = AsBegun({"model": model, "optimizer": optimizer, "holder": holder})
+    objects = ObjectsBeforeCall({"model": model, "optimizer": optimizer, "holder": holder})
     steps: list[int] = []
 
     def train() -> None:
@@ -110,7 +110,7 @@ def test_methods_of_the_guards_objects_are_wrapped_once_however_often_the_functi
     before = values()
     train()
     once = values()
-    begun.put_back()
+    objects.put_back()
     assert values() == before != once
     train()
     assert values() == once
@@ -121,26 +121,26 @@ def test_methods_of_the_guards_objects_are_wrapped_once_however_often_the_functi
 @apart
 def test_another_function_that_is_wrapped_is_named() -> None:
     global cost
-    begun, inner, forward = AsBegun({}), cost, Scaled.forward
-    VariablesPart(begun, [], 0, is_new=False)
-    new = VariablesPart(AsBegun({}), [], 1, is_new=True)
+    objects, inner, forward = ObjectsBeforeCall({}), cost, Scaled.forward
+    VariablesPart(objects, [], 0, is_new=False)
+    new = VariablesPart(ObjectsBeforeCall({}), [], 1, is_new=True)
     try:
         cost = lambda value: 3 * inner(value)  # noqa: E731
         setattr(Scaled, "forward", lambda _, x: 3 * x)  # noqa: B010
-        survivor = VariablesPart(begun, [], 0, is_new=False)
+        survivor = VariablesPart(objects, [], 0, is_new=False)
     finally:
         cost = inner
         setattr(Scaled, "forward", forward)  # noqa: B010
     differ, _ = survivor.merge([survivor.say(), new.say()]).common
-    assert differ == ['"Scaled.forward" (test_as_begun.py)', '"cost" (test_as_begun.py)']
+    assert differ == ['"Scaled.forward" (test_before_call.py)', '"cost" (test_before_call.py)']
 
 
 def test_functions_of_torch_and_values_that_are_none_stay() -> None:
     data: Any = SimpleNamespace(augment={"some": "value"}, transform=None)
-    begun = AsBegun({"data": data})
+    objects = ObjectsBeforeCall({"data": data})
     data.augment, data.transform = {"other": "value"}, torch.relu
     data.number = 3
-    begun.put_back()
+    objects.put_back()
     assert data.augment == {"other": "value"}
     assert data.transform is torch.relu
     assert data.number == 3
@@ -149,9 +149,9 @@ def test_functions_of_torch_and_values_that_are_none_stay() -> None:
 def test_what_torch_has_hooked_to_a_module_stays() -> None:
     pruned: Any = nn.Linear(2, 2)
     model = nn.Sequential(pruned)
-    begun = AsBegun({"model": model})
+    objects = ObjectsBeforeCall({"model": model})
     prune.l1_unstructured(pruned, "weight", amount=1)
-    begun.put_back()
+    objects.put_back()
     with torch.no_grad():
         pruned.weight_orig.fill_(2.0)
     model(torch.ones(1, 2))
@@ -163,7 +163,7 @@ def test_gradients_and_the_scalers_stage_are_those_of_the_beginning(is_enabled: 
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
-    begun = AsBegun({"model": model, "optimizer": optimizer, "scaler": scaler})
+    objects = ObjectsBeforeCall({"model": model, "optimizer": optimizer, "scaler": scaler})
 
     def step() -> None:
         scaler.scale(model(torch.ones(1))).backward()
@@ -171,7 +171,7 @@ def test_gradients_and_the_scalers_stage_are_those_of_the_beginning(is_enabled: 
 
     step()
     with torch.no_grad():  # an evaluation that was cut off
-        begun.put_back()
+        objects.put_back()
         assert torch.is_grad_enabled()
         step()
 
@@ -179,19 +179,19 @@ def test_gradients_and_the_scalers_stage_are_those_of_the_beginning(is_enabled: 
 def test_process_groups_made_in_the_function_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import distributed_c10d
 
-    begun = AsBegun({})
-    assert begun.problem == ""
+    objects = ObjectsBeforeCall({})
+    assert objects.problem == ""
     world: Any = distributed_c10d._world
     monkeypatch.setattr(
         distributed_c10d, "_world", SimpleNamespace(group_count=world.group_count + 1, pg_map=world.pg_map)
     )
-    assert "process groups are made inside of the function" in begun.problem
+    assert "process groups are made inside of the function" in objects.problem
 
 
 @apart
 def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: pytest.LogCaptureFixture) -> None:
     global counted
-    survivor, new = AsBegun({}), AsBegun({})
+    survivor, new = ObjectsBeforeCall({}), ObjectsBeforeCall({})
     try:
         VariablesPart(survivor, [], 0, is_new=False)  # the first entry
         fresh = VariablesPart(new, [], 1, is_new=True)
@@ -202,11 +202,11 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
         counted = 0
         history.clear()
     answer = old.merge([old.say(), fresh.say()]).common
-    assert answer == [['"counted" (test_as_begun.py)', 'the length of "history" (test_as_begun.py)'], []]
+    assert answer == [['"counted" (test_before_call.py)', 'the length of "history" (test_before_call.py)'], []]
     with caplog.at_level(logging.WARNING):
         old.hear(Answer(answer, None, list))
         fresh.hear(Answer(answer, None, list))
-    assert len(caplog.records) == 1 and '"counted" (test_as_begun.py)' in caplog.text
+    assert len(caplog.records) == 1 and '"counted" (test_before_call.py)' in caplog.text
 
     again = VariablesPart(new, [], 1, is_new=False)  # nothing has changed here since its beginning
     assert again.say()["changed"] == []
@@ -237,13 +237,13 @@ def test_the_epoch_of_a_sampler_is_not_named_for_the_loader_puts_it_back() -> No
     stock: Any = torch.utils.data.DataLoader(torch.arange(2), sampler=sampler)  # type: ignore[arg-type]
     loader = FollowedLoader("loader", ReplayLoader(stock), None)
     try:
-        begun = AsBegun({})
-        VariablesPart(begun, [loader], 0, is_new=False)  # the first entry
+        objects = ObjectsBeforeCall({})
+        VariablesPart(objects, [loader], 0, is_new=False)  # the first entry
         sampler.set_epoch(3)
-        named = [name for name, _ in VariablesPart(begun, [loader], 0, is_new=False).say()["changed"]]
+        named = [name for name, _ in VariablesPart(objects, [loader], 0, is_new=False).say()["changed"]]
     finally:
         sampler = None
-    assert named == ['"sampler.begun" (test_as_begun.py)']
+    assert named == ['"sampler.begun" (test_before_call.py)']
 
 
 def _numbers() -> Iterator[int]:
@@ -281,10 +281,10 @@ def test_an_iterator_that_goes_on_in_survivors_is_named(
     make: Callable[[], Iterator[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     global batches
-    name = 'the position of "batches" (test_as_begun.py)'
+    name = 'the position of "batches" (test_before_call.py)'
     try:
         batches = make()
-        survivor, new = AsBegun({}), AsBegun({})
+        survivor, new = ObjectsBeforeCall({}), ObjectsBeforeCall({})
         VariablesPart(survivor, [], 0, is_new=False)  # the first entry
         assert VariablesPart(survivor, [], 0, is_new=False).say()["changed"] == [], "to look does not advance it"
         next(batches), next(batches)
@@ -305,10 +305,10 @@ def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
     global batches
     try:
         batches = iter(_Stream())
-        begun = AsBegun({})
-        VariablesPart(begun, [], 0, is_new=False)
+        objects = ObjectsBeforeCall({})
+        VariablesPart(objects, [], 0, is_new=False)
         next(batches)
-        assert VariablesPart(begun, [], 0, is_new=False).say()["changed"] == []
+        assert VariablesPart(objects, [], 0, is_new=False).say()["changed"] == []
     finally:
         batches = None
 
@@ -325,12 +325,15 @@ def test_what_only_a_function_holds_on_to_is_compared() -> None:
         return train
 
     train = make()
-    begun = AsBegun({})
-    VariablesPart(begun, [], 0, is_new=False)
+    objects = ObjectsBeforeCall({})
+    VariablesPart(objects, [], 0, is_new=False)
     train()
-    changed = VariablesPart(begun, [], 0, is_new=False).say()["changed"]
+    changed = VariablesPart(objects, [], 0, is_new=False).say()["changed"]
     names = sorted(name for name, _ in changed)
-    assert names == ['"number" (train() in test_as_begun.py)', 'the position of "turns" (train() in test_as_begun.py)']
+    assert names == [
+        '"number" (train() in test_before_call.py)',
+        'the position of "turns" (train() in test_before_call.py)',
+    ]
 
 
 @apart
@@ -338,14 +341,14 @@ def test_what_the_training_has_made_is_told_as_a_fact(caplog: pytest.LogCaptureF
     def train() -> None:
         train.calls = getattr(train, "calls", 0) + 1  # type: ignore[attr-defined]
 
-    begun = AsBegun({})
-    VariablesPart(begun, [], 0, is_new=False)
+    objects = ObjectsBeforeCall({})
+    VariablesPart(objects, [], 0, is_new=False)
     train()
-    survivor = VariablesPart(begun, [], 0, is_new=False)
+    survivor = VariablesPart(objects, [], 0, is_new=False)
     vars(train).clear()
-    new = VariablesPart(AsBegun({}), [], 1, is_new=True)
+    new = VariablesPart(ObjectsBeforeCall({}), [], 1, is_new=True)
     answer = survivor.merge([survivor.say(), new.say()]).common
-    name = '"train.calls" (test_what_the_training_has_made_is_told_as_a_fact() in test_as_begun.py)'
+    name = '"train.calls" (test_what_the_training_has_made_is_told_as_a_fact() in test_before_call.py)'
     assert name in answer[1]
     with caplog.at_level(logging.INFO):
         survivor.hear(Answer(answer, None, list))

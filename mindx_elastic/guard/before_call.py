@@ -1,10 +1,10 @@
-"""Brings a survivor's objects to where a new process has them when the function of the training is called.
+"""Takes back what the training function has done to the guard's objects, before a survivor calls it again.
 
-A survivor of another rank's death calls that function again, with the objects that it has. What the function has done
-to the guard's objects, and what no start puts back, would be done twice there and once in the new process: hooks are
-registered twice, methods are wrapped twice. `AsBegun` takes that back. What it cannot take back are the program's own
-variables and functions. `VariablesPart` compares those that the training has changed with the new process's, and names
-the ones that differ.
+A survivor of another rank's death calls that function with the objects that it has. What the function has done to them
+and no start puts back would be done twice there and once in the new process: hooks are registered twice, methods are
+wrapped twice. `ObjectsBeforeCall` takes that back. What it cannot take back are the program's own variables and
+functions. `VariablesPart` compares those that the training has changed with the new process's, and names the ones that
+differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.observer import observers
 
-__all__ = ["AsBegun", "VariablesPart"]
+__all__ = ["ObjectsBeforeCall", "VariablesPart"]
 
 _MOST_NAMED = 5
 _MOST_SAID = 500
@@ -37,7 +37,7 @@ _OURS = __name__.partition(".")[0]
 _MISSING = object()
 
 
-class AsBegun:
+class ObjectsBeforeCall:
     """What the guard's objects are when the function is called for the first time. Training thread."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
@@ -125,16 +125,16 @@ class VariablesPart(Part):
 
     name = "variables"
 
-    def __init__(self, begun: AsBegun, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
+    def __init__(self, objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
         """`kept`: what the guard keeps, which is put back. `is_new`: this process takes a dead rank's place."""
         without_epoch = with_epochs_put_back(kept)
         now = observers().own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
         self._is_new, self._rank = is_new, rank
         self._now = now
         self._said: dict[str, str] = {}
-        if begun.variables is None:
-            begun.variables = now
-        before = begun.variables
+        if objects.variables is None:
+            objects.variables = now
+        before = objects.variables
         changed = {name for name, digest in now.items() if name in before and before[name] != digest}
         self._changed = sorted(changed)[:_MOST_SAID]
         made = now.keys() - before.keys()
