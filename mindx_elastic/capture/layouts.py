@@ -10,6 +10,7 @@ group. For a tensor with none of these:
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,11 +30,12 @@ from mindx_elastic.capture.components import (
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.parameter_names import Groups, group_lists, names_in_groups, places_in_states
 from mindx_elastic.capture.plain_component import GoesThroughData
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placement
 from mindx_elastic.core.strategy import MARKER, LaidOut, LayoutRecord, TensorSpec
 from mindx_elastic.errors import UnsupportedStateError, UsageError
 
-__all__ = ["Blueprint", "LayoutRecorder", "ParallelSetup", "groups_inside", "named_parameters"]
+__all__ = ["Blueprint", "ByHand", "LayoutRecorder", "ParallelSetup", "groups_inside", "named_parameters"]
 
 LayoutByHand = Callable[[str, tuple[int, ...]], "LaidOut | None"]
 """(place, shape of the rank's part) -> its layout, where the user has given one."""
@@ -326,3 +328,22 @@ def _placement(place: str, placement: Any, ndim: int) -> Placement:
         problem = f"a DTensor with placement {placement} is a sum that is not done yet; reduce it"
         raise UnsupportedStateError(place, problem) from None
     return found if found.dim is None else Placement(found.dim % ndim, found.split_factor)
+
+
+class ByHand:
+    """The layouts that the user has given: pattern -> `Layout`. All shards of a tensor are equal."""
+
+    def __init__(self, layouts: Mapping[str, Layout], ranks: RankInfo) -> None:
+        """Raises UsageError for malformed layouts."""
+        self._layouts, self._rank = layouts, ranks.rank
+        for pattern, layout in layouts.items():
+            if not isinstance(layout, Layout) or not isinstance(pattern, str):
+                raise UsageError(f"layouts[{pattern!r}]={layout!r}: give a pattern of names and a Layout")
+            if max(layout.ranks) >= ranks.world_size:
+                raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
+
+    def __call__(self, place: str, shape: tuple[int, ...]) -> LaidOut | None:
+        for pattern, layout in self._layouts.items():
+            if fnmatch.fnmatchcase(place, pattern) and self._rank in layout:
+                return LaidOut(layout, layout.global_shape(shape))
+        return None

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Protocol
 
-__all__ = ["ask", "provide"]
+__all__ = ["Risks", "ask", "provide"]
 
 _providers: dict[str, str] = {}
 
@@ -21,3 +22,12 @@ def provide(port: str, module: str) -> None:
 def ask(port: str) -> ModuleType:
     """The module that answers for `port`. Any thread. Raises KeyError: nobody does."""
     return importlib.import_module(_providers[port])
+
+
+class Risks(Protocol):
+    """Collects what is known against an exact resume (`guard.unmanaged.Unmanaged`). Main thread."""
+
+    notes: tuple[str, ...]
+
+    def risk(self, what: str, remedy: str) -> None:
+        """A resumed run may differ: warns once. `what`: a sentence without its full stop. `remedy`: what to do."""

@@ -17,6 +17,7 @@ from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.hidden_changes import HiddenChanges
+from mindx_elastic.capture.replicas import GradientOrders
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.capture.weight_samples import WeightSamples
@@ -27,7 +28,6 @@ from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
 from mindx_elastic.guard.observer import NotKept
-from mindx_elastic.guard.replicas import GradientOrders
 from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
 

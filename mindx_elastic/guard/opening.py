@@ -20,6 +20,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.replicas import ddp_modules, is_replicated, outermost_replicas, parallel_setup_of
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
@@ -33,7 +34,6 @@ from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
-from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas, parallel_setup_of
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper

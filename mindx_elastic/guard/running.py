@@ -27,6 +27,7 @@ from mindx_elastic.agreement.gather import Part
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.signals import release_signals
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.replicas import ddp_modules
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
@@ -39,7 +40,6 @@ from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.observer import observers
-from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.arena import RankArena

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder, split_backwards
-from mindx_elastic.start.ports import Risks
+from mindx_elastic.core.ports import Risks
 
 __all__ = ["replay_gradient_order", "replay_orders"]
 

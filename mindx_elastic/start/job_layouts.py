@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -11,32 +10,13 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import LaidOut, Strategy, TensorSpec
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.restore import Target, put_strategy, read_strategies
 
-__all__ = ["ByHand", "JobLayouts", "own_target"]
+__all__ = ["JobLayouts", "own_target"]
 
 _WHOLE = "strategy"
-
-
-class ByHand:
-    """The layouts that the user has given: pattern -> `Layout`. All shards of a tensor are equal (see `JobLayouts`)."""
-
-    def __init__(self, layouts: Mapping[str, Layout], ranks: RankInfo) -> None:
-        """Raises UsageError for malformed layouts."""
-        self._layouts, self._rank = layouts, ranks.rank
-        for pattern, layout in layouts.items():
-            if not isinstance(layout, Layout) or not isinstance(pattern, str):
-                raise UsageError(f"layouts[{pattern!r}]={layout!r}: give a pattern of names and a Layout")
-            if max(layout.ranks) >= ranks.world_size:
-                raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
-
-    def __call__(self, place: str, shape: tuple[int, ...]) -> LaidOut | None:
-        for pattern, layout in self._layouts.items():
-            if fnmatch.fnmatchcase(place, pattern) and self._rank in layout:
-                return LaidOut(layout, layout.global_shape(shape))
-        return None
 
 
 class JobLayouts(Part):

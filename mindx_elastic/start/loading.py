@@ -35,13 +35,13 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked
 from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import at_place_of
 from mindx_elastic.memory.memory_files import SmallRecord
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import map_checkpoint
-from mindx_elastic.start.ports import Risks
 from mindx_elastic.start.restore import Resumed
 from mindx_elastic.start.tail_side import TailSide
 

@@ -16,16 +16,7 @@ from mindx_elastic.start.facts import KnownFaults, ResumePlan
 from mindx_elastic.start.findings import Transport
 from mindx_elastic.start.restore import Resumed
 
-__all__ = ["Job", "Platform", "Risks", "Surroundings"]
-
-
-class Risks(Protocol):
-    """Collects what is known against an exact resume (`guard.unmanaged.Unmanaged`). Main thread."""
-
-    notes: tuple[str, ...]
-
-    def risk(self, what: str, remedy: str) -> None:
-        """A resumed run may differ: warns once. `what`: a sentence without its full stop. `remedy`: what to do."""
+__all__ = ["Job", "Platform", "Surroundings"]
 
 
 class Job(Protocol):

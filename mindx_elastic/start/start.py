@@ -30,6 +30,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.config import RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
@@ -38,7 +39,7 @@ from mindx_elastic.start.ddp_warmup import replay_orders
 from mindx_elastic.start.in_place import Boundary, InPlacePart
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
 from mindx_elastic.start.loading import load
-from mindx_elastic.start.ports import Job, Platform, Risks, Surroundings
+from mindx_elastic.start.ports import Job, Platform, Surroundings
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
 from mindx_elastic.start.tail_side import TailSide
 

@@ -18,9 +18,9 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.loop_tail import changes_weights, front_of
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.start.ports import Risks
 from mindx_elastic.start.restore import Resumed
 
 __all__ = ["TailSide"]

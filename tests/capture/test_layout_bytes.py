@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import ParallelSetup
+from mindx_elastic.capture.replicas import ddp_modules, parallel_setup_of
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import TensorSpec
-from mindx_elastic.guard.replicas import ddp_modules, parallel_setup_of
 
 WORLD = 4
 GOLDEN = Path(__file__).with_name("layout_records.json")

@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
+from mindx_elastic.capture.replicas import ddp_modules, parallel_setup_of
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec, strategy_from_record
 from mindx_elastic.errors import UnsupportedStateError, UsageError
-from mindx_elastic.guard.replicas import ddp_modules, parallel_setup_of
 
 WORLD = 4
 EVERYWHERE = {"mesh": [4], "placements": ["R"], "ranks": [[0, 4]]}

@@ -9,10 +9,10 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.replicas import ddp_modules
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.at_start import PlatformAtStart

@@ -9,11 +9,11 @@ from torch import nn
 
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import ParallelSetup
+from mindx_elastic.capture.layouts import ByHand, ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import UsageError
-from mindx_elastic.start.job_layouts import ByHand, JobLayouts, own_target
+from mindx_elastic.start.job_layouts import JobLayouts, own_target
 from tests.start.shared_store import on_all_ranks
 
 

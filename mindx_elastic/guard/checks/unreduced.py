@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.ddp_order import DdpModules
-from mindx_elastic.guard.replicas import outermost_replicas
+from mindx_elastic.capture.replicas import outermost_replicas
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["UnreducedUpdates"]

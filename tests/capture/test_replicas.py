@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import DdpModules
-from mindx_elastic.guard.replicas import (
+from mindx_elastic.capture.replicas import (
     GradientOrders,
     ddp_modules,
     ignored_parameters,

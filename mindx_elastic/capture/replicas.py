@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder
-from mindx_elastic.capture.layouts import ParallelSetup
+from mindx_elastic.capture.layouts import ByHand, ParallelSetup
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.start.job_layouts import ByHand
+from mindx_elastic.core.ports import Risks
 
 __all__ = [
     "GradientOrders",
@@ -171,13 +170,13 @@ class GradientOrders:
         self,
         ddp: DdpModules,
         collector: Collector,
-        unmanaged: Unmanaged,
+        risks: Risks,
         *,
         world_size: int,
         by_hand: bool = False,
     ) -> None:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
-        self._collector, self._unmanaged = collector, unmanaged
+        self._collector, self._risks = collector, risks
         if world_size > 1 and not by_hand and not ddp and not collector.is_sharded:
             others = living_objects(DistributedDataParallel)  # around something else: perhaps around a copy
             logger.log(
@@ -205,7 +204,7 @@ class GradientOrders:
             self.are_complete = not self._recording
             if not order.is_even:
                 self._collector.gradient_order[name] = []
-                self._unmanaged.risk(
+                self._risks.risk(
                     f"{name} is DDP with static_graph=True, and some gradients arrive several times in one backward: a "
                     "resumed process cannot repeat its first step, and may differ in the last bits from 3 ranks on",
                     "Write DDP(..., static_graph=False), and torch.utils.checkpoint with use_reentrant=False",
