@@ -50,6 +50,7 @@ from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Findings
 from mindx_elastic.start.job_layouts import JobLayouts
+from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.restore import Disks, Places, PlanPart, Target
 from mindx_elastic.start.shares import Share
 from mindx_elastic.start.start import PeersPart
@@ -134,7 +135,7 @@ class CountingStore:
         self._store.multi_set(keys, values)
 
 
-class ReadsNothing:
+class ReadsNothing(ShareReader):
     """In place of the files: every share can be read."""
 
     def __init__(self) -> None:

@@ -232,12 +232,8 @@ class Inventory:
         visible_to = None if len(readers) == self.world_size else readers
         return file.fact if file.fact.visible_to == visible_to else replace(file.fact, visible_to=visible_to)
 
-    def sees(self, rank: int, fact: FileFact) -> bool:
-        """Whether `rank` can read the file itself, without fetching it."""
-        return rank in self._files[_key_of(fact)].seen_by
-
     def seen_by(self, fact: FileFact) -> frozenset[int]:
-        """The ranks that can read the file themselves."""
+        """The ranks that can read the file themselves, without fetching it."""
         return self._files[_key_of(fact)].seen_by
 
     def sources(self, rank: int, fact: FileFact) -> list[tuple[int, Place]]:

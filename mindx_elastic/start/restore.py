@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic import errors
 from mindx_elastic.agreement.exchange import Exchange
@@ -59,7 +59,6 @@ from mindx_elastic.start.findings import (
 )
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import Problem, ShareReader
-from mindx_elastic.start.shares import Share as RankShare
 from mindx_elastic.start.shares import digest_of, share_in, tell_shares
 
 __all__ = [
@@ -67,7 +66,6 @@ __all__ = [
     "FollowedPart",
     "Places",
     "PlanPart",
-    "Reader",
     "Resumed",
     "Target",
     "places_of",
@@ -286,17 +284,6 @@ def read_strategies(exchange: Exchange, world_sizes: Sequence[int], pieces: Sequ
 # --- 2 and 3: the plan, and whether it could be read ---
 
 
-class Reader(Protocol):
-    """Reads a rank's share; see `ShareReader`."""
-
-    path: Path
-    """The file that was read last."""
-    small: OwnState | None
-    """The rank's own small state, from another rank's file; None: the plan does not ask for it."""
-
-    def read(self, share: RankShare, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]: ...
-
-
 class FollowedPart(Part):
     """Where the state of each rank comes from: its answer every rank then follows, perhaps in several rounds."""
 
@@ -323,7 +310,7 @@ class PlanPart(FollowedPart):
         ranks: RankInfo,
         places: Places,
         look: Callable[[bool], Findings],
-        reader: Reader,
+        reader: ShareReader,
         *,
         target: Target | None = None,
         faults: KnownFaults | None = None,

@@ -64,7 +64,7 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
     own = []
     for share in plan.ranks:
         fact = share.file
-        is_seen = inventory.sees(share.rank, fact)
+        is_seen = share.rank in inventory.seen_by(fact)
         own.append(
             {
                 "old": fact.rank,

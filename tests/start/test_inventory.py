@@ -44,7 +44,7 @@ def test_a_copy_elsewhere_counts_for_its_own_rank_when_it_can_be_fetched(tmp_pat
     nodes[1].mkdir()
     inventory = merged(nodes, transport=Carrier())
     copy = fact_at(inventory, nodes[0] / "rank_1" / "a-1_7.safetensors")
-    assert copy.visible_to is None and not inventory.sees(1, copy)
+    assert copy.visible_to is None and 1 not in inventory.seen_by(copy)
     assert inventory.sources(1, copy) == [(0, (0, "rank_1/a-1_7.safetensors"))]
     assert planned(inventory.plan(World(2))).ranks[1].file == copy
     inventory.forget(1, copy, "the wire was cut")
