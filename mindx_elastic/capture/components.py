@@ -9,7 +9,8 @@ the program (`capture.device_progress`).
   copied
 * an optimizer: its state is stable; the options of its groups (learning rate) are copied, schedulers change them
   between
-* an optimizer around others whose state has another form: by its own two methods, its tensors in place
+* an optimizer around others whose state has another form: by its own two methods, its tensors in place; one without a
+  state of its own: what it holds, each by itself, and what it counts
 * everything else with ``state_dict``, or with an adapter (`capture.adapters`): copied whole
 """
 
@@ -22,9 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mindx_elastic.capture.adapters import adapted, paired
+from mindx_elastic.capture.adapters import NO_STATE, adapted, paired
+from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, has_state_of_torch, unwrap_optimizer
+from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.plain_component import (
     AdaptedComponent,
@@ -34,8 +37,9 @@ from mindx_elastic.capture.plain_component import (
     is_stateful,
 )
 from mindx_elastic.capture.scaler_component import ScalerComponent, is_plain_scaler
-from mindx_elastic.core.looks import attributes_of, has_method
-from mindx_elastic.errors import UsageError
+from mindx_elastic.core.looks import attributes_of, defines, has_attributes, has_method, items_of
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
     "AdaptedComponent",
@@ -89,12 +93,12 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         return OptimizerComponent(name, target)
     if is_plain_scaler(target):
         return ScalerComponent(name, target)
-    if is_stateful(target):
-        # A wrapper around optimizers, also one that is one of torch's and has a state of another form.
-        steps = isinstance(target, torch.optim.Optimizer) or (
-            has_method(target, "step") and has_method(target, "zero_grad") and bool(optimizers_inside(target))
+    if _wraps_optimizers(name, target):
+        return WrapperComponent(
+            name, target, None if _has_own_state(target) else _ByParts(name, target, others), others
         )
-        return WrapperComponent(name, target) if steps else PlainComponent(name, target, others=others)
+    if is_stateful(target):
+        return PlainComponent(name, target, others=others)
     if (pair := paired(name, target)) is not None:
         return AdaptedComponent(name, target, pair)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
@@ -103,6 +107,55 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be "
         f"resumed: {_instead(name, target)}"
     )
+
+
+class _ByParts:
+    """An optimizer wrapper without a state of its own (Noam's): what it holds, each by itself, and what it counts in
+    plain attributes."""
+
+    def __init__(self, name: str, wrapper: Any, others: Collection[int]) -> None:
+        self._name = name
+        held = [
+            (f"{key}.{place}" if place is not None else key, each)
+            for key, value in attributes_of(wrapper).items()
+            for place, each in items_of(value) or [(None, value)]
+            if has_attributes(each) and id(each) not in others and not isinstance(each, (torch.Tensor, *NO_STATE))
+        ]
+        self._parts = {place: component_for(f"{name}.{place}", each, others) for place, each in held}
+        self._own = OwnAttributes(is_stable=True)
+        self._own.set_owners({"": wrapper})
+
+    def state_dict(self) -> dict[str, Any]:
+        self._own.copy()
+        for part in self._parts.values():
+            part.copy()
+        states = {place: part.state() for place, part in self._parts.items()}
+        return {"parts": states, "own": self._own.state(tensor for _, tensor in tensors_in(states, ""))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if differ := state["parts"].keys() ^ self._parts.keys():
+            raise MismatchError(
+                f"the checkpoint does not fit {self._name}: {listed(sorted(differ), 3)} is in only one of them"
+            )
+        for place, part in self._parts.items():
+            part.load(state["parts"][place])
+        self._own.load(state["own"])
+
+
+def _wraps_optimizers(name: str, target: Any) -> bool:
+    """Also one that is one of torch's and has a state of another form."""
+    if isinstance(target, torch.optim.Optimizer):
+        return True
+    steps = has_method(target, "step") and (name.startswith("optimizer") or has_method(target, "zero_grad"))
+    return steps and bool(optimizers_inside(target))
+
+
+def _has_own_state(wrapper: Any) -> bool:
+    """Whether its state is more than that of an optimizer inside, which it hands on."""
+    if not defines(wrapper, "state_dict", "load_state_dict"):
+        return False
+    state = wrapper.state_dict()
+    return not (isinstance(state, dict) and state.keys() == {"state", "param_groups"})
 
 
 def _instead(name: str, target: object) -> str:

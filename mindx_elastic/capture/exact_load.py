@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.core.looks import attributes_of
 
-__all__ = ["exact_loads", "other_types", "restore_types"]
+__all__ = ["exact_loads", "keep_objects", "other_types", "restore_types"]
 
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple, deque)
 _NUMBERS = (bool, int, float, complex, np.generic, torch.Tensor)
@@ -26,15 +27,17 @@ _NUMBERS = (bool, int, float, complex, np.generic, torch.Tensor)
 
 @contextmanager
 def exact_loads(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Inside of it, what these optimizers load comes back as it was saved."""
-    saved: dict[int, Any] = {}
+    """Inside of it, what these optimizers load comes back as it was saved, into the groups and tables that they had."""
+    saved: dict[int, tuple[Any, ...]] = {}
 
     def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        saved[id(optimizer)] = state
+        saved[id(optimizer)] = state, optimizer.param_groups, optimizer.state
         return {**state, "state": {key: _castable(value) for key, value in state["state"].items()}}
 
     def after(optimizer: torch.optim.Optimizer) -> None:
-        restore_types(optimizer, saved.pop(id(optimizer)))
+        state, *held = saved.pop(id(optimizer))
+        keep_objects(optimizer, *held)
+        restore_types(optimizer, state)
 
     handles = []
     for each in optimizers:
@@ -54,6 +57,30 @@ def _castable(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_castable(item) for item in value)
     return value if isinstance(value, torch.Tensor) or not isinstance(value, Iterable) else None
+
+
+def keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+    """Move what was loaded into the dicts and lists that were there before, `groups` and `state`.
+
+    `Optimizer.load_state_dict` makes new ones, and optimizers around others (SAM, Lookahead) share theirs: after it,
+    the inner one would no longer have the outer one's learning rate or moments.
+    """
+    loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
+    inner = [each for each in attributes_of(optimizer).values() if issubclass(type(each), torch.optim.Optimizer)]
+    if loaded_groups is not groups and len(loaded_groups) == len(groups):
+        for group, loaded in zip(groups, loaded_groups, strict=True):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+        for each in (*inner, optimizer):  # of a wrapper it may be a property that gives the inner one's
+            if each.param_groups is loaded_groups:
+                each.param_groups = groups
+    if loaded_state is not state:
+        state.clear()
+        state.update(loaded_state)
+        for each in (*inner, optimizer):
+            if each.state is loaded_state:
+                each.state = state
 
 
 def restore_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ state (functions) stays the program's, and only its place is noted.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = ["NestedStates"]
 
 _STATE, _ATTRIBUTES = "__mindx_state__", "__mindx_attributes__"
 _OF_OTHERS = (*NO_STATE, DataLoader, Dataset, Sampler)
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 _DEEPEST = 8
 _SHALLOW = (dict, list, tuple)
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -46,7 +48,7 @@ class NestedStates:
         """Whether it is more than a file has a word for. A module is refused by name: its weights belong to a name."""
         if issubclass(type(value), (torch.Tensor, nn.Module)) or type(value) in _SHALLOW or not has_attributes(value):
             return False
-        if id(value) in self._others or _has_state(value):
+        if id(value) in self._others or _has_state(value) or issubclass(type(value), _FUNCTIONS):
             return True
         return not issubclass(type(value), NO_STATE) and copy_state(value) is value
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
-from mindx_elastic.capture.exact_load import exact_loads, restore_types
+from mindx_elastic.capture.exact_load import exact_loads, keep_objects, restore_types
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
-from mindx_elastic.core.looks import asked, attributes_of
+from mindx_elastic.core.looks import asked
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -322,7 +322,7 @@ class OptimizerComponent:
         before = _tensors_by_place(self.local)
         with exact_loads([self.local, *optimizers_inside(self.local)]):
             self.local.load_state_dict(state)
-        _keep_objects(self.local, groups, values)
+        keep_objects(self.local, groups, values)
         restore_types(self.local, state)
         for place, values in retired.items():
             if (parameter := self._parameters.get(place)) is not None:
@@ -395,30 +395,6 @@ def _has_dtensor(value: Any) -> bool:
         return isinstance(value, DTensor)
     # No call for what most items are: this is asked in every snapshot.
     return any(map(_has_dtensor, [each for each in value if type(each) not in _PLAIN]))
-
-
-def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
-    """Move what was loaded into the dicts and lists that were there before, `groups` and `state`.
-
-    `Optimizer.load_state_dict` makes new ones, and optimizers around others (SAM, Lookahead) share theirs: after it,
-    the inner one would no longer have the outer one's learning rate or moments.
-    """
-    loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
-    inner = [each for each in attributes_of(optimizer).values() if issubclass(type(each), torch.optim.Optimizer)]
-    if loaded_groups is not groups and len(loaded_groups) == len(groups):
-        for group, loaded in zip(groups, loaded_groups, strict=True):
-            if loaded is not group:
-                group.clear()
-                group.update(loaded)
-        for each in (*inner, optimizer):  # of a wrapper it may be a property that gives the inner one's
-            if each.param_groups is loaded_groups:
-                each.param_groups = groups
-    if loaded_state is not state:
-        state.clear()
-        state.update(loaded_state)
-        for each in (*inner, optimizer):
-            if each.state is loaded_state:
-                each.state = state
 
 
 def _tables(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -20,7 +20,7 @@ from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.generators import generator_adapter
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError
 
@@ -104,7 +104,7 @@ class OwnAttributes:
 
     def _items(self) -> Iterator[tuple[_Key, Any]]:
         for place, owner in self._owners.items():
-            for name, value in owner.__dict__.items():
+            for name, value in (table_of(owner) or {}).items():
                 if name not in _TORCHS and _is_state(value, self._keys):
                     yield (place, name), value
 

@@ -36,13 +36,14 @@ __all__ = [
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _Tables = tuple[Any, tuple[tuple[str, types.MemberDescriptorType], ...]]
-_tables: weakref.WeakKeyDictionary[type, _Tables] = weakref.WeakKeyDictionary()
+_tables: dict[int, tuple[weakref.ref[type], _Tables]] = {}
+"""By the class's id: its metaclass may have an ``==`` of its own."""
 
 
 def attributes_of(value: object) -> dict[str, Any]:
     """The instance dictionary of `value` and its slots. No code of the program runs."""
     found: dict[str, Any] = {}
-    table, slots = _tables.get(type(value)) or _tables_of(type(value))
+    table, slots = _tables_of(type(value))
     if table is not None:
         with suppress(AttributeError, TypeError):
             found.update(table.__get__(value))
@@ -56,7 +57,7 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 def table_of(value: object) -> dict[str, Any] | None:
     """The instance dictionary itself; of a class it is read-only. None: it has none. No code of the program runs."""
-    table = (_tables.get(type(value)) or _tables_of(type(value)))[0]
+    table = _tables_of(type(value))[0]
     try:
         return None if table is None else table.__get__(value)
     except (AttributeError, TypeError):
@@ -154,6 +155,8 @@ def is_computed(tensor: torch.Tensor) -> bool:
 def _tables_of(kind: type) -> _Tables:
     """Python's own descriptors of the instance dictionary (None: there is none, or a property ``__dict__`` of the class
     hides it) and of the slots."""
+    if (known := _tables.get(id(kind))) is not None and known[0]() is kind:
+        return known[1]
     table, slots = None, {}
     for each in reversed(kind.__mro__):
         own = each.__dict__
@@ -161,8 +164,8 @@ def _tables_of(kind: type) -> _Tables:
         for name in _slot_names(own["__slots__"]) if "__slots__" in own else ():
             if type(slot := own.get(name)) is types.MemberDescriptorType:
                 slots[name] = slot
-    known = _tables[kind] = table, tuple(slots.items())
-    return known
+    _tables[id(kind)] = weakref.ref(kind), (found := (table, tuple(slots.items())))
+    return found
 
 
 def _slot_names(slots: object) -> tuple[str, ...]:

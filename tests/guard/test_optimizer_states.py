@@ -62,9 +62,12 @@ class Averaged:
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
-    @torch.no_grad()
     def step(self) -> None:
         self.inner.step()
+        self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
         for average, p in zip(self.averages, self._parameters(), strict=True):
             p.lerp_(average.lerp_(p, 0.3), 0.5)
 
@@ -124,6 +127,53 @@ class SlowWeights(torch.optim.Optimizer):
         self.inner.load_state_dict(state["inner"])
 
 
+class Noam:
+    """As in the annotated Transformer: its rate follows a count of its own, and no state of its own has that."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count, self.groups = inner, 0, inner.param_groups
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        self.count += 1
+        for group in self.groups:
+            group["lr"] = 0.1 * min(self.count**-0.5, self.count / 8)
+        self.inner.step()
+
+
+class HandingOn(Noam):
+    """What it lacks is asked of the optimizer inside, `state_dict` too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+
+class StateOfInner(Noam):
+    """Gives the state of the optimizer inside as its own."""
+
+    __slots__ = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class NoamOfSlow(Noam):
+    """Around another wrapper, which counts too."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.averaged = [Averaged(inner)]
+
+    def step(self) -> None:
+        super().step()
+        self.averaged[0].average()
+
+
 class CountingAdam(torch.optim.Adam):
     """Its steps are whole numbers, as geoopt's are."""
 
@@ -137,17 +187,19 @@ class CountingAdam(torch.optim.Adam):
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """As GradualWarmupScheduler: the one behind it is an attribute, so its state_dict has the whole object."""
+    """As GradualWarmupScheduler: the one behind it is an attribute, so its state_dict has the whole object, and a
+    function."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, steps: int, then: torch.optim.lr_scheduler.LRScheduler
     ) -> None:
         self.steps, self.then, self.behind = steps, then, False
+        self.ramp: Callable[[int], float] = lambda step: (step + 1) / (steps + 1)
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
         if self.last_epoch <= self.steps:
-            return [rate * (self.last_epoch + 1) / (self.steps + 1) for rate in self.base_lrs]
+            return [rate * self.ramp(self.last_epoch) for rate in self.base_lrs]
         self.then.step()
         return self.then.get_last_lr()
 
@@ -199,6 +251,10 @@ def slow(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def slow_and_inner(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net, "optimizer": [optimizer, SlowWeights(optimizer)]}
+
+
+def counted(kind: type[Noam]) -> Callable[[Net, torch.optim.Optimizer], dict[str, Any]]:
+    return lambda net, optimizer: {"model": net, "optimizer": kind(optimizer)}
 
 
 def warmed_up(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -311,7 +367,9 @@ def test_parameters_of_no_named_object_go_by_their_order_and_that_is_said(
     assert "optimizer: the state of 2 of its parameters goes back by their order" in caplog.text
 
 
-@pytest.mark.parametrize("objects", [slow, slow_and_inner, warmed_up, noisy])
+@pytest.mark.parametrize(
+    "objects", [slow, slow_and_inner, *map(counted, (Noam, HandingOn, StateOfInner, NoamOfSlow)), warmed_up, noisy]
+)
 def test_states_of_other_forms_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: Callable[..., dict[str, Any]]
 ) -> None:

@@ -5,7 +5,8 @@ The line that sets it runs once (``if epoch == 270:``), so a resumed run, which 
 on other samples. Kept are attributes that are plain values: of the data set, of what hangs on it (its transforms), of
 the collate function's object and of samplers that are not torch's. They count as set by the program when they are
 others than at the guard's entry, unless one has changed while a batch was made in this process, or an iteration was
-opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong to what no file has.
+opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong to what no file has. A
+sampler's own (it counts its epochs in ``__iter__``) is kept: a resumed iteration is made from its begin.
 
 So do what the loader and torch's samplers have (`_OF_LOADER`, `_ORDER`).
 
@@ -87,13 +88,19 @@ class DataSettings:
         now = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]  # as `_ids_in`, without a call
         if self._is_changed or now != self._seen_ids or (self._contents and self._are_other_contents()):
             self._look()
-        if not self._own:
+        counted = {
+            key: [self._begun[key], value]
+            for key in self._made
+            if key in self._begun and (value := self._value_of(key)) is not _OTHER and _is_of_sampler(key)
+        }
+        if not self._own and not counted:
             return None
         held = {key: value for key in self._own if (value := self._value_of(key)) is not _OTHER}
         begun = {key: value for key in held if not _same(value := self._begun.get(key, _OTHER), held[key])}
         begun = {key: value for key, value in begun.items() if value is not _OTHER}
         state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(held)}
-        return {**state, "begun": _by_path(begun)} if begun else state
+        groups = {"begun": begun, "counted": counted}
+        return state | {name: _by_path(values) for name, values in groups.items() if values}
 
     def load(self, state: Any, epoch: Any) -> None:
         """`state`: as `state` has given it; None: there was nothing. `epoch`: the loader's, at that boundary."""
@@ -102,7 +109,9 @@ class DataSettings:
             return
         now = _flat(state.get("now"))
         self._own |= now.keys()
-        self._put(now)
+        counted = _flat(state.get("counted"))
+        self._made |= counted.keys()
+        self._put({**now, **{key: value for key, (_, value) in counted.items()}})
         self._loaded, self._epoch_loaded = state, epoch
 
     def _look(self) -> dict[_Key, Any]:
@@ -132,10 +141,12 @@ class DataSettings:
         loaded = self._loaded
         if loaded is not None and epoch == self._epoch_loaded and self._is_own(loaded):
             # The head of the epoch has run a second time: what it has done to them is undone.
-            self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun"))})
-        values = self._look()
-        if not goes_on_with_workers:
-            self._begun = {key: value for key, value in values.items() if key != _AT_ONCE}
+            counted = {key: value for key, (value, _) in _flat(loaded.get("counted")).items()}
+            self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun")), **counted})
+        begun = {key: value for key, value in self._look().items() if key != _AT_ONCE}
+        if goes_on_with_workers:
+            begun = {**self._begun, **{key: value for key, value in begun.items() if _is_of_sampler(key)}}
+        self._begun = begun
         self.begin_making()
 
     def begin_making(self) -> None:
@@ -231,8 +242,10 @@ def _settable(owner: Any) -> dict[str, Any]:
             for name, value in found.items()
             if name in _OF_LOADER or (is_own and not name.startswith("_") and name not in inner)
         }
-    if issubclass(type(owner), Sampler) and is_of_library(type(owner)):
-        return {} if isinstance(owner, ResumableBatchSampler) else {n: v for n, v in found.items() if n in _ORDER}
+    if isinstance(owner, ResumableBatchSampler):
+        return {}
+    if issubclass(type(owner), Sampler) and type(owner).__module__.startswith("torch."):
+        return {n: v for n, v in found.items() if n in _ORDER}
     return found
 
 
@@ -243,7 +256,12 @@ def _may_hold(value: Any) -> bool:
         return False
     if issubclass(kind, nn.Module):
         return not _has_parameters(value)
-    return kind.__module__.startswith(("torch.utils.data.", "torchvision.")) or not is_of_library(kind)
+    is_for_data = issubclass(kind, Sampler) or kind.__module__.startswith(("torch.utils.data.", "torchvision."))
+    return is_for_data or not is_of_library(kind)
+
+
+def _is_of_sampler(key: _Key) -> bool:
+    return key[0].startswith(("sampler", "batch_sampler"))
 
 
 def _has_parameters(module: Any) -> bool:
