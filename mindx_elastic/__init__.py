@@ -111,5 +111,5 @@ def __dir__() -> list[str]:
 
 
 _provide("observers", "mindx_elastic.prove.observers")
-_provide("cluster", "mindx_elastic.cluster.rejoin")
+_provide("cluster", "mindx_elastic.cluster.in_place")
 _end_on_sigterm()

@@ -38,6 +38,7 @@ PURE = [
         "agent/places.py",
         "agent/restarts.py",
         "agreement/stop_step.py",
+        "cluster/messages.py",
         "cluster/table.py",
         "rejoin/lost_node.py",
         "rejoin/protocol.py",

@@ -102,7 +102,7 @@ class RunCommand(_LauncherCommand):
 class MsrunCommand(_LauncherCommand):
     @staticmethod
     def panels() -> _Panels:
-        from mindx_elastic.cluster.launch import make_parser
+        from mindx_elastic.cluster.msrun import make_parser
 
         return {"Options": make_parser()._actions}
 
@@ -141,7 +141,7 @@ def msrun_command(ctx: typer.Context, arguments: _Words = None) -> None:
     [bold]Examples[/bold]
     mindx-elastic msrun --worker_num=8 --local_worker_num=8 --join=True train.py
     """
-    from mindx_elastic.cluster.launch import main
+    from mindx_elastic.cluster.msrun import main
 
     command: Any = ctx.command
     raise SystemExit(main(arguments or [], show_help=lambda: command.show_help(ctx)))

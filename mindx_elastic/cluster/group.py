@@ -12,20 +12,24 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from mindx_elastic.cluster.comeback import Ending
-from mindx_elastic.cluster.member import Group, Member
+from mindx_elastic.cluster.connection import SchedulerConnection
+from mindx_elastic.cluster.messages import Group
 from mindx_elastic.cluster.settings import SCHEDULER, ClusterSettings
-from mindx_elastic.cluster.voice import Voice
-from mindx_elastic.config import KeySettings, RankInfo, RejoinSettings
+from mindx_elastic.cluster.worker_end import WorkerEnd
+from mindx_elastic.config import KeySettings, RankInfo, RejoinSettings, Settings
+from mindx_elastic.core.events import RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import adopt_rank_id, refusal
 
-__all__ = ["current_member", "export_group", "get_group_size", "get_rank", "init"]
+__all__ = ["current_connection", "export_group", "get_group_size", "get_rank", "init"]
 
-_members: list[Member] = []
+_connections: list[SchedulerConnection] = []
 
 
 def init(backend: str | None = None) -> None:
@@ -74,9 +78,9 @@ def get_group_size() -> int:
     return _ranks().world_size
 
 
-def current_member() -> Member | None:
+def current_connection() -> SchedulerConnection | None:
     """This process's connection to the scheduler; None: it is not a worker of a dynamic cluster."""
-    return _members[-1] if _members else None
+    return _connections[-1] if _connections else None
 
 
 def _ranks() -> RankInfo:
@@ -93,7 +97,8 @@ def _schedule(settings: ClusterSettings) -> None:
     """Serve, and end the process."""
     from mindx_elastic.cluster.scheduler import Scheduler
 
-    raise SystemExit(Scheduler(settings, _key()).run())
+    with _console("mindx_elastic scheduler"):
+        raise SystemExit(Scheduler(settings, _key()).run())
 
 
 def _key() -> bytes | None:
@@ -105,15 +110,14 @@ def _key() -> bytes | None:
 
 
 def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
-    voice = Voice()
-    member = Member(settings, _key(), voice)
-    ending = Ending(member, voice, os.environ)
-    member.start()
-    group = member.wait_for(0)
-    voice.where = f"rank {group.rank}"
-    _members[:] = [member]
-    ending.watch()
-    export_group(member, group)
+    connection = SchedulerConnection(settings, _key())
+    end = WorkerEnd(connection, os.environ)
+    with _console("mindx_elastic"):
+        connection.start()
+        group = connection.wait_for(0)
+    _connections[:] = [connection]
+    end.watch()
+    export_group(connection, group)
     import torch.distributed as dist
 
     if 0 < len(group.new) < group.size:  # the others have kept their processes: see `rejoin`
@@ -121,7 +125,7 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
 
         prepare()
 
-    store = dist.PrefixStore(f"mindx-cluster/{group.generation}", member.store_of(group))
+    store = dist.PrefixStore(f"mindx-cluster/{group.generation}", connection.store_of(group))
     local_rank = group.local_rank if settings.device is None else settings.device
     _start(backend, local_rank, {"store": store, "rank": group.rank, "world_size": group.size})
     if RejoinSettings.from_env().in_place:
@@ -131,9 +135,30 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
             set_default_store(store)
 
 
-def export_group(member: Member, group: Group) -> None:
+class _NameFilter(RankFilter):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.mindx_where = self._name
+        return True
+
+
+@contextmanager
+def _console(name: str) -> Iterator[None]:
+    """Show the package's lines while no guard does, `name` in front."""
+    handler = attach_console(_NameFilter(name), Settings.from_env().log_level)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            logger.removeHandler(handler)
+
+
+def export_group(connection: SchedulerConnection, group: Group) -> None:
     """Set the variables that programs and this package read under torchrun."""
-    device = member.settings.device
+    device = connection.settings.device
     local_rank = group.local_rank if device is None else device
     os.environ.update(
         RANK=str(group.rank),
@@ -145,8 +170,8 @@ def export_group(member: Member, group: Group) -> None:
         MASTER_ADDR=group.host,
         MASTER_PORT=str(group.port),
         MINDX_ATTEMPT=str(group.attempt),
-        MINDX_JOB_ID=member.job,
-        TORCHELASTIC_RUN_ID=f"{member.job}-{group.generation}",
+        MINDX_JOB_ID=connection.job,
+        TORCHELASTIC_RUN_ID=f"{connection.job}-{group.generation}",
     )
 
 

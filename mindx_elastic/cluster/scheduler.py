@@ -1,8 +1,8 @@
 """The scheduler's process: admits the workers, hears their heartbeats, tells of deaths. It runs no training.
 
-One thread and one selector. Each event goes to the `Table` (pure); what has changed is written to disk (`Records`), and
-only then told. The group's own traffic does not pass here: the workers' collectives go over their own connections, and
-the store of their process group is hosted by one of them. So a scheduler that is killed costs the training nothing;
+One thread and one selector. Each event goes to the `Table` (pure); what has changed is written to disk (`TableFile`),
+and only then told. The group's own traffic does not pass here: the workers' collectives go over their own connections,
+and the store of their process group is hosted by one of them. So a scheduler that is killed costs the training nothing;
 one that is started again reads its table, and the workers connect to it by themselves.
 
 A death is seen
@@ -22,24 +22,18 @@ import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.alarm.peers import own_space
-from mindx_elastic.cluster.records import Records
+from mindx_elastic.cluster import messages
+from mindx_elastic.cluster.messages import Farewell, Register, Taken, Welcome
 from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.table import Member, Registration, State, Table, Tell
-from mindx_elastic.cluster.voice import Voice
-from mindx_elastic.cluster.wire import (
-    MAX_REQUEST_BYTES,
-    Line,
-    WireError,
-    count_in,
-    farewell,
-    registration,
-)
+from mindx_elastic.cluster.table import Place, State, Table, Tell
+from mindx_elastic.cluster.table_file import TableFile
+from mindx_elastic.cluster.wire import Line, WireError
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import has_ended, open_pidfd
 from mindx_elastic.errors import SaveError, UsageError
 
@@ -77,7 +71,6 @@ class Scheduler:
     def __init__(self, settings: ClusterSettings, key: bytes | None) -> None:
         """Listen, and read the table of a predecessor. Raises UsageError."""
         self._settings, self._key = settings, key
-        self._voice = Voice("scheduler")
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -85,17 +78,17 @@ class Scheduler:
         """Incarnation -> pidfd."""
         self._heard_farewells: list[str] = []
         """Incarnations whose files can go when the table is written."""
-        self._answers: list[tuple[_Connection, dict[str, Any]]] = []
+        self._answers: list[tuple[_Connection, Welcome | Taken | messages.Refused | messages.Dead]] = []
         """To registrations, not told yet."""
-        self._refused: dict[tuple[str, int, str], float] = {}
-        """When it was said that a process, by host and pid, is not admitted, and why."""
+        self._refused: dict[tuple[messages.Identity, str], float] = {}
+        """When it was said that a process is not admitted, and why."""
         self._signal = 0
         self._write_again_at = 0.0
-        self._records: Records | None = None
+        self._records: TableFile | None = None
         with ExitStack() as stack:
             if settings.recovery:
                 assert settings.recovery_path is not None
-                self._records = Records(settings.recovery_path)
+                self._records = TableFile(settings.recovery_path)
                 stack.callback(self._records.close)
             self.table = self._open_table()
             self._listener = self._listen()
@@ -129,7 +122,7 @@ class Scheduler:
 
     def _say_recovered(self, table: Table) -> None:
         assert self._records is not None
-        self._voice.info(
+        logger.info(
             "the cluster's table is recovered from %s: %d of %d places had a process, generation %d",
             self._records.path,
             len(table.living()),
@@ -165,13 +158,13 @@ class Scheduler:
     def run(self) -> int:
         """Serve until the job is over; returns the exit code that tells how it has ended."""
         with self._stack, self._signals():
-            self._voice.info(
+            logger.info(
                 "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
             )
-            for member in [m for m in self.table.members.values() if m.state in (State.LIVING, State.AWAY)]:
+            for place in [m for m in self.table.places.values() if m.state in (State.LIVING, State.AWAY)]:
                 # Of a predecessor's table: one that is gone meanwhile is seen at once.
-                if not self._hear_farewell(member, time.monotonic()):
-                    self._watch(member, "its process has ended while no scheduler was there")
+                if not self._hear_farewell(place, time.monotonic()):
+                    self._watch(place, "its process has ended while no scheduler was there")
             self._deliver()
             last = time.monotonic()
             while self.table.outcome is None and not self._signal:
@@ -206,7 +199,7 @@ class Scheduler:
         if outcome is None:
             name = signal.Signals(self._signal).name
             if self._settings.recovery:
-                self._voice.warning(
+                logger.warning(
                     "%s: the scheduler ends, and the workers go on without it; start it again with the same variables "
                     "and MS_NODE_ID=sched",
                     name,
@@ -217,9 +210,9 @@ class Scheduler:
             outcome = self.table.outcome
             assert outcome is not None
         if outcome.why:
-            self._voice.error("the job has ended: %s", outcome.why)
+            logger.error("the job has ended: %s", outcome.why)
         else:
-            self._voice.info("the job has ended: all %d workers have finished", self.table.size)
+            logger.info("the job has ended: all %d workers have finished", self.table.size)
         self._deliver()
         end = time.monotonic() + _FAREWELL_S
         # Not for a connection of which no worker is known: a stranger's, who may keep it open for ever.
@@ -273,12 +266,10 @@ class Scheduler:
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(
-            sock, Line(self._key, is_scheduler=True, limit=MAX_REQUEST_BYTES), str(address[0]), now
-        )
+        connection = _Connection(sock, Line(self._key, is_scheduler=True), str(address[0]), now)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        connection.unsent += connection.line.hello()
+        connection.unsent += connection.line.greeting()
         self._flush(connection)
 
     def _serve(self, connection: _Connection, now: float) -> None:
@@ -297,65 +288,62 @@ class Scheduler:
                 if not connection.closing:
                     self._obey(connection, message, now)
         except WireError as error:
-            self._voice.warning("a connection from %s is closed: %s", connection.peer, error)
+            logger.warning("a connection from %s is closed: %s", connection.peer, error)
             self._lose(connection, now)
 
-    def _obey(self, connection: _Connection, message: dict[str, Any], now: float) -> None:
+    def _obey(self, connection: _Connection, message: messages.Message, now: float) -> None:
         """Raises WireError."""
-        op, name = message["op"], connection.incarnation
-        if op == "register" and not name:
+        name = connection.incarnation
+        if isinstance(message, Register) and not name:
             self._register(connection, message, now)
             return
         if not name or not self.table.hear(name, now):
             if name:  # it was taken for dead meanwhile
-                self._send(connection, {"op": "dead", "why": "the scheduler holds this process for dead"})
+                self._send(connection, messages.Dead("the scheduler holds this process for dead"))
                 connection.closing = True
             return
-        if op == "join":
-            self.table.join(name, count_in(message, "generation"), now)
-        elif op == "store":
-            port = count_in(message, "port", low=1, high=65535)
-            self.table.set_store(name, count_in(message, "generation"), (self._address(connection), port), now)
-            self._say_formed()
-        elif op == "bye":
-            how, code, why = farewell(message)
-            member = self.table.find(name)
-            self._voice.info("%s leaves: %s%s", member, how, f" ({why})" if why else "")
-            self.table.leave(name, how=how, code=code, why=why, now=now)
-            connection.closing = True
-        elif op != "beat":
-            raise WireError("it asks for what is not known")
+        match message:
+            case messages.Beat():
+                pass
+            case messages.Join(generation):
+                self.table.join(name, generation, now)
+            case messages.StoreOpen(generation, port):
+                self.table.set_store(name, generation, (self._address(connection), port), now)
+                self._say_formed()
+            case Farewell():
+                logger.info("%s leaves: %s", self.table.find(name), _in_words(message))
+                self.table.leave(name, message, now)
+                connection.closing = True
+            case _:
+                raise WireError("it asks for what is not known")
 
-    def _register(self, connection: _Connection, message: dict[str, Any], now: float) -> None:
-        who = registration(message)
+    def _register(self, connection: _Connection, who: Register, now: float) -> None:
         before = self.table.find(who.incarnation)
         answer = self.table.register(who, now)
-        if answer["op"] != "welcome":
-            why = answer.get("why") or f"node id {answer['node_id']} is taken by {answer['by']}"
-            self._say_refused(who, why, now)
-            self._answers.append((connection, answer))
+        self._answers.append((connection, answer))
+        if not isinstance(answer, Welcome):
+            self._say_refused(who, answer.why, now)
             return
         for other in [c for c in self._connections if c.incarnation == who.incarnation]:
             self._close(other)
         connection.incarnation = who.incarnation
-        self._answers.append((connection, answer))
-        member = self.table.find(who.incarnation)
-        assert member is not None
+        place = self.table.find(who.incarnation)
+        assert place is not None
         if before is None:
-            self._voice.info("%s is there; %d of %d", member, len(self.table.living()), self.table.size)
-        self._watch(member)
+            logger.info("%s is there; %d of %d", place, len(self.table.living()), self.table.size)
+        self._watch(place)
 
-    def _say_refused(self, who: Registration, why: str, now: float) -> None:
+    def _say_refused(self, who: Register, why: str, now: float) -> None:
         """Of a process that asks again and again, once a minute."""
         self._refused = {key: at for key, at in self._refused.items() if now < at + _SAY_AGAIN_S}
-        if len(self._refused) < _MOST_REFUSED and (key := (who.host, who.pid, why)) not in self._refused:
+        if len(self._refused) < _MOST_REFUSED and (key := (who.process, why)) not in self._refused:
             self._refused[key] = now
-            self._voice.warning("process %d on %s is not admitted: %s", who.pid, who.host, why)
+            logger.warning("%s is not admitted: %s", who.process, why)
 
     def _say_formed(self) -> None:
         group = self.table.group
         if group is not None and self.table.outbox:
-            self._voice.info(
+            logger.info(
                 "the group is formed: %d ranks, generation %d, attempt %d; its store is at %s:%d",
                 self.table.size,
                 group.generation,
@@ -372,35 +360,35 @@ class Scheduler:
 
     # --- deaths ---
 
-    def _watch(self, member: Member, why: str = _GONE) -> None:
+    def _watch(self, place: Place, why: str = _GONE) -> None:
         """See the death of a process on this machine at once. `why`: what is said where it is dead already."""
-        if not member.space or member.space != own_space() or member.incarnation in self._watched:
+        if not place.process.space or place.process.space != own_space() or place.incarnation in self._watched:
             return
         try:
-            fd = open_pidfd(member.pid, member.started)
+            fd = open_pidfd(place.process.pid, place.process.started)
         except ProcessLookupError:
-            self._die(member.incarnation, time.monotonic(), why)
+            self._die(place.incarnation, time.monotonic(), why)
             return
         except OSError:
             return  # an old kernel, or a sandbox that forbids it: the heartbeat tells
-        self._watched[member.incarnation] = fd
-        self._selector.register(fd, selectors.EVENT_READ, member.incarnation)
+        self._watched[place.incarnation] = fd
+        self._selector.register(fd, selectors.EVENT_READ, place.incarnation)
 
     def _hear_end(self, incarnation: str, now: float) -> None:
         fd = self._watched.pop(incarnation)
         self._selector.unregister(fd)
         os.close(fd)
-        member = self.table.find(incarnation)
-        if member is None:
+        place = self.table.find(incarnation)
+        if place is None:
             return
         # What it has said before it ended may still be unread, even who it is: how it has left.
         for connection in [c for c in self._connections if c.incarnation in ("", incarnation)]:
             while connection in self._connections and not connection.closing and self._has_data(connection):
                 self._serve(connection, now)
-        if has_ended(member.pid, member.started):
+        if has_ended(place.process.pid, place.process.started):
             self._die(incarnation, now)
         else:
-            self._watch(member)  # a thread of it has begun another program in its place
+            self._watch(place)  # a thread of it has begun another program in its place
 
     @staticmethod
     def _has_data(connection: _Connection) -> bool:
@@ -410,29 +398,28 @@ class Scheduler:
             return False
 
     def _die(self, incarnation: str, now: float, why: str = _GONE) -> None:
-        member = self.table.find(incarnation)
-        if member is None or not self._hear_farewell(member, now):
+        place = self.table.find(incarnation)
+        if place is None or not self._hear_farewell(place, now):
             self.table.die(incarnation, why, now)
 
-    def _hear_farewell(self, member: Member, now: float) -> bool:
+    def _hear_farewell(self, place: Place, now: float) -> bool:
         """Whether this process has left word of how it has ended, because no scheduler answered."""
-        found = None if self._records is None else self._records.farewell(member.incarnation)
+        found = None if self._records is None else self._records.farewell(place.incarnation)
         if found is None:
             return False
-        how, code, why = found
-        self._voice.info("%s has left without a scheduler: %s%s", member, how, f" ({why})" if why else "")
-        self.table.leave(member.incarnation, how=how, code=code, why=why, now=now)
-        self._heard_farewells.append(member.incarnation)
+        logger.info("%s has left without a scheduler: %s", place, _in_words(found))
+        self.table.leave(place.incarnation, found, now)
+        self._heard_farewells.append(place.incarnation)
         return True
 
     def _lose(self, connection: _Connection, now: float) -> None:
         self._close(connection)
         name = connection.incarnation
-        member = self.table.find(name) if name else None
-        if member is None or member.state is not State.LIVING:
+        place = self.table.find(name) if name else None
+        if place is None or place.state is not State.LIVING:
             return
-        if member.space and member.space == own_space():
-            if has_ended(member.pid, member.started):
+        if place.process.space and place.process.space == own_space():
+            if has_ended(place.process.pid, place.process.started):
                 self._die(name, now)
             return  # it lives, or its pidfd tells in a moment
         self.table.lose(name, now)
@@ -444,12 +431,12 @@ class Scheduler:
         again does not know."""
         while self.table.notes:
             note = self.table.notes.pop(0)
-            self._voice.warning("%s; %d of %d are there", note, len(self.table.living()), self.table.size)
+            logger.warning("%s; %d of %d are there", note, len(self.table.living()), self.table.size)
         if self._write():
             while self._answers:
                 connection, answer = self._answers.pop(0)
                 self._send(connection, answer)
-                connection.closing = answer["op"] != "welcome"
+                connection.closing = not isinstance(answer, Welcome)
             while self.table.outbox:
                 self._tell(self.table.outbox.pop(0))
         for incarnation in [name for name in self._watched if self.table.find(name) is None]:
@@ -460,18 +447,15 @@ class Scheduler:
             self._flush(connection)
 
     def _tell(self, tell: Tell) -> None:
-        message = dict(tell.message)
+        message = tell.message
         connection = next((c for c in self._connections if c.incarnation == tell.incarnation), None)
-        if message["op"] == "death":
-            is_waited_for = self._settings.recovery and self.table.outcome is None
-            self._voice.death(str(message["why"]), is_waited_for)
         if connection is None:
             return  # it hears when it connects again
-        if message["op"] == "host":
-            message["address"] = self._address(connection)
+        if isinstance(message, messages.OpenStore):
+            message = replace(message, address=self._address(connection))
         self._send(connection, message)
 
-    def _send(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _send(self, connection: _Connection, message: messages.Message) -> None:
         if connection.line.is_open:
             connection.unsent += connection.line.pack(message)
             self._flush(connection)
@@ -513,7 +497,7 @@ class Scheduler:
         try:
             self._records.write(self.table.to_json())
         except SaveError as error:
-            self._voice.error(
+            logger.error(
                 "%s. Nothing that has changed is told to the workers before it can be: none is admitted, no group is "
                 "formed. The training goes on; it is tried again every %g s",
                 error,
@@ -525,3 +509,7 @@ class Scheduler:
         while self._heard_farewells:
             self._records.forget_farewell(self._heard_farewells.pop())
         return True
+
+
+def _in_words(farewell: Farewell) -> str:
+    return f"{farewell.how} ({farewell.why})" if farewell.why else farewell.how

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.cluster.table import MAX_WORKERS, NODE_ID, Limits
+from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID
+from mindx_elastic.cluster.table import Limits
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
@@ -140,7 +142,7 @@ class _Reader:
 
     def node_id(self) -> str:
         text = self.text("MS_NODE_ID")
-        if text and not NODE_ID.fullmatch(text):
+        if text and not re.fullmatch(NODE_ID, text):
             self.problems.append(
                 f"MS_NODE_ID={printable(text, 40)!r}: give a name of up to 128 letters, digits and ._:@- "
                 "that begins with a letter or digit"

@@ -25,20 +25,18 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.cluster import messages
+from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Identity, Register
+from mindx_elastic.core.fields import Between, read
+from mindx_elastic.core.printable import listed
 
-__all__ = ["MAX_WORKERS", "NODE_ID", "Limits", "Member", "Outcome", "Registration", "State", "Table", "Tell"]
+__all__ = ["Limits", "Outcome", "Place", "State", "Table", "Tell"]
 
-MAX_WORKERS = 100_000
-NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
-_SCHEMA = 1
+_SCHEMA = 2
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
-_LONGEST_WHY = 2000
-_TEXTS = ("node_id", "incarnation", "host", "started", "space", "why")
-_IDENTITY = ("pid", "started", "space")
 EXIT_ERROR = 1
 
 
@@ -71,64 +69,35 @@ class Limits:
     """How long all places may take to have a process, at the start and after a death."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Registration:
-    """What a process says when it connects. Everything in it was checked for type and size by `wire`."""
-
-    node_id: str
-    """As the user has named it; empty: the table gives a name."""
-    incarnation: str
-    host: str
-    pid: int
-    started: str
-    space: str
-    """Equal for processes that can see each other's process ids; empty where that is not known."""
-    size: int
-    recovery: bool
-    generation: int = -1
-    """Of the group that it is in; -1: a new process."""
-    joined: int = 0
-    """The generation that it wants to be in."""
-    job: str = ""
-    """Of the scheduler that has admitted it; empty: a new process."""
-
-
 @dataclass(kw_only=True)
-class Member:
-    """A place and its process."""
+class Place:
+    """One of the job's ranks, and its process."""
 
-    node_id: str
+    node_id: messages.NodeId
     named: bool
     """By the user, not by the table."""
-    incarnation: str
-    host: str
-    pid: int
-    started: str
-    space: str
+    process: Identity
+    incarnation: messages.Incarnation
     state: State = State.LIVING
-    rank: int | None = None
-    joined: int = 0
+    rank: messages.Rank | None = None
+    joined: messages.Generation = 0
     code: int = 0
     """Exit code of a process that has LEFT."""
-    why: str = ""
+    why: messages.Why = ""
     """What ended it."""
     heard_at: float = 0.0
     lost_at: float | None = None
     """When its connection ended."""
-    before: dict[str, Any] = field(default_factory=dict)
-    """Who the process before this one was; empty: there was none."""
+    before: Identity | None = None
+    """The process before this one; None: there was none."""
 
-    def is_process_of(self, who: Registration) -> bool:
-        """Whether `who` is this very process, which has begun anew."""
-        return bool(self.space and self.started) and (self.pid, self.started, self.space) == (
-            who.pid,
-            who.started,
-            who.space,
-        )
+    def is_of(self, who: Register) -> bool:
+        """Whether its process is `who`, which has begun anew."""
+        return bool(self.process.space and self.process.started) and self.process == who.process
 
     def __str__(self) -> str:
         rank = "a worker" if self.rank is None else f"rank {self.rank}"
-        return f"{rank} (node id {self.node_id}, process {self.pid} on {self.host})"
+        return f"{rank} (node id {self.node_id}, {self.process})"
 
 
 @dataclass(frozen=True)
@@ -136,7 +105,7 @@ class Tell:
     """A message for one process."""
 
     incarnation: str
-    message: Mapping[str, Any]
+    message: messages.Message
 
 
 @dataclass(frozen=True)
@@ -144,21 +113,38 @@ class Outcome:
     """How the job has ended."""
 
     code: int
-    why: str = ""
+    why: messages.Why = ""
     """Empty: all training is finished."""
 
 
 @dataclass
-class _Group:
+class _Formed:
     """The group that was formed last."""
 
-    generation: int
+    generation: messages.Generation
     attempt: int
-    store: tuple[str, int]
-    incarnations: list[str]
+    store: tuple[messages.Name, messages.Port]
+    incarnations: list[messages.Incarnation]
     """By rank."""
-    new: list[int] = field(default_factory=list)
+    new: list[messages.Rank] = field(default_factory=list)
     """Ranks whose processes were not in the group before."""
+
+
+@dataclass
+class _OnDisk:
+    """What a scheduler that is started again must know."""
+
+    schema: int
+    job: messages.Name
+    size: Annotated[int, Between(1, MAX_WORKERS)]
+    places: list[Place]
+    group: _Formed | None
+    lost_why: messages.Why
+    outcome: Outcome | None
+
+
+_VOLATILE = ("heard_at", "lost_at", "before")
+"""Fields of a place that are not on disk."""
 
 
 class Table:
@@ -166,12 +152,12 @@ class Table:
 
     def __init__(self, size: int, *, job: str, recovery: bool, limits: Limits, now: float) -> None:
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
-        self.members: dict[str, Member] = {}
-        self.group: _Group | None = None
+        self.places: dict[str, Place] = {}
+        self.group: _Formed | None = None
         self.outcome: Outcome | None = None
         self.outbox: list[Tell] = []
         self.notes: list[str] = []
-        """What is to be said of processes that nobody need be told of."""
+        """What is to be said of deaths."""
         self.changed = True
         """Whether what `to_json` gives has changed since the caller last set this to False."""
         self._host = ""  # the incarnation that was asked to open the next group's store
@@ -185,26 +171,27 @@ class Table:
         """Of the group that was formed last; -1: none."""
         return -1 if self.group is None else self.group.generation
 
-    def living(self) -> list[Member]:
-        return [member for member in self.members.values() if member.state is State.LIVING]
+    def living(self) -> list[Place]:
+        return [place for place in self.places.values() if place.state is State.LIVING]
 
-    def find(self, incarnation: str) -> Member | None:
-        return next((m for m in self.members.values() if m.incarnation == incarnation), None)
+    def find(self, incarnation: str) -> Place | None:
+        return next((m for m in self.places.values() if m.incarnation == incarnation), None)
 
     def missing(self) -> list[str]:
         """The places without a living process, for a message."""
-        named = [m for m in self.members.values() if m.state is not State.LIVING]
-        unknown = self.size - len(self.members)
+        named = [m for m in self.places.values() if m.state is not State.LIVING]
+        unknown = self.size - len(self.places)
         return [str(m) for m in named] + ([f"{unknown} that never registered"] if unknown > 0 else [])
 
     # --- events ---
 
-    def register(self, who: Registration, now: float) -> dict[str, Any]:
-        """A process connects, or connects again. Returns the answer, an ``op`` of which only ``welcome`` lets it in."""
-        refused = self._refusal(who)
-        if refused:
-            unknown = self.outcome is None and who.job not in ("", self.job)
-            return {"op": "refused", "why": refused, "over": self.outcome is not None, "unknown": unknown}
+    def register(
+        self, who: Register, now: float
+    ) -> messages.Welcome | messages.Taken | messages.Refused | messages.Dead:
+        """A process connects, or connects again. Only `Welcome` lets it in."""
+        if refused := self._refusal(who):
+            is_unknown = self.outcome is None and who.job not in ("", self.job)
+            return messages.Refused(refused, is_over=self.outcome is not None, is_unknown=is_unknown)
         known = self.find(who.incarnation)
         if known is not None and known.state is State.LIVING:
             known.heard_at, known.lost_at = now, None
@@ -213,108 +200,106 @@ class Table:
             return self._welcome(known, now)
         if known is not None or who.generation >= 0:
             why = known.why if known is not None else "another process has taken its place"
-            return {"op": "dead", "why": f"the scheduler holds this process for dead: {why}"}
-        member, answer = self._place_for(who, now)
-        if member is None:
-            return answer
-        if not member.is_process_of(who):
-            member.before = {name: getattr(member, name) for name in _IDENTITY}
-        member.incarnation, member.host, member.space = who.incarnation, who.host, who.space
-        member.pid, member.started = who.pid, who.started
-        member.state, member.why, member.code = State.LIVING, "", 0
-        member.joined, member.heard_at, member.lost_at = self.generation + 1, now, None
-        self.members[member.node_id], self.changed = member, True
+            return messages.Dead(f"the scheduler holds this process for dead: {why}")
+        place = self._place_for(who, now)
+        if not isinstance(place, Place):
+            return place
+        if not place.is_of(who):
+            place.before = place.process
+        place.incarnation, place.process = who.incarnation, who.process
+        place.state, place.why, place.code = State.LIVING, "", 0
+        place.joined, place.heard_at, place.lost_at = self.generation + 1, now, None
+        self.places[place.node_id], self.changed = place, True
         if self._waiting_since is None:
             self._waiting_since = now
-        return self._welcome(member, now)
+        return self._welcome(place, now)
 
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
-        member = self.find(incarnation)
-        if member is None or member.state is not State.LIVING:
+        place = self.find(incarnation)
+        if place is None or place.state is not State.LIVING:
             return False
-        member.heard_at, member.lost_at = now, None
+        place.heard_at, place.lost_at = now, None
         return True
 
     def lose(self, incarnation: str, now: float) -> None:
         """Its connection has ended. It may connect again."""
-        member = self.find(incarnation)
-        if member is not None and member.state is State.LIVING:
-            member.lost_at = now
+        place = self.find(incarnation)
+        if place is not None and place.state is State.LIVING:
+            place.lost_at = now
 
     def join(self, incarnation: str, generation: int, now: float) -> None:
         """A survivor is ready for the next generation."""
-        member = self.find(incarnation)
-        if member is not None and member.state is State.LIVING and generation > member.joined:
-            member.joined, self.changed = generation, True
+        place = self.find(incarnation)
+        if place is not None and place.state is State.LIVING and generation > place.joined:
+            place.joined, self.changed = generation, True
         self._advance(now)
 
     def set_store(self, incarnation: str, generation: int, store: tuple[str, int], now: float) -> None:
         """The host of the next group's store has opened it: the group is formed."""
         if incarnation != self._host or generation != self.generation + 1 or not self._is_whole():
             return
-        members = sorted(self.members.values(), key=lambda m: m.rank or 0)
-        new = [rank for rank, member in enumerate(members) if self._is_new(member)]
+        places = sorted(self.places.values(), key=lambda m: m.rank or 0)
+        new = [rank for rank, place in enumerate(places) if self._is_new(place)]
         attempt = 0
         if self.group is not None:
             attempt = self.group.attempt + (len(new) == self.size)
-        self.group = _Group(generation, attempt, store, [m.incarnation for m in members], new)
+        self.group = _Formed(generation, attempt, store, [m.incarnation for m in places], new)
         self._host, self._waiting_since, self.changed = "", None, True
-        for member in members:
-            self.outbox.append(Tell(member.incarnation, self._group_message(member)))
+        for place in places:
+            self.outbox.append(Tell(place.incarnation, self._group_message(place)))
 
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
-        member = self.find(incarnation)
-        if member is not None and member.state is State.AWAY:  # on its way back: nobody waits for it in a collective
-            member.state, member.why, self.changed = State.DEAD, why, True
-        if member is None or member.state is not State.LIVING:
+        place = self.find(incarnation)
+        if place is not None and place.state is State.AWAY:  # on its way back: nobody waits for it in a collective
+            place.state, place.why, self.changed = State.DEAD, why, True
+        if place is None or place.state is not State.LIVING:
             return
         self.changed = True
         if self.generation < 0:
-            del self.members[member.node_id]  # nothing depends on it yet
-            self.notes.append(f"{member} is gone before the group is formed: {why}")
+            del self.places[place.node_id]  # nothing depends on it yet
+            self.notes.append(f"{place} is gone before the group is formed: {why}")
             self._host = ""
             return
-        member.state, member.why = State.DEAD, why
-        text = f"{member} is dead: {why}"
+        place.state, place.why = State.DEAD, why
+        text = f"{place} is dead: {why}"
         self._host, self._lost_why = "", text
         if not self.recovery:
-            self._fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", member.rank)
+            self._fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", place.rank)
             return
         if self._waiting_since is None:
             self._waiting_since = now
+        assert place.rank is not None
         for other in self.living():
-            self.outbox.append(
-                Tell(
-                    other.incarnation,
-                    {"op": "death", "rank": member.rank, "node_id": member.node_id, "why": text}
-                    | {"generation": self.generation},
-                )
-            )
+            self.outbox.append(Tell(other.incarnation, messages.Death(self.generation, place.rank, text)))
         self._settle()
+        if self.outcome is None:
+            text += "; start it again with the same variables: the others wait for it"
+        self.notes.append(text)
 
-    def leave(self, incarnation: str, *, how: str, code: int, why: str, now: float) -> None:
-        """Its process says that it ends. `how`: ``done``, ``left``, ``away`` or ``failed``."""
-        member = self.find(incarnation)
-        if member is None or member.state is not State.LIVING:
+    def leave(self, incarnation: str, farewell: Farewell, now: float) -> None:
+        """Its process says that it ends."""
+        how, code, why = farewell.how, farewell.code, farewell.why
+        place = self.find(incarnation)
+        if place is None or place.state is not State.LIVING:
             return
         if how == "failed" or self.generation < 0:
             self.die(incarnation, why or f"it has ended with exit code {code}", now)
             return
         self.changed = True
-        member.state = {"done": State.DONE, "left": State.LEFT, "away": State.AWAY}[how]
-        member.code, member.why, member.heard_at = code, why, now
+        place.state = {"done": State.DONE, "left": State.LEFT, "away": State.AWAY}[how]
+        place.code, place.why, place.heard_at = code, why, now
         self._host = ""
-        if member.state is State.AWAY and self._waiting_since is None:
+        if place.state is State.AWAY and self._waiting_since is None:
             self._waiting_since = now
         self._settle()
 
     def forgive(self, now: float) -> None:
         """The scheduler itself was held up: what it has not heard meanwhile says nothing about the workers."""
-        for member in self.living():
-            member.heard_at = now
-            member.lost_at = None if member.lost_at is None else now
+        for place in self.living():
+            place.heard_at = now
+            place.lost_at = None if place.lost_at is None else now
 
     def fail(self, why: str) -> None:
         """The job is over, for this reason."""
@@ -325,11 +310,11 @@ class Table:
         """Time has passed."""
         if self.outcome is not None:
             return
-        for member in self.living():
-            if now >= member.heard_at + self.limits.heartbeat_s:
-                self.die(member.incarnation, f"it has sent nothing for {self.limits.heartbeat_s:g} s", now)
-            elif member.lost_at is not None and now >= member.lost_at + self.limits.reconnect_s:
-                self.die(member.incarnation, "its connection has ended", now)
+        for place in self.living():
+            if now >= place.heard_at + self.limits.heartbeat_s:
+                self.die(place.incarnation, f"it has sent nothing for {self.limits.heartbeat_s:g} s", now)
+            elif place.lost_at is not None and now >= place.lost_at + self.limits.reconnect_s:
+                self.die(place.incarnation, "its connection has ended", now)
         since = self._waiting_since
         if since is not None and now >= since + self.limits.formation_s and self.outcome is None:
             first = self.generation < 0
@@ -350,7 +335,7 @@ class Table:
 
     # --- how it goes on ---
 
-    def _refusal(self, who: Registration) -> str:
+    def _refusal(self, who: Register) -> str:
         """Why this process cannot come in, whatever the place; empty: nothing speaks against it."""
         if self.outcome is not None:
             return f"the job is over: {self.outcome.why or 'its training is finished'}"
@@ -366,54 +351,49 @@ class Table:
             return f"MS_ENABLE_RECOVERY={here} here and {there} at the scheduler; give all processes the same"
         return ""
 
-    def _place_for(self, who: Registration, now: float) -> tuple[Member | None, dict[str, Any]]:
-        """The place that a new process takes; None: it gets none, for the reason in the answer."""
+    def _place_for(self, who: Register, now: float) -> Place | messages.Taken | messages.Refused:
+        """The place that a new process takes; else why it gets none."""
         self.tick(now)
         if self.outcome is not None:
-            return None, {"op": "refused", "why": self.outcome.why, "over": True}
-        member = self.members.get(who.node_id) if who.node_id else self._nameless_place(who, now)
-        if member is not None and (until := self._held_until(member, who)) > now:
-            holder = f"process {member.pid} on {member.host}"
-            return None, {"op": "taken", "by": holder, "wait_s": until - now, "node_id": member.node_id}
-        over = [m for m in self.members.values() if m.state is State.DONE]
+            return messages.Refused(self.outcome.why, is_over=True)
+        place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who, now)
+        if place is not None and (until := self._held_until(place, who)) > now:
+            why = f"node id {place.node_id} is taken by {place.process}"
+            return messages.Taken(str(place.process), until - now, why)
+        over = [m for m in self.places.values() if m.state is State.DONE]
         if over:
-            return None, {"op": "refused", "why": f"{over[0]} has finished its training already: the job is at its end"}
+            return messages.Refused(f"{over[0]} has finished its training already: the job is at its end")
         if self.generation >= 0 and not self.recovery:
-            why = "the job runs already, and takes in no other process without MS_ENABLE_RECOVERY=1"
-            return None, {"op": "refused", "why": why}
-        if member is not None:
-            return member, {}
-        if len(self.members) >= self.size:
-            return None, {"op": "refused", "why": self._full(who)}
-        return (
-            Member(
-                node_id=who.node_id or self._new_name(who.host),
-                named=bool(who.node_id),
-                **{name: getattr(who, name) for name in ("incarnation", "host", "pid", "started", "space")},
-            ),
-            {},
+            return messages.Refused("the job runs already, and takes in no other process without MS_ENABLE_RECOVERY=1")
+        if place is None and len(self.places) >= self.size:
+            return messages.Refused(self._full(who))
+        return place or Place(
+            node_id=who.node_id or self._new_name(who.process.host),
+            named=bool(who.node_id),
+            process=who.process,
+            incarnation=who.incarnation,
         )
 
-    def _held_until(self, member: Member, who: Registration) -> float:
+    def _held_until(self, place: Place, who: Register) -> float:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
-        if member.is_process_of(who):
+        if place.is_of(who):
             return 0.0
-        if member.state is State.AWAY:
-            return member.heard_at + self.limits.away_s
-        if member.state is not State.LIVING:
+        if place.state is State.AWAY:
+            return place.heard_at + self.limits.away_s
+        if place.state is not State.LIVING:
             return 0.0
-        until = member.heard_at + self.limits.heartbeat_s
-        return until if member.lost_at is None else min(until, member.lost_at + self.limits.reconnect_s)
+        until = place.heard_at + self.limits.heartbeat_s
+        return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)
 
-    def _nameless_place(self, who: Registration, now: float) -> Member | None:
+    def _nameless_place(self, who: Register, now: float) -> Place | None:
         """Where a process without a node id goes back to: its own place, else a free one, on its machine first."""
-        found = [m for m in self.members.values() if not m.named and self._held_until(m, who) <= now]
-        found = [m for m in found if m.state is not State.LIVING or m.is_process_of(who)]
-        found.sort(key=lambda m: (not m.is_process_of(who), m.host != who.host, _natural(m.node_id)))
+        found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
+        found = [m for m in found if m.state is not State.LIVING or m.is_of(who)]
+        found.sort(key=lambda m: (not m.is_of(who), m.process.host != who.process.host, _natural(m.node_id)))
         return found[0] if found else None
 
-    def _full(self, who: Registration) -> str:
-        free = [m.node_id for m in self.members.values() if m.state is not State.LIVING]
+    def _full(self, who: Register) -> str:
+        free = [m.node_id for m in self.places.values() if m.state is not State.LIVING]
         name = f"node id {who.node_id}" if who.node_id else "a worker without MS_NODE_ID"
         if free:
             return (
@@ -423,33 +403,21 @@ class Table:
         return f"all {self.size} workers (MS_WORKER_NUM) are there already; {name} is one too many"
 
     def _new_name(self, host: str) -> str:
-        base = host[:100] if NODE_ID.fullmatch(host[:100]) else "worker"
-        return next(
-            name for k in range(self.size + len(self.members) + 1) if (name := f"{base}-{k}") not in self.members
-        )
+        base = host[:100] if re.fullmatch(NODE_ID, host[:100]) else "worker"
+        return next(name for k in range(self.size + len(self.places) + 1) if (name := f"{base}-{k}") not in self.places)
 
-    def _welcome(self, member: Member, now: float) -> dict[str, Any]:
-        answer = {
-            "op": "welcome",
-            "job": self.job,
-            "node_id": member.node_id,
-            "rank": member.rank,
-            "generation": self.generation,
-            "heartbeat_s": self.limits.heartbeat_s,
-            "formation_s": self.limits.formation_s,
-            "before": dict(member.before),
-        }
-        if member.joined <= self.generation:
-            self.outbox.append(Tell(member.incarnation, self._group_message(member)))
+    def _welcome(self, place: Place, now: float) -> messages.Welcome:
+        if place.joined <= self.generation:
+            self.outbox.append(Tell(place.incarnation, self._group_message(place)))
         self._advance(now)
-        return answer
+        return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s, place.before)
 
     def _is_whole(self) -> bool:
         """Whether every place has a living process that wants to be in the next generation."""
         return (
             self.outcome is None
-            and len(self.members) == self.size
-            and all(m.state is State.LIVING and m.joined > self.generation for m in self.members.values())
+            and len(self.places) == self.size
+            and all(m.state is State.LIVING and m.joined > self.generation for m in self.places.values())
         )
 
     def _advance(self, now: float) -> None:
@@ -458,78 +426,78 @@ class Table:
             self._host = ""
             return
         self._assign_ranks()
-        by_rank = sorted(self.members.values(), key=lambda m: m.rank or 0)
+        by_rank = sorted(self.places.values(), key=lambda m: m.rank or 0)
         hosts = [m for m in by_rank if m.incarnation == self._host]
         host = hosts[0] if hosts else next((m for m in by_rank if not self._is_new(m)), by_rank[0])
         self._host = host.incarnation
-        self.outbox.append(Tell(host.incarnation, {"op": "host", "generation": self.generation + 1}))
+        self.outbox.append(Tell(host.incarnation, messages.OpenStore(self.generation + 1)))
 
-    def _is_new(self, member: Member) -> bool:
+    def _is_new(self, place: Place) -> bool:
         """Whether its process was not in the group before."""
-        return self.group is None or member.incarnation not in self.group.incarnations
+        return self.group is None or place.incarnation not in self.group.incarnations
 
     def _assign_ranks(self) -> None:
         """Ranks for places that have none: an integer node id is its rank, the others follow in natural order."""
-        members = self.members.values()
-        if all(m.rank is not None for m in members):
+        places = self.places.values()
+        if all(m.rank is not None for m in places):
             return
-        free = set(range(self.size)) - {m.rank for m in members}
-        without = [m for m in members if m.rank is None]
-        for member in without:
-            wanted = int(member.node_id) if member.named and member.node_id.isdecimal() else -1
-            if wanted in free and str(wanted) == member.node_id:
-                member.rank = wanted
+        free = set(range(self.size)) - {m.rank for m in places}
+        without = [m for m in places if m.rank is None]
+        for place in without:
+            wanted = int(place.node_id) if place.named and place.node_id.isdecimal() else -1
+            if wanted in free and str(wanted) == place.node_id:
+                place.rank = wanted
                 free.remove(wanted)
-        for member, rank in zip(
+        for place, rank in zip(
             sorted((m for m in without if m.rank is None), key=lambda m: _natural(m.node_id)),
             sorted(free),
             strict=True,
         ):
-            member.rank = rank
+            place.rank = rank
         self.changed = True
 
-    def _group_message(self, member: Member) -> dict[str, Any]:
+    def _group_message(self, place: Place) -> messages.Group:
         """What a process needs to enter the group that was formed last."""
-        assert self.group is not None and member.rank is not None
-        near = sorted(m.rank for m in self.members.values() if m.rank is not None and self._are_near(m, member))
-        return {
-            "op": "group",
-            "generation": self.group.generation,
-            "attempt": self.group.attempt,
-            "rank": member.rank,
-            "size": self.size,
-            "local_rank": near.index(member.rank),
-            "local_size": len(near),
-            "store": list(self.group.store),
-            "new": self.group.new,
-        }
+        assert self.group is not None and place.rank is not None
+        near = sorted(m.rank for m in self.places.values() if m.rank is not None and self._are_near(m, place))
+        host, port = self.group.store
+        return messages.Group(
+            generation=self.group.generation,
+            attempt=self.group.attempt,
+            rank=place.rank,
+            size=self.size,
+            local_rank=near.index(place.rank),
+            local_size=len(near),
+            host=host,
+            port=port,
+            new=tuple(self.group.new),
+        )
 
     @staticmethod
-    def _are_near(one: Member, other: Member) -> bool:
+    def _are_near(one: Place, other: Place) -> bool:
         """Whether both are on one machine."""
-        if one.space and other.space:
-            return one.space == other.space
-        return one.host == other.host
+        if one.process.space and other.process.space:
+            return one.process.space == other.process.space
+        return one.process.host == other.process.host
 
     def _fail(self, why: str, rank: int | None = None) -> None:
-        why = why[:_LONGEST_WHY]
         self.outcome, self.changed = Outcome(EXIT_ERROR, why), True
-        for member in self.living():
-            self.outbox.append(Tell(member.incarnation, {"op": "fail", "why": why, "rank": rank}))
+        for place in self.living():
+            self.outbox.append(Tell(place.incarnation, messages.Fail(why, rank)))
 
     def _settle(self) -> None:
         """Conclude when no process is left that could go on, and none is waited for."""
         if self.outcome is not None or self.generation < 0:
             return
-        members = sorted(self.members.values(), key=lambda m: m.rank or 0)
-        states = {m.state for m in members}
+        places = sorted(self.places.values(), key=lambda m: m.rank or 0)
+        states = {m.state for m in places}
         if living := self.living():
             # New processes for dead ones wait for a group that a finished rank will never be in.
             is_over = State.DONE in states and State.AWAY not in states and all(map(self._is_new, living))
             if self._lost_why and is_over:
                 self._fail(f"{self._lost_why}; the other ranks have finished")
             return
-        left = [m for m in members if m.state is State.LEFT]
+        left = [m for m in places if m.state is State.LEFT]
         self.changed = True
         if states == {State.DONE}:
             self.outcome = Outcome(0)
@@ -544,20 +512,13 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """All that a scheduler that is started again must know."""
-        volatile = ("heard_at", "lost_at", "before")
-        members = [
-            {key: value for key, value in asdict(m).items() if key not in volatile} | {"state": m.state.value}
-            for m in self.members.values()
+        places = list(self.places.values())
+        found = asdict(_OnDisk(_SCHEMA, self.job, self.size, places, self.group, self._lost_why, self.outcome))
+        found["places"] = [
+            {key: value for key, value in each.items() if key not in _VOLATILE} | {"state": each["state"].value}
+            for each in found["places"]
         ]
-        return {
-            "schema": _SCHEMA,
-            "job": self.job,
-            "size": self.size,
-            "members": members,
-            "group": None if self.group is None else asdict(self.group) | {"store": list(self.group.store)},
-            "lost_why": self._lost_why,
-            "outcome": None if self.outcome is None else asdict(self.outcome),
-        }
+        return found
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], *, recovery: bool, limits: Limits, now: float) -> Table:
@@ -565,50 +526,21 @@ class Table:
 
         Raises ValueError for anything else, and where ranks or node ids contradict each other.
         """
-        try:
-            table = cls._read(content, recovery=recovery, limits=limits, now=now)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"not a scheduler's table ({type(error).__name__}: {error})") from None
-        ranks = [m.rank for m in table.members.values() if m.rank is not None]
-        if len(set(ranks)) != len(ranks) or any(not 0 <= rank < table.size for rank in ranks):
+        found = read(_OnDisk, content)
+        if found.schema != _SCHEMA:
+            raise ValueError(f"schema {found.schema} is not known")
+        table = cls(found.size, job=found.job, recovery=recovery, limits=limits, now=now)
+        table.places = {each.node_id: each for each in found.places}
+        table.group, table._lost_why, table.outcome = found.group, found.lost_why, found.outcome
+        for each in found.places:
+            each.heard_at, each.lost_at, each.before = now, None, None
+        ranks = [m.rank for m in found.places if m.rank is not None]
+        if len(set(ranks)) != len(ranks) or any(rank >= table.size for rank in ranks):
             raise ValueError("two node ids have one rank, or a rank is outside of the job")
-        if len(table.members) > table.size or (table.group is not None and len(ranks) != table.size):
-            raise ValueError("it has another number of node ids than of ranks")
-        return table
-
-    @classmethod
-    def _read(cls, content: Mapping[str, Any], *, recovery: bool, limits: Limits, now: float) -> Table:
-        if content["schema"] != _SCHEMA:
-            raise ValueError(f"schema {printable(content['schema'], 20)} is not known")
-        size = _whole(content["size"], 1, MAX_WORKERS)
-        table = cls(size, job=_text(content["job"], 64), recovery=recovery, limits=limits, now=now)
-        for each in content["members"]:
-            texts: dict[str, Any] = {name: _text(each[name], 1000) for name in _TEXTS}
-            member = Member(
-                **texts,
-                named=each["named"] is True,
-                pid=_whole(each["pid"], 0, 1 << 31),
-                state=State(each["state"]),
-                rank=None if each["rank"] is None else _whole(each["rank"], 0, size - 1),
-                joined=_whole(each["joined"], 0, 1 << 31),
-                code=_whole(each["code"], 0, 255),
-                heard_at=now,
-            )
-            if member.node_id in table.members:
-                raise ValueError(f"node id {printable(member.node_id, 100)} is there twice")
-            table.members[member.node_id] = member
-        if (group := content["group"]) is not None:
-            host, port = group["store"]
-            table.group = _Group(
-                _whole(group["generation"], 0, 1 << 31),
-                _whole(group["attempt"], 0, 1 << 31),
-                (_text(host, 300), _whole(port, 1, 65535)),
-                [_text(each, 64) for each in group["incarnations"]],
-                [_whole(rank, 0, size - 1) for rank in group["new"]],
-            )
-        table._lost_why = _text(content["lost_why"], _LONGEST_WHY)
-        if (outcome := content["outcome"]) is not None:
-            table.outcome = Outcome(_whole(outcome["code"], 0, 255), _text(outcome["why"], _LONGEST_WHY))
+        if len(table.places) != len(found.places) or len(table.places) > table.size:
+            raise ValueError("a node id is there twice, or there are more of them than ranks")
+        if table.group is not None and len(ranks) != table.size:
+            raise ValueError("a group was formed, and a rank has no node id")
         if table.group is not None and table._is_running():
             table._waiting_since = None
         return table
@@ -622,15 +554,3 @@ def _natural(text: str) -> list[Any]:
     """Sorts ``worker-2`` before ``worker-10``."""
     parts = _NUMBERS.split(text)
     return [(int(part), "") if number % 2 else (0, part) for number, part in enumerate(parts)]
-
-
-def _whole(value: Any, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{printable(value, 40)} where a whole number from {low} to {high} belongs")
-    return value
-
-
-def _text(value: Any, limit: int) -> str:
-    if not isinstance(value, str) or len(value) > limit:
-        raise ValueError(f"{printable(value, 40)} where a text of at most {limit} characters belongs")
-    return value

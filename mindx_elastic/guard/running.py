@@ -184,7 +184,7 @@ class Place:
     ) -> None:
         """The guard is open."""
         member = self.member
-        cluster = sys.modules.get("mindx_elastic.cluster.rejoin")
+        cluster = sys.modules.get("mindx_elastic.cluster.in_place")
         if cluster is not None and isinstance(member, cluster.ClusterMember):
             member.events = stopper.saver.events
         groups.devices.look()
@@ -309,7 +309,7 @@ def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
     # Whoever belongs to a dynamic cluster has imported it: nobody else loads its 12 modules.
     group = sys.modules.get("mindx_elastic.cluster.group")
-    link = group.current_member() if agent is None and group is not None else None
+    link = group.current_connection() if agent is None and group is not None else None
     if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,22 +11,31 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mindx_elastic.cluster.table import Limits, Registration, State, Table
+from mindx_elastic.cluster.messages import (
+    Dead,
+    Farewell,
+    Group,
+    Identity,
+    Message,
+    OpenStore,
+    Register,
+    Welcome,
+    as_json,
+)
+from mindx_elastic.cluster.table import Limits, State, Table
+from mindx_elastic.core.fields import read
 
 LIMITS = Limits(heartbeat_s=5.0, reconnect_s=1.0, formation_s=100.0)
 HERE, THERE = "boot/pid:[1]", "other boot/pid:[1]"
 
 
-def who(number: int, node_id: str = "", *, space: str = HERE, host: str = "h", **more: Any) -> Registration:
+def who(number: int, node_id: str = "", *, space: str = HERE, host: str = "h", **more: Any) -> Register:
     """A process; `number` names it."""
     fields: dict[str, Any] = {"size": 2, "recovery": True}
-    return Registration(
+    return Register(
+        process=Identity(host=host, pid=number, started=str(number), space=space),
         node_id=node_id,
         incarnation=f"{number:032d}",
-        host=host,
-        pid=number,
-        started=str(number),
-        space=space,
         **{**fields, **more},
     )
 
@@ -35,19 +44,26 @@ def new_table(size: int = 2, *, recovery: bool = True) -> Table:
     return Table(size, job="job", recovery=recovery, limits=LIMITS, now=0.0)
 
 
-def form(table: Table, processes: list[Registration], now: float = 0.0) -> None:
+def form(table: Table, processes: list[Register], now: float = 0.0) -> None:
     """All register, and the host opens the store."""
     for each in processes:
-        assert table.register(each, now)["op"] == "welcome"
-    (host,) = [tell for tell in table.outbox if tell.message["op"] == "host"]
-    table.set_store(host.incarnation, host.message["generation"], ("h", 1), now)
+        assert answer(table, each, now)["op"] == "welcome"
+    ((host, generation),) = [
+        (t.incarnation, t.message.generation) for t in table.outbox if isinstance(t.message, OpenStore)
+    ]
+    table.set_store(host, generation, ("h", 1), now)
+
+
+def answer(table: Table, who: Register, now: float) -> dict[str, Any]:
+    """What the process is told."""
+    return as_json(table.register(who, now))
 
 
 def told(table: Table, op: str) -> list[tuple[int, dict[str, Any]]]:
     """(process, message) of this kind, and empties the outbox."""
-    found = [(int(tell.incarnation), dict(tell.message)) for tell in table.outbox if tell.message["op"] == op]
+    found = [(int(tell.incarnation), as_json(tell.message)) for tell in table.outbox]
     table.outbox.clear()
-    return found
+    return [each for each in found if each[1]["op"] == op]
 
 
 # --- ranks ---
@@ -73,9 +89,9 @@ def test_a_number_is_the_rank_and_names_follow_in_their_order(ids: list[str], ra
 def test_workers_without_an_id_are_named_by_machine_and_order() -> None:
     table = new_table(3)
     form(table, [who(1, size=3), who(2, host="g", size=3), who(3, size=3)])
-    assert sorted(table.members) == ["g-0", "h-0", "h-1"]
+    assert sorted(table.places) == ["g-0", "h-0", "h-1"]
     table.die(f"{3:032d}", "killed", 1.0)
-    assert table.register(who(4, size=3), 1.0)["node_id"] == "h-1"
+    assert answer(table, who(4, size=3), 1.0)["node_id"] == "h-1"
 
 
 def test_local_ranks_count_the_processes_that_share_a_machine() -> None:
@@ -91,18 +107,18 @@ def test_local_ranks_count_the_processes_that_share_a_machine() -> None:
 def test_a_second_process_with_a_taken_id_is_refused_until_the_heartbeat_has_run_out() -> None:
     table = new_table()
     form(table, [who(1, "0"), who(2, "1")])
-    answer = table.register(who(3, "1"), 2.0)
-    assert (answer["op"], answer["by"], answer["wait_s"]) == ("taken", "process 2 on h", 3.0)
+    told = answer(table, who(3, "1"), 2.0)
+    assert (told["op"], told["by"], told["wait_s"]) == ("taken", "process 2 on h", 3.0)
     table.hear(f"{1:032d}", 4.0)
     table.tick(5.0)
-    assert table.register(who(3, "1"), 5.0) == {**table.register(who(3, "1"), 5.0), "op": "welcome", "rank": 1}
+    assert answer(table, who(3, "1"), 5.0)["op"] == "welcome"
 
 
 def test_a_death_that_is_seen_frees_the_place_at_once() -> None:
     table = new_table()
     form(table, [who(1, "0"), who(2, "1")])
     table.die(f"{2:032d}", "its process is gone", 0.1)
-    assert table.register(who(3, "1"), 0.1)["op"] == "welcome"
+    assert answer(table, who(3, "1"), 0.1)["op"] == "welcome"
 
 
 def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> None:
@@ -110,8 +126,8 @@ def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> N
     form(table, [who(1, "0"), who(2, "1")])
     table.lose(f"{2:032d}", 1.0)
     table.tick(1.9)
-    assert table.register(who(3, "1"), 1.9)["op"] == "taken"
-    assert table.register(who(2, "1", generation=0, job="job"), 1.95)["op"] == "welcome"
+    assert answer(table, who(3, "1"), 1.9)["op"] == "taken"
+    assert answer(table, who(2, "1", generation=0, job="job"), 1.95)["op"] == "welcome"
     table.tick(3.0)
     assert len(table.living()) == 2
     table.lose(f"{2:032d}", 3.0)
@@ -129,21 +145,21 @@ def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> N
         (who(3, "1", job="another"), "does not know the job"),
     ],
 )
-def test_processes_that_do_not_fit_are_refused_with_the_reason(process: Registration, why: str) -> None:
+def test_processes_that_do_not_fit_are_refused_with_the_reason(process: Register, why: str) -> None:
     table = new_table()
     form(table, [who(1, "0"), who(2, "1")])
-    answer = table.register(process, 1.0)
-    assert answer["op"] == "refused" and why in answer["why"]
+    told = answer(table, process, 1.0)
+    assert told["op"] == "refused" and why in told["why"]
 
 
 def test_the_place_of_a_process_that_begins_anew_is_kept_for_it() -> None:
     table = new_table()
     form(table, [who(1), who(2)])
     table.die(f"{2:032d}", "killed", 1.0)
-    table.leave(f"{1:032d}", how="away", code=75, why="rank 1 is dead", now=1.0)
-    assert table.register(who(3), 1.1)["node_id"] == "h-1"
-    assert table.register(who(4, "h-0"), 1.1)["op"] == "taken"
-    assert table.register(replace(who(1), incarnation=f"{9:032d}"), 9.0)["node_id"] == "h-0"
+    table.leave(f"{1:032d}", Farewell("away", 75, "rank 1 is dead"), 1.0)
+    assert answer(table, who(3), 1.1)["node_id"] == "h-1"
+    assert answer(table, who(4, "h-0"), 1.1)["op"] == "taken"
+    assert answer(table, replace(who(1), incarnation=f"{9:032d}"), 9.0)["node_id"] == "h-0"
 
 
 # --- deaths ---
@@ -159,13 +175,13 @@ def test_the_others_are_told_of_a_death_and_meet_in_the_next_generation() -> Non
     table.join(f"{2:032d}", 1, 2.0)
     assert not table.outbox  # rank 0 is not ready yet
     table.join(f"{0:032d}", 1, 2.0)
-    assert [process for process, _ in told(table, "host")] == [0]
+    assert [process for process, _ in told(table, "openstore")] == [0]
     table.set_store(f"{0:032d}", 1, ("h", 2), 2.0)
     found = told(table, "group")
     assert [(process, m["rank"], m["new"], m["attempt"]) for process, m in found] == [
-        (0, 0, [1], 0),
-        (7, 1, [1], 0),
-        (2, 2, [1], 0),
+        (0, 0, (1,), 0),
+        (7, 1, (1,), 0),
+        (2, 2, (1,), 0),
     ]
 
 
@@ -176,7 +192,7 @@ def test_a_rank_that_finishes_while_a_new_process_waits_for_it_ends_the_job_with
     table.die(f"{1:032d}", "killed", 1.0)
     table.register(who(7, "1"), 2.0)
     table.outbox.clear()
-    table.leave(f"{0:032d}", how="done", code=0, why="", now=3.0)
+    table.leave(f"{0:032d}", Farewell("done", 0, ""), 3.0)
     assert table.outcome is not None and table.outcome.code == 1
     assert table.outcome.why.endswith("is dead: killed; the other ranks have finished")
     assert [process for process, _ in told(table, "fail")] == [7]
@@ -190,7 +206,7 @@ def test_the_host_of_the_next_store_is_the_lowest_survivor() -> None:
     table.register(who(5, "0"), 1.0)
     table.outbox.clear()
     table.join(f"{1:032d}", 1, 1.0)
-    assert [process for process, _ in told(table, "host")] == [1]
+    assert [process for process, _ in told(table, "openstore")] == [1]
 
 
 def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
@@ -233,7 +249,7 @@ def test_the_outcome_tells_how_the_workers_have_ended(ends: list[tuple[str, int]
     table = new_table()
     form(table, [who(0, "0"), who(1, "1")])
     for number, (how, each) in enumerate(ends):
-        table.leave(f"{number:032d}", how=how, code=each, why="", now=1.0)
+        table.leave(f"{number:032d}", read(Farewell, {"how": how, "code": each, "why": ""}), 1.0)
     assert table.outcome is not None and table.outcome.code == code
 
 
@@ -255,12 +271,12 @@ def test_damaged_tables_are_refused() -> None:
     table = new_table()
     form(table, [who(0, "0"), who(1, "1")])
     good = table.to_json()
-    for key, value in [("schema", 9), ("size", 0), ("members", "x"), ("group", {}), ("job", 3)]:
+    for key, value in [("schema", 9), ("size", 0), ("places", "x"), ("group", {}), ("job", 3)]:
         with pytest.raises(ValueError, match=r"."):
             Table.from_json({**good, key: value}, recovery=True, limits=LIMITS, now=0.0)
-    twice = [{**each, "rank": 0} for each in good["members"]]
+    twice = [{**each, "rank": 0} for each in good["places"]]
     with pytest.raises(ValueError, match="one rank"):
-        Table.from_json({**good, "members": twice}, recovery=True, limits=LIMITS, now=0.0)
+        Table.from_json({**good, "places": twice}, recovery=True, limits=LIMITS, now=0.0)
 
 
 # --- properties ---
@@ -270,7 +286,7 @@ def test_damaged_tables_are_refused() -> None:
 class Process:
     """A worker as it is, whatever the scheduler believes."""
 
-    who: Registration
+    who: Register
     alive: bool = True
     silent_since: float | None = None
     admitted: bool = False
@@ -279,7 +295,6 @@ class Process:
     node_id: str = ""
     heard_at: float = 0.0
     told_dead: bool = False
-    inbox: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Cluster(RuleBasedStateMachine):
@@ -312,16 +327,16 @@ class Cluster(RuleBasedStateMachine):
             each = self.table.outbox.pop(0)
             for process in self.processes:
                 if process.who.incarnation == each.incarnation and process.alive and process.silent_since is None:
-                    self.hear(process, dict(each.message))
+                    self.hear(process, each.message)
 
-    def hear(self, process: Process, message: dict[str, Any]) -> None:
-        if message["op"] == "group":
-            assert process.rank in (None, message["rank"])
-            process.rank, process.generation = message["rank"], message["generation"]
+    def hear(self, process: Process, message: Message) -> None:
+        if isinstance(message, Group):
+            assert process.rank in (None, message.rank)
+            process.rank, process.generation = message.rank, message.generation
             assert self.ranks.setdefault(process.node_id, process.rank) == process.rank, "a rank is for good"
             assert len(set(self.ranks.values())) == len(self.ranks)
-        elif message["op"] == "host":
-            self.table.set_store(process.who.incarnation, message["generation"], ("h", 1), self.now)
+        elif isinstance(message, OpenStore):
+            self.table.set_store(process.who.incarnation, message.generation, ("h", 1), self.now)
 
     @rule(told=st.booleans())
     def kill_scheduler(self, told: bool) -> None:
@@ -345,10 +360,10 @@ class Cluster(RuleBasedStateMachine):
         )
         before = {m.node_id: m for m in self.table.living()}
         answer = self.table.register(registration, self.now)
-        if answer["op"] == "welcome":
-            self.check_owner(process, answer["node_id"], before)
-            process.admitted, process.node_id, process.heard_at = True, answer["node_id"], self.now
-        elif answer["op"] == "dead":
+        if isinstance(answer, Welcome):
+            self.check_owner(process, answer.node_id, before)
+            process.admitted, process.node_id, process.heard_at = True, answer.node_id, self.now
+        elif isinstance(answer, Dead):
             process.told_dead = True
 
     def check_owner(self, process: Process, node_id: str, before: dict[str, Any]) -> None:
@@ -399,7 +414,7 @@ class Cluster(RuleBasedStateMachine):
         if not running:
             return
         process = data.draw(st.sampled_from(running))
-        self.table.leave(process.who.incarnation, how="away", code=75, why="", now=self.now)
+        self.table.leave(process.who.incarnation, Farewell("away", 75, ""), self.now)
         process.alive = False
         self.count += 1
         again = Process(replace(process.who, node_id=process.node_id, incarnation=f"{self.count:032d}"))
@@ -446,12 +461,12 @@ class Cluster(RuleBasedStateMachine):
     def a_rank_has_one_place_and_a_place_one_process(self) -> None:
         if not hasattr(self, "table"):
             return
-        ranks = [m.rank for m in self.table.members.values() if m.rank is not None]
+        ranks = [m.rank for m in self.table.places.values() if m.rank is not None]
         assert len(set(ranks)) == len(ranks) and all(0 <= rank < self.size for rank in ranks)
-        incarnations = [m.incarnation for m in self.table.members.values()]
+        incarnations = [m.incarnation for m in self.table.places.values()]
         assert len(set(incarnations)) == len(incarnations)
         for node_id, rank in self.ranks.items():
-            assert self.table.members[node_id].rank == rank
+            assert self.table.places[node_id].rank == rank
 
     @invariant()
     def a_process_that_is_heard_is_never_taken_for_dead(self) -> None:

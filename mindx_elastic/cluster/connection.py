@@ -6,9 +6,9 @@ form a group.
 
 What a rejoin in place builds on::
 
-    member.on_death(callback)           # "rank r is dead", in the member's thread
-    member.generation                   # of the group that this process is in
-    group = member.wait_for(g + 1)      # "I am ready"; returns when every rank has a process again: `group.new`
+    connection.listener                   # hears of deaths, in the connection's thread
+    connection.generation                 # of the group that this process is in
+    group = connection.wait_for(g + 1)    # "I am ready"; returns when every rank has a process again: `group.new`
 
 Each group has a store of its own, hosted by its lowest rank whose process was there before. So no death takes the
 store of the group that is to be formed, and the scheduler's death takes none at all.
@@ -23,24 +23,24 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.peers import own_space
-from mindx_elastic.cluster.fence import end_predecessor
-from mindx_elastic.cluster.records import leave_farewell
+from mindx_elastic.cluster import messages
+from mindx_elastic.cluster.messages import Farewell, Group
+from mindx_elastic.cluster.predecessor import end_predecessor
 from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.voice import Voice
-from mindx_elastic.cluster.wire import MAX_REPLY_BYTES, Line, WireError, count_in, text_in
+from mindx_elastic.cluster.table_file import leave_farewell
+from mindx_elastic.cluster.wire import Line, WireError
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import start_ticks
-from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Group", "Member", "NoSchedulerError"]
+__all__ = ["Listener", "NoSchedulerError", "SchedulerConnection"]
 
 _BEATS = 5  # in the time after which a silent process is dead
 _CONNECT_S = 3.0
@@ -52,35 +52,32 @@ _MORE_S = 1.0
 _STORE_S = 60.0
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default
 _PIECE = 1 << 16
+_LONGEST_WHY = 500
 
 
 class NoSchedulerError(Exception):
     """No scheduler forms the group that is waited for; the text says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """A formed group, as one of its ranks sees it."""
+class Listener(Protocol):
+    """Who acts on what the scheduler says. Called in the connection's thread; must not block."""
 
-    generation: int
-    attempt: int
-    """How often all processes of the job have begun anew."""
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    host: str
-    """Of the group's store."""
-    port: int
-    new: tuple[int, ...]
-    """Ranks whose processes were not in the group before; all of them in the first one."""
+    def hear_death(self) -> None:
+        """Another rank of this generation is dead: `SchedulerConnection.deaths`."""
+
+    def hear_end(self, why: str, rank: int | None) -> None:
+        """The scheduler has ended the job, because of the death of `rank`, if it names one."""
+
+    def hear_obsolete(self, why: str) -> None:
+        """The scheduler holds this process for dead: it was stopped or cut off for longer than a heartbeat, and the
+        others go on without it."""
 
 
-class Member:
+class SchedulerConnection:
     """One per worker process. Methods from any thread, unless they say otherwise."""
 
-    def __init__(self, settings: ClusterSettings, key: bytes | None, voice: Voice) -> None:
-        self.settings, self._key, self._voice = settings, key, voice
+    def __init__(self, settings: ClusterSettings, key: bytes | None) -> None:
+        self.settings, self._key = settings, key
         self.node_id, self.job = settings.node_id, ""
         self.incarnation = secrets.token_hex(16)
         self.group: Group | None = None
@@ -88,8 +85,7 @@ class Member:
         """Why the group of this generation cannot go on: the death of a rank, the end of the job."""
         self.last_death = ""
         """What the scheduler has said of the last death in a group of this process."""
-        self.dead_rank: int | None = None
-        """The rank whose death has ended the job, if the scheduler has named one."""
+        self.listener: Listener | None = None
         self.is_over = False
         """The scheduler has ended the job."""
         self._heartbeat_s = settings.heartbeat_s
@@ -105,11 +101,8 @@ class Member:
         """The scheduler that is there does not know this process's job."""
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._callbacks: list[Callable[[int], None]] = []
-        self._on_end: list[Callable[[str], None]] = []
-        self._on_obsolete: list[Callable[[str], None]] = []
         self._deaths: list[int] = []
-        self._orders: deque[Mapping[str, Any]] = deque()
+        self._orders: deque[messages.Join | Farewell] = deque()
         self._sent = threading.Event()
         self._closed = threading.Event()
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -136,24 +129,6 @@ class Member:
         with self._changed:
             return tuple(self._deaths)
 
-    def on_death(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback(rank)`` in the member's thread for each rank of this generation that is or will be dead. It
-        must not block."""
-        with self._changed:
-            self._callbacks.append(callback)
-            deaths = list(self._deaths)
-        for rank in deaths:
-            callback(rank)
-
-    def on_end(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(why)`` in the member's thread when the scheduler ends the job. Before `start`."""
-        self._on_end.append(callback)
-
-    def on_obsolete(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(why)`` in the member's thread when the scheduler holds this process for dead: it was stopped
-        or cut off for longer than a heartbeat, and the others go on without it. Before `start`."""
-        self._on_obsolete.append(callback)
-
     def store_of(self, group: Group) -> Any:
         """This process's connection to the group's store, a `torch.distributed.TCPStore`; on its host the store itself.
         Main thread. Raises what torch raises where the host is gone."""
@@ -174,7 +149,7 @@ class Member:
         with self._changed:
             if generation > self._wanted:
                 self._wanted, self._wanted_at = generation, time.monotonic()
-                self._orders.append({"op": "join", "generation": generation})
+                self._orders.append(messages.Join(generation))
                 self._wake()
             end = None if timeout_s is None else time.monotonic() + timeout_s
             while self.group is None or self.group.generation < generation:
@@ -211,24 +186,24 @@ class Member:
             self._changed.wait_for(lambda: bool(self.broken), timeout_s)
             return self.broken
 
-    def leave(self, how: str, code: int, why: str, *, timeout_s: float = 1.0) -> None:
+    def leave(self, how: messages.How, code: int, why: str, *, timeout_s: float = 1.0) -> None:
         """Tell the scheduler how this process ends, and close. Waits until the scheduler knows it, but not for long."""
         if self.job and not self._closed.is_set():
             self._sent.clear()
-            message = {"op": "bye", "how": how, "code": code & 0xFF, "why": printable(why, 400)[:500]}
+            message = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
             self._orders.append(message)
             self._wake()
             if not self._sent.wait(timeout_s) and how != "away":  # else it comes back, and says so itself
                 self._leave_farewell(message)
         self.close()
 
-    def _leave_farewell(self, message: Mapping[str, Any]) -> None:
+    def _leave_farewell(self, message: Farewell) -> None:
         """No scheduler answers. One that is started again reads how this process has ended."""
         path = None if self._folder is None else leave_farewell(self._folder, self.incarnation, message)
         if path is None:
-            self._voice.warning("the scheduler does not answer: it does not know how this worker has ended")
+            logger.warning("the scheduler does not answer: it does not know how this worker has ended")
         else:
-            self._voice.warning(
+            logger.warning(
                 "the scheduler does not answer; one that is started again reads in %s how this worker has ended", path
             )
 
@@ -240,7 +215,7 @@ class Member:
         with suppress(OSError):
             os.write(self._writer, b"!")
 
-    # --- the member's thread ---
+    # --- the connection's thread ---
 
     def _run(self) -> None:
         pause_s = 0.05
@@ -284,11 +259,11 @@ class Member:
         if self.group is None:
             if now > self._began + _MORE_S:
                 self._said_at = now
-                self._voice.info("waiting for the scheduler at %s (%s)", self.place, why)
+                logger.info("waiting for the scheduler at %s (%s)", self.place, why)
             return
         self._said_at, self._said_why = now, why
         waits = self._wanted > self.generation
-        self._voice.warning(
+        logger.warning(
             "no scheduler for this job at %s (%s); %s, and this worker tries again",
             self.place,
             why,
@@ -304,9 +279,9 @@ class Member:
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, until it ends. Raises OSError and WireError."""
-        line = Line(self._key, is_scheduler=False, limit=MAX_REPLY_BYTES)
+        line = Line(self._key, is_scheduler=False)
         sock.settimeout(_ANSWER_S)
-        sock.sendall(line.hello())
+        sock.sendall(line.greeting())
         while not line.is_open:
             self._feed(sock, line)
         sock.sendall(line.pack(self._registration()))
@@ -318,7 +293,7 @@ class Member:
             now = time.monotonic()
             if now >= next_beat:
                 if self.job:
-                    sock.sendall(line.pack({"op": "beat"}))
+                    sock.sendall(line.pack(messages.Beat()))
                 next_beat = now + self._heartbeat_s / _BEATS
             for fd, _ in poll.poll(max(0.0, next_beat - now) * 1000):
                 if fd == sock.fileno():
@@ -330,7 +305,7 @@ class Member:
             if self.job:
                 while self._orders:
                     sock.sendall(line.pack(self._orders[0]))
-                    if self._orders[0]["op"] == "bye":
+                    if isinstance(self._orders[0], Farewell):
                         self._part(sock)
                         return
                     self._orders.popleft()
@@ -356,139 +331,110 @@ class Member:
             raise ConnectionError("it has closed the connection")
         return all(self._obey(sock, line, message) for message in line.feed(data))
 
-    def _registration(self) -> dict[str, Any]:
+    def _registration(self) -> messages.Register:
         pid = os.getpid()
-        return {
-            "op": "register",
-            "node_id": self.node_id,
-            "incarnation": self.incarnation,
-            "host": socket.gethostname()[:255],
-            "pid": pid,
-            "started": start_ticks(pid),
-            "space": own_space(),
-            "size": self.settings.size,
-            "recovery": self.settings.recovery,
-            "generation": self.generation,
-            "joined": self._wanted,
-            "job": self.job,
-        }
+        return messages.Register(
+            process=messages.Identity(host=socket.gethostname(), pid=pid, started=start_ticks(pid), space=own_space()),
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            size=self.settings.size,
+            recovery=self.settings.recovery,
+            generation=self.generation,
+            joined=self._wanted,
+            job=self.job,
+        )
 
-    def _obey(self, sock: socket.socket, line: Line, message: Mapping[str, Any]) -> bool:
-        op = message["op"]
-        if op == "welcome":
-            self._hear_welcome(message)
-        elif op == "taken":
-            return self._hear_taken(message)
-        elif op in ("refused", "dead"):
-            return self._hear_refusal(message)
-        elif op == "host":
-            generation = count_in(message, "generation")
-            port = self._open_store(generation, text_in(message, "address", limit=300))
-            sock.sendall(line.pack({"op": "store", "generation": generation, "port": port}))
-        elif op == "group":
-            self._hear_group(message)
-        elif op == "death":
-            self._hear_death(message)
-        elif op == "fail":
-            self.dead_rank = message["rank"] if type(message.get("rank")) is int else None
-            self._hear_fail(printable(text_in(message, "why", limit=4000)))
-        else:
-            raise WireError("it says what is not known")
+    def _obey(self, sock: socket.socket, line: Line, message: messages.Message) -> bool:
+        """False: this connection is of no more use."""
+        match message:
+            case messages.Welcome():
+                self._hear_welcome(message)
+            case messages.Taken():
+                self._hear_taken(message)
+                return False
+            case messages.Refused() | messages.Dead():
+                self._hear_refusal(message)
+                return False
+            case messages.OpenStore(generation, address):
+                sock.sendall(line.pack(messages.StoreOpen(generation, self._open_store(generation, address))))
+            case Group():
+                self._hear_group(message)
+            case messages.Death():
+                self._hear_death(message)
+            case messages.Fail(why, rank):
+                self._hear_fail(why, rank)
+            case _:
+                raise WireError("it says what a worker says")
         return True
 
-    def _hear_welcome(self, message: Mapping[str, Any]) -> None:
-        first = not self.job
-        self.job, self.node_id = text_in(message, "job", limit=64), text_in(message, "node_id", limit=128)
-        heartbeat_s = message.get("heartbeat_s")
-        if isinstance(heartbeat_s, (int, float)) and 0.1 <= heartbeat_s <= 86400:
-            self._heartbeat_s = float(heartbeat_s)  # the scheduler's counts, where they differ
-        if first:
-            ended = end_predecessor(message.get("before"), space=own_space(), node_id=self.node_id, env=self._env)
+    def _hear_welcome(self, message: messages.Welcome) -> None:
+        is_first = not self.job
+        self.job, self.node_id, self._heartbeat_s = message.job, message.node_id, message.heartbeat_s
+        if is_first:
+            ended = end_predecessor(message.before, space=own_space(), node_id=self.node_id, env=self._env)
             if ended is not None:
-                self._voice.warning(
+                logger.warning(
                     "process %d, which had node id %s before and is silent, is killed: this process takes its place",
                     ended,
                     self.node_id,
                 )
-            self._voice.info("registered as node id %s; waiting for the other workers", self.node_id)
+            logger.info("registered as node id %s; waiting for the other workers", self.node_id)
         elif self._said_at is not None:
-            self._voice.info("the scheduler is there again")
+            logger.info("the scheduler is there again")
         self._said_at, self._taken_until = None, None
         self._lost_at, self._is_unknown, self._said_why = None, False, ""
         self._wake()
 
-    def _hear_taken(self, message: Mapping[str, Any]) -> bool:
+    def _hear_taken(self, message: messages.Taken) -> None:
         """Another living process has this node id. It may have died a moment ago, unseen: try until its heartbeat has
         run out."""
-        wait_s, now = message.get("wait_s"), time.monotonic()
-        holder = printable(text_in(message, "by", limit=400))
+        now = time.monotonic()
         if self._taken_until is None:
-            limit = float(wait_s) if isinstance(wait_s, (int, float)) and 0 <= wait_s <= 3600 else self._heartbeat_s
-            self._taken_until = now + limit + _MORE_S
-            self._voice.warning(
+            self._taken_until = now + message.wait_s + _MORE_S
+            logger.warning(
                 "node id %s is taken by %s; waiting up to %.1f s for its heartbeat to run out",
                 self.node_id,
-                holder,
-                limit,
+                message.by,
+                message.wait_s,
             )
-        if now < self._taken_until:
-            return False
-        self._give_up(
-            UsageError(
-                f"MS_NODE_ID={self.node_id} belongs to {holder}, which is alive: a node id has one process. End that "
-                "one, or give this one another MS_NODE_ID"
+        if now >= self._taken_until:
+            self._give_up(
+                UsageError(
+                    f"MS_NODE_ID={self.node_id} belongs to {message.by}, which is alive: a node id has one process. "
+                    "End that one, or give this one another MS_NODE_ID"
+                )
             )
-        )
-        return False
 
-    def _hear_refusal(self, message: Mapping[str, Any]) -> bool:
-        why = printable(text_in(message, "why", limit=4000))
-        if self._orders and self._orders[-1]["op"] == "bye":
+    def _hear_refusal(self, message: messages.Refused | messages.Dead) -> None:
+        """Raises WireError where the scheduler is not this job's."""
+        why = message.why
+        if self._orders and isinstance(self._orders[-1], Farewell):
             self._is_understood()  # it was, or its sender does not count any more
-        elif self.group is None and message["op"] == "dead" and self.job:
+        elif self.group is None and isinstance(message, messages.Dead) and self.job:
             # It was stopped or cut off while it waited. It has given nothing to the others that they go on from.
             self.incarnation, self.job, self.node_id = secrets.token_hex(16), "", self.settings.node_id
-            self._voice.warning("%s; it registers again", why)
+            logger.warning("%s; it registers again", why)
         elif self.group is None:
             self._give_up(UsageError(f"the scheduler at {self.place} does not admit this worker: {why}"))
-        elif message["op"] == "dead":
+        elif isinstance(message, messages.Dead):
             self._break(why)
             self._closed.set()
-            for callback in self._on_obsolete:
-                callback(why)
-        elif message.get("over") is True:
+            if self.listener is not None:
+                self.listener.hear_obsolete(why)
+        elif message.is_over:
             self._hear_fail(why)
             self._closed.set()
         else:
-            self._is_unknown = message.get("unknown") is True
+            self._is_unknown = message.is_unknown
             raise WireError(why)
-        return False
 
-    def _hear_group(self, message: Mapping[str, Any]) -> None:
-        generation = count_in(message, "generation")
-        if generation <= self.generation:
+    def _hear_group(self, group: Group) -> None:
+        if group.generation <= self.generation:
             return
-        size = count_in(message, "size", low=1)
-        store, new = message.get("store"), message.get("new")
-        store = store if isinstance(store, list) else []
-        if len(store) != 2 or not isinstance(new, list):
-            raise WireError("it names no store")
-        place = {"host": store[0], "port": store[1]}
-        group = Group(
-            generation=generation,
-            attempt=count_in(message, "attempt"),
-            rank=count_in(message, "rank", high=size - 1),
-            size=size,
-            local_rank=count_in(message, "local_rank", high=size - 1),
-            local_size=count_in(message, "local_size", low=1, high=size),
-            host=text_in(place, "host", limit=300),
-            port=count_in(place, "port", low=1, high=65535),
-            new=tuple(rank for rank in new if type(rank) is int and 0 <= rank < size),
-        )
         with self._changed:
             self.group, self.broken = group, ""
             self._deaths.clear()
-            self._stores = {number: each for number, each in self._stores.items() if number >= generation}
+            self._stores = {number: each for number, each in self._stores.items() if number >= group.generation}
             self._changed.notify_all()
 
     def _open_store(self, generation: int, address: str) -> int:
@@ -497,32 +443,26 @@ class Member:
             self._stores[generation] = host_store(address, timeout=_COLLECTIVE_TIMEOUT)
         return int(self._stores[generation].port)
 
-    def _hear_death(self, message: Mapping[str, Any]) -> None:
-        if count_in(message, "generation") != self.generation:
-            return
-        assert self.group is not None
-        rank = count_in(message, "rank", high=self.group.size - 1)
-        why = printable(text_in(message, "why", limit=4000))
+    def _hear_death(self, message: messages.Death) -> None:
         with self._changed:
-            if rank in self._deaths:
+            if message.generation != self.generation or message.rank in self._deaths:
                 return
-            self._deaths.append(rank)
-            callbacks = list(self._callbacks)
-        self._voice.warning("%s", why)
-        self.last_death = why
-        self._break(why)
-        for callback in callbacks:
-            callback(rank)
+            self._deaths.append(message.rank)
+        logger.warning("%s", message.why)
+        self.last_death = message.why
+        self._break(message.why)
+        if self.listener is not None:
+            self.listener.hear_death()
 
-    def _hear_fail(self, why: str) -> None:
+    def _hear_fail(self, why: str, rank: int | None = None) -> None:
         self.is_over = True
         if self.group is None:
             self._give_up(UsageError(f"the scheduler has ended the job: {why}"))
             return
-        self._voice.error("the scheduler has ended the job: %s", why)
+        logger.error("the scheduler has ended the job: %s", why)
         self._break(why)
-        for callback in self._on_end:
-            callback(why)
+        if self.listener is not None:
+            self.listener.hear_end(why, rank)
 
     def _break(self, why: str) -> None:
         with self._changed:

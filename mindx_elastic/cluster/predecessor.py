@@ -12,8 +12,8 @@ import select
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
+from mindx_elastic.cluster.messages import Identity
 from mindx_elastic.core.posix import open_pidfd
 
 __all__ = ["end_predecessor"]
@@ -23,20 +23,16 @@ _MOST_BYTES = 1 << 20
 _SAME = ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
 
 
-def end_predecessor(told: object, *, space: str, node_id: str, env: Mapping[str, str]) -> int | None:
+def end_predecessor(told: Identity | None, *, space: str, node_id: str, env: Mapping[str, str]) -> int | None:
     """Kill the process that the scheduler names in `told`. Returns its pid; None: there is nothing to end.
 
     `space`: of this process, see `alarm.peers`. `env`: with which this process was started.
     """
-    if not isinstance(told, dict):
+    if told is None or told.pid in (0, 1, os.getpid()) or not told.started or not space or told.space != space:
         return None
-    pid, started = told.get("pid"), told.get("started")
-    if type(pid) is not int or not 1 < pid < 1 << 22 or pid == os.getpid() or not isinstance(started, str):
-        return None
-    if not space or told.get("space") != space or not started:
-        return None
+    pid = told.pid
     try:
-        fd = open_pidfd(pid, started)
+        fd = open_pidfd(pid, told.started)
     except OSError:
         return None  # it is gone, or cannot be watched
     try:
@@ -55,7 +51,7 @@ def end_predecessor(told: object, *, space: str, node_id: str, env: Mapping[str,
 
 def _environment(pid: int) -> dict[str, str]:
     """With which a process was started; empty for one of another user."""
-    found: dict[str, Any] = {}
+    found: dict[str, str] = {}
     with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         for each in file.read(_MOST_BYTES).split(b"\0"):
             name, _, value = os.fsdecode(each).partition("=")

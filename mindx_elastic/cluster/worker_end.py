@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY
 from mindx_elastic.alarm.peers import report_death
-from mindx_elastic.cluster.member import Member
-from mindx_elastic.cluster.voice import Voice
+from mindx_elastic.cluster.connection import SchedulerConnection
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.leaving import Leaving, add_last_act, noted_leaving
 from mindx_elastic.core.same_program import SameProgram
 
-__all__ = ["Ending"]
+__all__ = ["WorkerEnd"]
 
 _STOPS = ("signal", "flag", "request", "fault")
 _PATIENCE_S = 2.5  # until the scheduler tells of a death on another machine: see `Limits.reconnect_s`
@@ -43,16 +43,16 @@ _MOST_ANEW = 5
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
-class Ending:
+class WorkerEnd:
     """One per worker process."""
 
-    def __init__(self, member: Member, voice: Voice, env: Mapping[str, str]) -> None:
+    def __init__(self, connection: SchedulerConnection, env: Mapping[str, str]) -> None:
         """`env`: the environment with which the program was started. Main thread, before the program has changed
         anything that ``exec`` should not carry over."""
-        self._member, self._voice, self._env = member, voice, dict(env)
+        self._connection, self._env = connection, dict(env)
         number = env.get(_ANEW, "")
         self._num_anew = int(number) if number.isdecimal() else 0
-        self._recovery = member.settings.recovery
+        self._recovery = connection.settings.recovery
         self._program = SameProgram()
         self._code: object = None
         self._once = threading.Lock()
@@ -64,34 +64,32 @@ class Ending:
         self._exit, sys.exit = sys.exit, self._note_exit
         atexit.register(self._at_exit)
         add_last_act(self._last_act)
-        self._member.on_death(lambda rank: self._hear_death())
-        self._member.on_end(self._hear_end)
-        self._member.on_obsolete(self._hear_obsolete)
+        self._connection.listener = self
+        self.hear_death()
 
-    # --- what the member's thread hears ---
+    # --- what the connection's thread hears ---
 
-    def _hear_death(self) -> None:
-        for rank in self._member.deaths:
+    def hear_death(self) -> None:
+        for rank in self._connection.deaths:
             report_death(rank)  # without a guard the program's own collectives fail
 
-    def _hear_end(self, why: str) -> None:
+    def hear_end(self, why: str, rank: int | None) -> None:
         """The job is over: the guard saves and leaves; a program without one is ended after a while."""
         from mindx_elastic.guard.active import request_stop
 
-        dead = self._member.dead_rank
-        if report_death(dead) if dead is not None else request_stop(why, EXIT_TEMPORARY):
+        if report_death(rank) if rank is not None else request_stop(why, EXIT_TEMPORARY):
             return
         threading.Thread(target=self._end_soon, name="mindx-cluster-end", daemon=True).start()
 
     def _end_soon(self) -> None:
         time.sleep(_UNGUARDED_S)
-        self._voice.error("leaving with exit code %d: %s", EXIT_TEMPORARY, self._member.broken)
+        logger.error("leaving with exit code %d: %s", EXIT_TEMPORARY, self._connection.broken)
         _flush()
         os._exit(EXIT_TEMPORARY)
 
-    def _hear_obsolete(self, why: str) -> None:
+    def hear_obsolete(self, why: str) -> None:
         """Nothing is saved: the others have gone on from what this process has given them, or from files."""
-        self._voice.warning("%s; this process begins anew in place (pid %d)", why, self._pid)
+        logger.warning("%s; this process begins anew in place (pid %d)", why, self._pid)
         self._begin_anew()
 
     # --- the end ---
@@ -113,53 +111,51 @@ class Ending:
             self._conclude(noted_leaving())
 
     def _conclude(self, leaving: Leaving | None) -> None:
-        member = self._member
+        connection = self._connection
         error = getattr(sys, "last_value", None)
         error = None if error is self._before else error
         if leaving is not None and leaving.kind in _STOPS:
-            member.leave("left", leaving.code, leaving.reason)
+            connection.leave("left", leaving.code, leaving.reason)
         elif leaving is not None and not (leaving.kind == "exception" and leaving.is_own):
             self._follow(leaving.reason, leaving.code)  # another rank was killed or has failed
         elif error is not None:
             text = f"{type(error).__name__}: {error}"
-            if isinstance(error, RuntimeError) and member.wait_until_broken(_PATIENCE_S):
+            if isinstance(error, RuntimeError) and connection.wait_until_broken(_PATIENCE_S):
                 self._follow(text, EXIT_TEMPORARY)
-            elif self._recovery and not member.is_over and _is_of_others(error) and self._num_anew < _MOST_ANEW:
+            elif self._recovery and not connection.is_over and _is_of_others(error) and self._num_anew < _MOST_ANEW:
                 # The scheduler may be gone as well, or has not seen it yet.
                 self._env[_ANEW] = str(self._num_anew + 1)
                 self._follow(text, EXIT_TEMPORARY)
             else:
-                member.leave("failed", EXIT_ERROR, text)
+                connection.leave("failed", EXIT_ERROR, text)
         elif code := _code_of(self._code):
-            member.leave("failed", code, f"exit code {code}")
+            connection.leave("failed", code, f"exit code {code}")
         else:
-            member.leave("done", 0, "", timeout_s=_DONE_S)
+            connection.leave("done", 0, "", timeout_s=_DONE_S)
 
     def _follow(self, why: str, code: int) -> None:
         """The training of this process could not go on because of another one."""
-        member = self._member
-        told = member.wait_until_broken(_PATIENCE_S)  # which rank it was, and why
-        if not self._recovery or member.is_over:
-            member.leave("failed", code, told or why)
+        connection = self._connection
+        told = connection.wait_until_broken(_PATIENCE_S)  # which rank it was, and why
+        if not self._recovery or connection.is_over:
+            connection.leave("failed", code, told or why)
             return
         if told:
             self._env.pop(_ANEW, None)
-        self._voice.warning("%s; this process begins anew in place (pid %d) and waits", told or why, self._pid)
-        member.leave("away", code, told or why)
+        logger.warning("%s; this process begins anew in place (pid %d) and waits", told or why, self._pid)
+        connection.leave("away", code, told or why)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         """Replace this process's program by itself. Does not return, unless the system refuses it."""
         logging.shutdown()
         env = self._env
-        if self._member.node_id:
-            env = {**env, "MS_NODE_ID": self._member.node_id}
+        if self._connection.node_id:
+            env = {**env, "MS_NODE_ID": self._connection.node_id}
         try:
             self._program.begin_again(env)
         except OSError as error:
-            self._voice.error(
-                "this process cannot begin anew in place (%s); start it again with the same variables", error
-            )
+            logger.error("this process cannot begin anew in place (%s); start it again with the same variables", error)
             _flush()
             os._exit(EXIT_TEMPORARY)
 

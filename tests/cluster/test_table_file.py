@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cluster.records import TABLE_FILE, Records, leave_farewell
+from mindx_elastic.cluster.messages import Farewell
+from mindx_elastic.cluster.table_file import TABLE_FILE, TableFile, leave_farewell
 from mindx_elastic.errors import SaveError, UsageError
 
 
 def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path) -> None:
-    first = Records(tmp_path / "recovery")
+    first = TableFile(tmp_path / "recovery")
     assert first.read() is None
     first.write({"job": "a"})
     first.write({"job": "b"})
     first.close()
-    second = Records(tmp_path / "recovery")
+    second = TableFile(tmp_path / "recovery")
     assert second.read() == {"job": "b"}
     second.close()
     assert sorted(os.listdir(tmp_path / "recovery")) == [TABLE_FILE, "scheduler.lock"]
@@ -25,7 +26,7 @@ def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_a_damaged_table_is_refused_with_the_way_out(content: bytes, tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = TableFile(tmp_path)
     (tmp_path / TABLE_FILE).write_bytes(content)
     with pytest.raises(UsageError, match="not the table of a scheduler"):
         records.read()
@@ -33,7 +34,7 @@ def test_a_damaged_table_is_refused_with_the_way_out(content: bytes, tmp_path: P
 
 
 def test_a_link_in_the_tables_place_is_not_followed(tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = TableFile(tmp_path)
     (tmp_path / "elsewhere").write_text("{}")
     (tmp_path / TABLE_FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot be read"):
@@ -46,11 +47,11 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o777)
     with pytest.raises(UsageError, match="MS_RECOVERY_PATH"):
-        Records(shared)
+        TableFile(shared)
 
 
 def test_a_write_that_fails_leaves_the_table_before(tmp_path: Path) -> None:
-    records = Records(tmp_path / "recovery")
+    records = TableFile(tmp_path / "recovery")
     records.write({"job": "a"})
     (tmp_path / "recovery" / TABLE_FILE).unlink()
     (tmp_path / "recovery" / TABLE_FILE).mkdir()  # what os.replace cannot replace
@@ -60,14 +61,14 @@ def test_a_write_that_fails_leaves_the_table_before(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_no_scheduler_hears_leaves_its_farewell(tmp_path: Path) -> None:
-    name, message = "a" * 32, {"op": "bye", "how": "done", "code": 0, "why": ""}
+    name, message = "a" * 32, Farewell("done", 0, "")
     assert leave_farewell(tmp_path / "elsewhere", name, message) is None, "a machine without the scheduler's folder"
     assert not (tmp_path / "elsewhere").exists()
-    records = Records(tmp_path / "recovery")
+    records = TableFile(tmp_path / "recovery")
     records.write({"job": "a"})
     assert records.farewell(name) is None
     path = leave_farewell(tmp_path / "recovery", name, message)
-    assert path is not None and records.farewell(name) == ("done", 0, "")
+    assert path is not None and records.farewell(name) == message
     path.write_bytes(b'{"how": "alive"}')
     assert records.farewell(name) is None
     records.forget_farewell(name)

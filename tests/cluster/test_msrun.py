@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cluster.launch import main, plan_of
+from mindx_elastic.cluster.msrun import main, plan_of
 from mindx_elastic.errors import UsageError
 from tests.cluster.processes import free_port
 from tests.harness import JOBS, Job, _environment, wait_until

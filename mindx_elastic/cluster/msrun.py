@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
-from mindx_elastic.cluster.table import MAX_WORKERS
+from mindx_elastic.cluster.messages import MAX_WORKERS
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 

@@ -18,9 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.cluster.connection import NoSchedulerError, SchedulerConnection
 from mindx_elastic.cluster.group import export_group
-from mindx_elastic.cluster.member import Group, NoSchedulerError
-from mindx_elastic.cluster.member import Member as Link
+from mindx_elastic.cluster.messages import Group
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import StatusPage
@@ -43,12 +43,12 @@ _LEAST_TIMEOUT_S = 120.0
 class ClusterMember(Member):
     """A worker's part in recoveries in place."""
 
-    def __init__(self, settings: RejoinSettings, ranks: RankInfo, link: Link) -> None:
-        assert link.group is not None
-        super().__init__(settings, ranks, AgentInfo(folder=Path(), attempt=link.group.attempt))
-        self._link, self._group = link, link.group
-        self.generation = link.group.generation
-        self.is_joiner = 0 < len(link.group.new) < link.group.size
+    def __init__(self, settings: RejoinSettings, ranks: RankInfo, connection: SchedulerConnection) -> None:
+        assert connection.group is not None
+        super().__init__(settings, ranks, AgentInfo(folder=Path(), attempt=connection.group.attempt))
+        self._scheduler, self._group = connection, connection.group
+        self.generation = connection.group.generation
+        self.is_joiner = 0 < len(connection.group.new) < connection.group.size
         self._timeout_s = max(self._timeout_s, _LEAST_TIMEOUT_S)
         self.page = StatusPage()
         self._shares_orders = False  # there are no spares
@@ -99,11 +99,11 @@ class ClusterMember(Member):
         return super().join(ddp, end_setup, receive)
 
     def _why_over(self) -> str:
-        return f"{self._link.last_death}, during the recovery" if self._link.deaths else ""
+        return f"{self._scheduler.last_death}, during the recovery" if self._scheduler.deaths else ""
 
     def opened(self, host: Host) -> None:
         super().opened(host)
-        for rank in self._link.deaths:  # while the guard was being entered
+        for rank in self._scheduler.deaths:  # while the guard was being entered
             host.call_soon(0.0, lambda rank=rank: self.hear_death(rank))  # type: ignore[misc]
 
     def refuse(self, generation: int, reason: str) -> None:
@@ -129,7 +129,7 @@ class ClusterMember(Member):
         record = RecoveryRecord(
             generation=self.generation,
             outcome=IN_PLACE,
-            cause=self._link.last_death,
+            cause=self._scheduler.last_death,
             ranks=verdict.dead,
             stood_in=tuple(
                 StandIn(rank=rank, pid=int(notes[rank]["pid"]), by=BY_HAND)
@@ -152,9 +152,9 @@ class ClusterMember(Member):
             RecoveryRecord(
                 generation=self.generation + 1,
                 outcome=RESTART,
-                cause=self._link.last_death,
+                cause=self._scheduler.last_death,
                 reason=reason,
-                ranks=tuple(sorted(self._link.deaths)),
+                ranks=tuple(sorted(self._scheduler.deaths)),
                 duration_s=time.time() - began,
             )
         )
@@ -162,20 +162,20 @@ class ClusterMember(Member):
     def _emit(self, record: RecoveryRecord) -> None:
         if self.events is not None:
             facts: dict[str, Any] = {"attempt": self._group.attempt, "pid": os.getpid(), "host": socket.gethostname()}
-            self.events.emit("rejoin", **as_event(record), cluster=self._link.job, **facts)
+            self.events.emit("rejoin", **as_event(record), cluster=self._scheduler.job, **facts)
 
     def _next_group(self, host: Host, generation: int) -> Group:
         """Wait until every rank has a process again."""
         is_said = False
         while True:
             try:
-                group = self._link.wait_for(generation, _LOOK_S)
+                group = self._scheduler.wait_for(generation, _LOOK_S)
             except NoSchedulerError as error:
                 raise RejoinFailed(str(error)) from None
             except TimeoutError:
                 if host.is_stopping():
                     raise RejoinFailed("the job is being stopped") from None
-                if self._link.is_alone and not self._link.broken and not is_said:
+                if self._scheduler.is_alone and not self._scheduler.broken and not is_said:
                     is_said = True
                     self._say_that_it_waits()
                 continue
@@ -189,8 +189,8 @@ class ClusterMember(Member):
             "rank %d is gone, and no scheduler is there; this process waits up to %g s (MS_TOPO_TIMEOUT) for one at %s "
             "and for that rank: start both again with the same variables, the scheduler with MS_NODE_ID=sched",
             self._heard_rank,
-            self._link.settings.formation_s,
-            self._link.place,
+            self._scheduler.settings.formation_s,
+            self._scheduler.place,
         )
 
     def _enter_group(self, group: Group) -> None:
@@ -198,8 +198,8 @@ class ClusterMember(Member):
         import torch.distributed as dist
 
         self._group, self._store = group, None
-        groups.set_default_store(dist.PrefixStore(f"mindx-cluster/{group.generation}", self._link.store_of(group)))
-        export_group(self._link, group)
+        groups.set_default_store(dist.PrefixStore(f"mindx-cluster/{group.generation}", self._scheduler.store_of(group)))
+        export_group(self._scheduler, group)
 
     def _note_new(self, board: Board, generation: int) -> None:
         """What the agent notes elsewhere. All ranks write the same, and the first one counts."""
@@ -212,7 +212,7 @@ class ClusterMember(Member):
 
     def _board(self, generation: int) -> Board:
         """The board of a generation whose group is not formed yet is only a word: the store before may be gone."""
-        scope = f"{self._link.job}/{generation}"
+        scope = f"{self._scheduler.job}/{generation}"
         store = self._connection() if generation == self._group.generation else None
         return Board(store, key=board_key(), scope=scope, writer=self.ranks.rank)  # type: ignore[arg-type]
 
@@ -241,10 +241,10 @@ class ClusterMember(Member):
             return found
 
 
-def cluster_problem(link: Link) -> str:
+def cluster_problem(connection: SchedulerConnection) -> str:
     """Why deaths are not recovered in place; empty: they are."""
-    if not link.settings.recovery:
+    if not connection.settings.recovery:
         return "MS_ENABLE_RECOVERY=1 is not set"
-    if link.group is None or link.group.local_size != link.group.size:
+    if connection.group is None or connection.group.local_size != connection.group.size:
         return "the workers are on several machines"
     return ""

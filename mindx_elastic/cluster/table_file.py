@@ -13,12 +13,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.cluster.wire import WireError, farewell
+from mindx_elastic.cluster.messages import Farewell
+from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable
@@ -26,7 +27,7 @@ from mindx_elastic.errors import MindxError, SaveError, UsageError
 from mindx_elastic.persist.storage import prepare_owned_directory, remove_stale_temps
 from mindx_elastic.platforms.small_files import write_whole
 
-__all__ = ["TABLE_FILE", "Records", "leave_farewell"]
+__all__ = ["TABLE_FILE", "TableFile", "leave_farewell"]
 
 TABLE_FILE = "scheduler.json"
 _LOCK_FILE = "scheduler.lock"
@@ -37,7 +38,7 @@ _MAX_NAME_BYTES = 200
 _LOCK_S = 5.0  # a predecessor that was killed a moment ago may not be quite gone
 
 
-class Records:
+class TableFile:
     """Of one scheduler. One thread."""
 
     def __init__(self, folder: Path) -> None:
@@ -104,12 +105,12 @@ class Records:
         """Replace the table. Raises SaveError."""
         write_whole(self.path, json.dumps(content, indent=1).encode())
 
-    def farewell(self, incarnation: str) -> tuple[str, int, str] | None:
-        """How this process has ended while no scheduler heard it: how, exit code, why. None: it has not said so."""
+    def farewell(self, incarnation: str) -> Farewell | None:
+        """How this process has ended while no scheduler heard it. None: it has not said so."""
         try:
             with open(open_trusted(self._farewell_of(incarnation), self._owners), "rb") as file:
-                return farewell(json.loads(file.read(_MAX_FAREWELL_BYTES)))
-        except (MindxError, OSError, ValueError, RecursionError, AttributeError, WireError):
+                return read(Farewell, json.loads(file.read(_MAX_FAREWELL_BYTES)))
+        except (MindxError, OSError, ValueError, RecursionError):
             return None  # it counts as dead then
 
     def forget_farewell(self, incarnation: str) -> None:
@@ -124,11 +125,11 @@ class Records:
         os.close(self._lock)
 
 
-def leave_farewell(folder: Path, incarnation: str, message: Mapping[str, Any]) -> Path | None:
+def leave_farewell(folder: Path, incarnation: str, message: Farewell) -> Path | None:
     """In a worker that ends: write its farewell where the next scheduler reads it. None: this machine does not have the
     scheduler's folder, or cannot write to it."""
     if not (folder / TABLE_FILE).is_file():
         return None
     with suppress(SaveError):
-        return write_whole(folder / _FAREWELL.format(incarnation), json.dumps(dict(message)).encode())
+        return write_whole(folder / _FAREWELL.format(incarnation), json.dumps(asdict(message)).encode())
     return None

@@ -1,0 +1,143 @@
+"""Data classes out of JSON that others have written: each field by its type and its bounds.
+
+What comes over a socket, through the store or out of a file is not trusted. The fields of a data class say what may be
+in it, and `read` makes the object or says which field is wrong::
+
+    @dataclass(frozen=True)
+    class Farewell:
+        how: Literal["done", "failed"]
+        code: Annotated[int, Between(0, 255)]
+        why: Annotated[str, Words(500)]
+
+``dataclasses.asdict`` is the way back. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mindx_elastic.core.printable import printable
+
+__all__ = ["Between", "Text", "Words", "read"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Between:
+    """Of a number: both are allowed. Without it a whole number is 0 to 2**60, and any other one finite."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Text:
+    """Of a text that is compared or used as a name: at most so many characters. Without it 2000."""
+
+    most: int
+    pattern: str = ""
+    """The whole text matches it."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Of a text for a person: a longer one is cut, and what a terminal would obey is escaped."""
+
+    most: int
+
+
+_NATURAL, _FINITE, _TEXT = Between(0, 1 << 60), Between(-math.inf, math.inf), Text(2000)
+_MOST_PARTS = 1 << 20
+_WORDS = {bool: "true or false", str: "text", Path: "path"}
+
+
+def read(kind: type[_T], content: object) -> _T:
+    """The data class `kind` with the fields in `content`; others there are ignored. Raises ValueError with the field's
+    name for one that is missing, of another type or out of its bounds."""
+    if not isinstance(content, Mapping):
+        raise ValueError("it is no object")
+    hints = _hints(kind)  # type: ignore[arg-type]  # classes are hashable
+    found: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]  # a data class
+        if field.name in content:
+            found[field.name] = _value(hints[field.name], content[field.name], field.name)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"it has no {field.name}")
+    return kind(**found)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _value(arguments[0], value, name, arguments[1])
+    if origin in (Union, UnionType) and NoneType in arguments:
+        return None if value is None else _value(arguments[arguments[0] is NoneType], value, name)
+    if origin is Literal or (isinstance(hint, type) and issubclass(hint, Enum)):
+        allowed = {each: each for each in arguments} if origin is Literal else {each.value: each for each in hint}
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"its {name} is none of {', '.join(map(str, allowed))}")
+        return allowed[value]
+    if isinstance(hint, type) and is_dataclass(hint):
+        return read(hint, value)
+    if origin is not None:
+        return _parts(origin, arguments, value, name)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint in (int, float):
+        return _number(hint, value, name, bounds)
+    if hint in (str, Path) and isinstance(value, str):
+        return hint(_text(value, name, bounds or _TEXT))
+    raise ValueError(f"its {name} is no {_WORDS.get(hint, hint.__name__)}")
+
+
+def _parts(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    """Of a tuple, a list (both from a list) or a mapping, whose keys JSON has made texts."""
+    if issubclass(origin, Mapping):
+        if not isinstance(value, dict) or len(value) > _MOST_PARTS:
+            raise ValueError(f"its {name} is no object")
+        return {_key(arguments[0], key, name): _value(arguments[1], each, name) for key, each in value.items()}
+    if not isinstance(value, (list, tuple)) or len(value) > _MOST_PARTS:
+        raise ValueError(f"its {name} is no list")
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        if len(value) != len(arguments):
+            raise ValueError(f"its {name} has {len(value)} parts instead of {len(arguments)}")
+        return tuple(_value(hint, each, name) for hint, each in zip(arguments, value, strict=True))
+    assert issubclass(origin, Sequence)
+    found = [_value(arguments[0], each, name) for each in value]
+    return tuple(found) if origin is tuple else found
+
+
+def _key(hint: Any, key: str, name: str) -> Any:
+    if hint is int and key.isascii() and key.isdecimal():
+        return _number(int, int(key[:20]), name, None)
+    return _value(hint, key, name)
+
+
+def _number(kind: type, value: Any, name: str, bounds: Between | None) -> Any:
+    bounds = bounds or (_NATURAL if kind is int else _FINITE)
+    is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if is_number and bounds.low <= value <= bounds.high and (kind is int or math.isfinite(value)):
+        return kind(value)
+    raise ValueError(f"its {name} is no {'whole ' * (kind is int)}number from {bounds.low:g} to {bounds.high:g}")
+
+
+def _text(value: str, name: str, bounds: Text | Words) -> str:
+    if isinstance(bounds, Words):
+        return printable(value[: bounds.most], bounds.most)
+    if len(value) > bounds.most or not re.fullmatch(bounds.pattern or ".*", value, re.DOTALL):
+        raise ValueError(f"its {name} {printable(value, 40)!r} is no such text of at most {bounds.most} characters")
+    return value
