@@ -20,15 +20,16 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from mindx_elastic.core.fields import Between, read
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory.arena import bytes_of
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE
@@ -69,34 +70,18 @@ class Parcel:
     header_bytes: int
     digest: str
     """xxh3-128 of the file."""
-    ring_bytes: int
+    ring_bytes: Annotated[int, Between(0, _MOST_RING_BYTES)]
     ring_digest: str
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "directory": str(self.directory),
-            "nbytes": self.nbytes,
-            "header_bytes": self.header_bytes,
-            "digest": self.digest,
-            "ring_bytes": self.ring_bytes,
-            "ring_digest": self.ring_digest,
-        }
+        return {**asdict(self), "directory": str(self.directory)}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], verdict: Verdict) -> Parcel:
-        """Raises ValueError, KeyError, TypeError for anything else."""
-        found = cls(
-            Path(str(content["directory"])),
-            verdict.attempt,
-            verdict.step,
-            int(content["nbytes"]),
-            int(content["header_bytes"]),
-            str(content["digest"]),
-            int(content["ring_bytes"]),
-            str(content["ring_digest"]),
-        )
-        if not 8 < found.header_bytes <= found.nbytes or not 0 <= found.ring_bytes <= _MOST_RING_BYTES:
-            raise ValueError(f"{found.header_bytes} of {found.nbytes} bytes, a ring of {found.ring_bytes}")
+    def from_json(cls, content: object) -> Parcel:
+        """Raises ValueError for anything else."""
+        found = read(cls, content)
+        if not 8 < found.header_bytes <= found.nbytes:
+            raise ValueError(f"a header of {found.header_bytes} of {found.nbytes} bytes")
         return found
 
     @classmethod

@@ -185,7 +185,9 @@ class NodesMember(Member):
             if "path" not in word:
                 raise RejoinFailed(str(word.get("refusal")))
         elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:
-            parcel = Parcel.from_json(self._wait(board, [given], host, unless=over)[given]["parcel"], verdict)
+            parcel = Parcel.from_json(self._wait(board, [given], host, unless=over)[given].get("parcel"))
+            if (parcel.attempt, parcel.step) != (verdict.attempt, verdict.step):
+                raise RejoinFailed("the donor gives another boundary")
             self._give_copy(board, generation, take(parcel, donor, receive, self._timeout_s), None)
 
 

@@ -25,18 +25,15 @@ shared memory, and the processes are ended (`Fallback.KILL`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
+from mindx_elastic.core.fields import Between, Words, read
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.rank_lists import rank_list
 
 __all__ = ["Coordinator", "Fallback", "InMemory", "Phase", "Report", "Verdict", "decide"]
-
-_MOST_STEP = 1 << 60
-_LONGEST = 2000
-_MOST_MOMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -47,32 +44,16 @@ class InMemory:
     """The boundaries of its snapshots."""
     boundaries: tuple[Moment, ...] = ()
     """The boundaries of which its small state is there: all that replicas do not share."""
-    step: int = -1
+    step: Annotated[int, Between(-1, 1 << 60)] = -1
     """Of a dead rank: the last boundary that it had passed; -1: not known."""
 
     def to_json(self) -> dict[str, Any]:
-        found = {name: [list(moment) for moment in getattr(self, name)] for name in ("snapshots", "boundaries")}
-        return {**found, "step": self.step}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> InMemory:
-        """A note that says nothing of it is fine. Raises ValueError, TypeError."""
-        snapshots, boundaries = (_moments(content.get(name, [])) for name in ("snapshots", "boundaries"))
-        return cls(snapshots, boundaries, int(content.get("step", -1)))
-
-
-def _moments(content: Any) -> tuple[Moment, ...]:
-    found = tuple(_moment(each) for each in content)
-    if len(found) > _MOST_MOMENTS:
-        raise ValueError(f"{len(found)} boundaries in memory")
-    return found
-
-
-def _moment(content: Any) -> Moment:
-    run, attempt, step = content
-    if not (0 <= int(attempt) < _MOST_STEP and 0 <= int(step) < _MOST_STEP):
-        raise ValueError(f"attempt {attempt}, step {step}")
-    return str(run)[:_LONGEST], int(attempt), int(step)
+        """A note that says nothing of it is fine. Raises ValueError."""
+        return read(cls, content)
 
 
 _NOTHING = InMemory()
@@ -93,7 +74,7 @@ class Report:
     """A digest of its process groups: names, members, backends."""
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The order of gradients of each DDP module; see `capture.ddp_order`."""
-    problem: str = ""
+    problem: Annotated[str, Words(2000)] = ""
     """Why this rank cannot take part; empty: it can."""
     peers: tuple[int, ...] | None = None
     """The ranks that hold the same parts of the state as this one, this one included; None: every rank does."""
@@ -104,40 +85,12 @@ class Report:
     memory: InMemory = _NOTHING
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "run_id": self.run_id,
-            "attempt": self.attempt,
-            "step": self.step,
-            "clean": self.clean,
-            "groups": self.groups,
-            "orders": {name: list(order) for name, order in self.orders.items()},
-            "problem": self.problem,
-            "peers": None if self.peers is None else list(self.peers),
-            "base": None if self.base is None else list(self.base),
-            "saved": self.saved,
-            "memory": self.memory.to_json(),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, rank: int, content: Mapping[str, Any]) -> Report:
-        """Raises ValueError, KeyError, TypeError for anything else than a report."""
-        attempt, step = int(content["attempt"]), int(content["step"])
-        if not (0 <= attempt < _MOST_STEP and 0 <= step < _MOST_STEP):
-            raise ValueError(f"attempt {attempt}, step {step}")
-        return cls(
-            rank=rank,
-            run_id=str(content["run_id"])[:_LONGEST],
-            attempt=attempt,
-            step=step,
-            clean=bool(content["clean"]),
-            groups=str(content["groups"])[:_LONGEST],
-            orders={str(name): [int(index) for index in order] for name, order in content["orders"].items()},
-            problem=str(content["problem"])[:_LONGEST],
-            peers=None if content["peers"] is None else tuple(int(peer) for peer in content["peers"]),
-            base=None if content["base"] is None else _moment(content["base"]),
-            saved=int(content["saved"]),
-            memory=InMemory.from_json(content["memory"]),
-        )
+        """Raises ValueError for anything else than a report."""
+        return read(cls, {**content, "rank": rank})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ __all__ = ["MOST_BYTES", "Courier", "Kept", "newest", "put_into_ring"]
 _HEAD = struct.Struct("<4sqqQQ16s")  # magic, attempt, step, length, flags, digest
 _MAGIC = b"mxsr"
 _FORECAST, _TRUSTED, _PINNED = 1, 2, 4
+_RUN_BYTES = 64
 MOST_BYTES = 1 << 18
 """A larger record is not sent."""
 _BUFFER_BYTES = 4 << 20
@@ -81,14 +82,10 @@ class Courier:
             self._flush()
             if self._left:
                 return  # the other side does not read fast enough: it has what was sent before
-            name = run_id.encode()[:64]
-            content = name.ljust(64, b"\0") + state
-            if len(content) > MOST_BYTES:
-                return
-            flags = _FORECAST * forecast | _TRUSTED * trusted | _PINNED * pinned
-            digest = xxhash.xxh3_128_digest(content)
-            self._left = _HEAD.pack(_MAGIC, attempt, step, len(content), flags, digest) + content
-            self._flush()
+            if len(state) <= MOST_BYTES:
+                record = BoundaryRecord(run_id, attempt, step, state, forecast, trusted, pinned)
+                self._left = _pack(record)
+                self._flush()
         except OSError as error:
             self._give_up(error)
 
@@ -115,6 +112,32 @@ class Courier:
             self._socket = None
 
 
+def _pack(record: BoundaryRecord) -> bytes:
+    """As it goes over a connection, and on the board."""
+    content = record.run_id.encode()[:_RUN_BYTES].ljust(_RUN_BYTES, b"\0") + record.content
+    flags = _FORECAST * record.forecast | _TRUSTED * record.trusted | _PINNED * record.pinned
+    digest = xxhash.xxh3_128_digest(content)
+    return _HEAD.pack(_MAGIC, record.attempt, record.step, len(content), flags, digest) + content
+
+
+def _unpack(data: bytes) -> tuple[list[BoundaryRecord], bytes]:
+    """The whole records in front of `data`, and the rest. Raises ValueError."""
+    found = []
+    while len(data) >= _HEAD.size:
+        magic, attempt, step, length, flags, digest = _HEAD.unpack_from(data)
+        if magic != _MAGIC or not _RUN_BYTES <= length <= _RUN_BYTES + MOST_BYTES:
+            raise ValueError("what has come is no small record")
+        if len(data) < _HEAD.size + length:
+            break
+        content, data = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
+        if xxhash.xxh3_128_digest(content) != digest:
+            raise ValueError("a small record was damaged on its way")
+        forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _PINNED))
+        run_id = content[:_RUN_BYTES].rstrip(b"\0").decode("utf-8", "replace")
+        found.append(BoundaryRecord(run_id, attempt, step, content[_RUN_BYTES:], forecast, trusted, pinned))
+    return found, data
+
+
 class Kept:
     """The other node's side, of one rank: its newest records. One thread at a time."""
 
@@ -127,21 +150,13 @@ class Kept:
 
     def take(self, content: bytes) -> tuple[bytes, bool]:
         """What has come over a connection: keep whole records. Returns the rest, and whether it makes sense."""
-        while len(content) >= _HEAD.size:
-            magic, attempt, step, length, flags, digest = _HEAD.unpack_from(content)
-            if magic != _MAGIC or not 64 <= length <= MOST_BYTES:
-                return b"", False
-            if len(content) < _HEAD.size + length:
-                break
-            body = content[_HEAD.size : _HEAD.size + length]
-            content = content[_HEAD.size + length :]
-            if xxhash.xxh3_128_digest(body) != digest:
-                return b"", False
-            forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _PINNED))
-            run_id = body[:64].rstrip(b"\0").decode("utf-8", "replace")
-            record = BoundaryRecord(run_id, attempt, step, body[64:], forecast, trusted, pinned)
-            self._kinds[forecast, pinned and not forecast].append(record)
-        return content, True
+        try:
+            records, rest = _unpack(content)
+        except ValueError:
+            return b"", False
+        for record in records:
+            self._kinds[record.forecast, record.pinned and not record.forecast].append(record)
+        return rest, True
 
     def to_json(self) -> dict[str, Any]:
         """For the board: the oldest first. What would be too long for it is left out, the oldest first."""
@@ -149,37 +164,24 @@ class Kept:
         records.sort(key=lambda record: (record.attempt, record.step, record.forecast))
         while records and sum(len(record.content) for record in records) > _MOST_NOTE_BYTES:
             del records[0]
-        return {
-            "records": [
-                [
-                    record.run_id,
-                    record.attempt,
-                    record.step,
-                    [record.forecast, record.trusted, record.pinned],
-                    base64.b64encode(record.content).decode(),
-                ]
-                for record in records
-            ]
-        }
+        return {"records": [base64.b64encode(_pack(record)).decode() for record in records]}
+
+
+def _records_in(content: Mapping[str, Any]) -> list[BoundaryRecord]:
+    return [record for text in content["records"] for record in _unpack(base64.b64decode(text, validate=True))[0]]
 
 
 def newest(content: Mapping[str, Any]) -> tuple[int, int, int]:
     """To compare what several nodes have kept of one rank. Raises ValueError, KeyError, TypeError for anything else."""
-    records = content["records"]
-    return max(((int(attempt), int(step), len(records)) for _, attempt, step, *_ in records), default=(-1, -1, 0))
+    records = _records_in(content)
+    return max(((each.attempt, each.step, len(records)) for each in records), default=(-1, -1, 0))
 
 
 def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
     """Put a rank's records of `run_id` into the ring in its `folder` in shared memory, unless that has newer ones: the
     rank had been on this very machine. Returns how many. Raises ValueError, KeyError, TypeError for anything else than
     records, and ArenaError, OSError."""
-    records = []
-    for name, attempt, step, (forecast, trusted, pinned), text in content["records"]:
-        if name == run_id:
-            body = base64.b64decode(text, validate=True)
-            records.append(
-                BoundaryRecord(name, int(attempt), int(step), body, bool(forecast), bool(trusted), bool(pinned))
-            )
+    records = [record for record in _records_in(content) if record.run_id == run_id]
     there: list[BoundaryRecord] = []
     with suppress(FileNotFoundError):
         there = [record for record in read_ring(folder / BOUNDARIES_FILE) if record.run_id == run_id]

@@ -40,7 +40,7 @@ def parcel(**more: Any) -> dict[str, Any]:
 
 
 def test_what_the_donor_says_of_its_file_is_understood() -> None:
-    found = Parcel.from_json(parcel(), VERDICT)
+    found = Parcel.from_json(parcel())
     assert (found.directory, found.attempt, found.step, found.nbytes) == (Path("/ckpt"), 2, 7, 100)
 
 
@@ -48,8 +48,8 @@ def test_what_the_donor_says_of_its_file_is_understood() -> None:
     "more", [{"nbytes": -1}, {"header_bytes": 101}, {"ring_bytes": -1}, {"ring_bytes": 1 << 40}, {"nbytes": "x"}]
 )
 def test_anything_else_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        Parcel.from_json(parcel(**more), VERDICT)
+    with pytest.raises(ValueError, match=r"."):
+        Parcel.from_json(parcel(**more))
 
 
 def test_a_file_that_does_not_come_leaves_the_other_slot(tmp_path: Path) -> None:

@@ -250,13 +250,12 @@ def test_a_dead_rank_takes_its_part_from_its_replica() -> None:
         {"memory": {"snapshots": [["run", 3]]}},
         {"memory": {"snapshots": [["run", 3, -1]]}},
         {"base": ["run", "x", 2]},
-        {"memory": {"boundaries": [["run", 1, 1]] * 65}},
         {"peers": 3},
         {"memory": None},
     ],
 )
 def test_a_report_that_makes_no_sense_of_memory_is_refused(change: Mapping[str, Any]) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+    with pytest.raises(ValueError, match=r"."):
         Report.from_json(1, {**report(1).to_json(), **change})
 
 
@@ -265,7 +264,7 @@ def test_a_report_that_makes_no_sense_of_memory_is_refused(change: Mapping[str, 
     [{"step": -1}, {"attempt": 1 << 61}, {"step": "seven"}, {"orders": 3}, {"orders": {"m": ["x"]}}, {"step": None}],
 )
 def test_what_is_no_report_is_refused(change: Mapping[str, Any]) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+    with pytest.raises(ValueError, match=r"."):
         Report.from_json(1, {**report(1).to_json(), **change})
 
 
