@@ -347,6 +347,8 @@ class Stopper:
             self.stop_for_death()  # the last step came before the news
         if self.phase is StopPhase.TRAINING:
             decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
+            if decision == FINISHED:
+                self.dismiss()  # also an alarm that came meanwhile: the other ranks have left without one
             gone = [] if decision == FINISHED else [rank for rank in self.peers_gone() if self._died(rank)]
             if gone and decision.step is None:  # killed before it could finish
                 self.watcher.post(lambda: self.stop(self.alarms.of_death(gone)))

@@ -1,0 +1,615 @@
+"""A job of several ranks that is told to stop, or breaks, in a simulated world: alarm, agreement, save, exit.
+
+Real are the watcher, the stop request, the exchange over the store, the agreement, the step gate, the update gate, the
+stopper with its claim, the salvage and the last resort. Simulated are the training, its collectives, the store's host
+and the network to it, what a save takes, and what goes wrong. `play` plays one schedule and checks `faults_of` it::
+
+    python -m tests.simulation.stops --schedules 100000 --first 0 --jobs 2
+    python -m tests.simulation.stops --seed 4711          # its story
+
+What must hold in every schedule:
+
+* A file has a boundary that its rank has passed, and nothing changed it while it was written.
+* Files that ranks wrote because all had agreed on a step have one step.
+* Every process ends, before its deadline unless it is writing a file then.
+* No rank says that the training is done where another one saved because it was told to stop.
+
+and where no more happens than signals, pauses, a slow store and slow steps (`Fault.is_gentle`):
+
+* All ranks save the same step and leave with the signal's code, or all finish with 0 and save nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import signal
+import sys
+import time as real_time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.agreement.store_exchange import StoreExchange
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
+from mindx_elastic.core.status_page import StatusPage
+from mindx_elastic.errors import GracefulExit, SaveError
+from mindx_elastic.guard.last_resort import LastResort
+from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
+from mindx_elastic.guard.process_end import LogRelay
+from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
+from tests.simulation.store import Connection, SimulatedStore
+from tests.simulation.world import Process, Stuck, World
+
+__all__ = ["KINDS", "Fault", "Outcome", "Plan", "faults_of", "plan_of", "play", "shrink"]
+
+GRACE_S = 30.0
+LATE_S = 1.0
+"""How long after its deadline a process may end that was not writing."""
+_AGREEMENT_S = 5.0
+_PATIENCE_S = 300.0
+"""What still runs then hangs, and the platform sends SIGTERM to all of it."""
+_NOTICE_S = 0.002
+"""Until the others on the machine know of a death."""
+_ALARMS = frozenset({"signal", "exception", "request", "peer"})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that happens."""
+
+    kind: str
+    """One of `KINDS`."""
+    rank: int
+    at: float
+    """Seconds after the start."""
+    length_s: float = 0.0
+
+    @property
+    def is_gentle(self) -> bool:
+        return KINDS[self.kind]
+
+
+KINDS = {
+    "sigterm": True,
+    "pause": True,
+    "evaluation": True,
+    "slow store": True,
+    "slow step": True,
+    "request": False,  # the code is the program's
+    "kill": False,
+    "exception": False,
+    "hang": False,
+    "freeze": False,
+    "cut off": False,
+    "slow disk": False,
+    "full disk": False,
+}
+"""What can happen, and whether the ranks still come to one step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One schedule."""
+
+    seed: int
+    world_size: int
+    steps: int
+    """Of the whole training."""
+    step_s: float
+    update_s: float
+    save_s: float
+    window: int
+    """Steps of an accumulation window: only its last one updates, and is a boundary."""
+    collectives: str
+    """What a collective does whose peer is dead: ``fails``, or ``hangs``."""
+    faults: tuple[Fault, ...]
+
+
+@dataclass
+class Outcome:
+    """What a schedule came to."""
+
+    plan: Plan
+    ranks: list[_Rank]
+    story: list[tuple[float, str]] = field(default_factory=list)
+    switches: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+    """Simulated."""
+    stuck: str = ""
+    wrong: list[str] = field(default_factory=list)
+    """Empty: all that must hold does."""
+
+
+def plan_of(seed: int) -> Plan:
+    """A schedule from its seed."""
+    random = Random(seed)
+    world_size = random.choice((1, 2, 2, 3, 3, 4, 4, 8))
+    step_s = random.choice((0.01, 0.1, 0.4, 2.0))
+    steps = random.randint(3, 30)
+    gentle, rough = [kind for kind, is_gentle in KINDS.items() if is_gentle], list(KINDS)
+    kinds = gentle if random.random() < 0.4 else rough
+    chosen = [random.choice(("sigterm", random.choice(kinds))) for _ in range(random.randint(1, 5))]
+    last = 1.2 * steps * step_s
+    # Two things at nearly the same time meet oftener than two at any.
+    moments = [random.uniform(0.0, last) for _ in range(2)]
+    faults = []
+    for kind in chosen:
+        at = max(0.0, random.choice(moments) + random.choice((0.0, random.uniform(-0.02, 0.02), random.uniform(-2, 2))))
+        length_s = random.choice((0.05, 0.5, 3.0, 20.0))
+        ranks = range(world_size) if kind == "sigterm" and random.random() < 0.5 else [random.randrange(world_size)]
+        faults += [Fault(kind, rank, at + random.uniform(0, 0.01) * (len(ranks) > 1), length_s) for rank in ranks]
+    return Plan(
+        seed,
+        world_size,
+        steps,
+        step_s,
+        update_s=step_s * random.choice((0.0, 0.1, 0.5)),
+        save_s=random.choice((0.001, 0.2, 3.0)),
+        window=random.choice((1, 1, 1, 2, 4)),
+        collectives=random.choice(("fails", "hangs")),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+    )
+
+
+# --- what is simulated of a rank ---
+
+
+class _Collectives:
+    """The collectives of the training: a step needs all ranks."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self._world, self._plan = world, plan
+        self._arrived: dict[int, set[int]] = {}
+        self.processes: list[Process] = []
+
+    def meet(self, rank: int, step: int) -> None:
+        arrived = self._arrived.setdefault(step, set())
+        arrived.add(rank)
+        others = [process for number, process in enumerate(self.processes) if number != rank]
+        self._world.wait(
+            lambda: (
+                len(arrived) == len(self.processes)
+                or (self._plan.collectives == "fails" and not all(process.is_alive for process in others))
+            )
+        )
+        if len(arrived) < len(self.processes):
+            raise RuntimeError("Connection closed by peer")
+
+
+class _Events:
+    """The job's event log, as far as ranks read it."""
+
+    ended: set[int]
+
+    def __init__(self, world: World, rank: int, ended: set[int]) -> None:
+        self._world, self._rank, self.ended = world, rank, ended
+
+    def emit(self, event: str, **fields: Any) -> None:
+        said = ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
+        self._world.note(f"rank {self._rank}: {event} ({said})")
+        if event == "end":
+            self.ended.add(self._rank)
+
+    def has_ended(self, rank: int) -> bool:
+        return rank in self.ended
+
+
+class _Devices:
+    newest = None
+    keeps_older = False
+    has_gone_back = False
+    is_used = False
+    step_s = 0.0
+
+
+class _Collector:
+    """The state of a rank: its position, which each boundary copies."""
+
+    def __init__(self) -> None:
+        self.position = Position(step=0, epoch=1, step_in_epoch=0)
+        self.devices = _Devices()
+
+
+@dataclass(frozen=True)
+class _Info:
+    step: int
+
+
+@dataclass(frozen=True)
+class _Saved:
+    path: Path
+    nbytes: int
+    info: _Info
+
+
+class _Saver:
+    """Writes a file: reads the boundary, takes its time, and may fail."""
+
+    together = None
+    is_refused = False
+    replicated = False
+    newest_step = 0
+    bytes_per_s = None
+
+    def __init__(self, rank: _Rank, world: World, events: _Events, collector: _Collector, plan: Plan) -> None:
+        self.ranks = RankInfo(rank=rank.number, world_size=plan.world_size)
+        self.events, self.collector = events, collector
+        self._rank, self._world, self._save_s = rank, world, plan.save_s
+        self.expected_bytes = int(plan.save_s * 200e6)
+
+    def drain(self, timeout_s: float) -> None:
+        pass
+
+    def keep_unsaved(self, step: int, timeout_s: float) -> None:
+        pass
+
+    def save_dying(self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float, agreed: bool) -> _Saved:
+        rank, step = self._rank, self.collector.position.step
+        rank.saving_since = self._world.now
+        if rank.gate.state is not GateState.CLEAN:
+            rank.wrong.append(f"saves step {step} while its state is {rank.gate.state.name}")
+        before = rank.changes
+        self._world.sleep(self._save_s + rank.disk_delay_s)
+        if rank.changes != before or self.collector.position.step != step:
+            rank.wrong.append(f"its state changed while step {step} was written")
+        rank.saving_since = None
+        if rank.disk_is_full:
+            raise SaveError(f"{rank.number}: no space left on device")
+        if step not in rank.passed:
+            rank.wrong.append(f"saves step {step}, a boundary that it has not passed")
+        rank.saved.append((step, agreed))
+        return _Saved(Path(f"rank_{rank.number}/net-1_{step}_breakpoint.safetensors"), 0, _Info(step))
+
+
+class _Rank:
+    """One rank: its process, and the parts of a guard that stop it."""
+
+    def __init__(self, number: int, world: World, plan: Plan, collectives: _Collectives) -> None:
+        self.number, self._world, self._plan, self._collectives = number, world, plan, collectives
+        self.process = Process(world, f"rank {number}")
+        self.gate, self.steps = UpdateGate(), StepGate(0)
+        self.collector = _Collector()
+        self.changes = 0
+        self.passed = {0}
+        self.saved: list[tuple[int, bool]] = []
+        """The steps of its files, and whether all ranks had agreed on each."""
+        self.saving_since: float | None = None
+        self.wrong: list[str] = []
+        self.disk_delay_s = 0.0
+        self.disk_is_full = False
+        self.next_failure: BaseException | None = None
+        self.hangs = False
+        self.slow_s = 0.0
+        self.evaluation_s = 0.0
+        self.alarm_at: float | None = None
+        self.finished = False
+        self.gone: list[int] = []
+        """The ranks of whose deaths this one knows."""
+
+    def open(self, exchange: Exchange, ended: set[int]) -> None:
+        """Main thread: what a guard makes at its entry, as far as a stop needs it."""
+        world, plan = self._world, self._plan
+        self.events = _Events(world, self.number, ended)
+        self.exchange = exchange
+        self.watcher = Watcher(self._hear_signal)
+        last_resort = LastResort(self.watcher)
+        saver: Any = _Saver(self, world, self.events, self.collector, plan)
+        policy = ExitPolicy(kind="breakpoint", alarms=_ALARMS, name=breakpoint_name("net"), directory=Path("."))
+        self.stopper = Stopper(
+            step_gate=self.steps,
+            update_gate=self.gate,
+            exchange=exchange,
+            watcher=self.watcher,
+            saver=saver,
+            settings=Settings(grace_s=GRACE_S, agreement_s=_AGREEMENT_S),
+            policies=[policy],
+            arm_last_resort=last_resort.arm,
+            relay=LogRelay(),
+            already_durable=lambda: None,
+            peers_gone=lambda: list(self.gone),
+            page=StatusPage(),
+        )
+        self.watcher.start()
+        last_resort.start(self.stopper)
+        alarms = self.stopper.alarms
+        last_resort.watch_signals(alarms.of_signal)
+        post = self.watcher.post
+        exchange.listen(lambda content: post(lambda: self.stopper.hear(alarms.of_peer(content))))
+
+    def _hear_signal(self, signum: int) -> None:
+        self.stopper.hear_signal(signum)
+
+    def signal(self, signum: int) -> None:
+        """As the kernel: the interpreter's C handler writes the number to the wake-up descriptor."""
+        if self.process.is_alive:
+            self.alarm_at = self.alarm_at or self._world.now
+            self._world._sockets[self.watcher.wakeup_fd].send(bytes([signum]))
+
+    def hear_death(self, rank: int) -> None:
+        """As the descriptor of the other process becomes readable."""
+        if self.process.is_alive and rank not in self.gone:
+            self.gone.append(rank)
+            self.watcher.post(lambda: self.stopper.hear_death(rank))
+
+    def train(self) -> int:
+        """The main thread. Returns the process's exit code."""
+        try:
+            for step in range(1, self._plan.steps + 1):
+                self._step(step)
+            if self.stopper.at_end():
+                raise self.stopper.exit()
+        except GracefulExit as leaving:
+            return self._leave(leaving)
+        except Exception as error:
+            return self._fail(error)
+        self.exchange.leave()
+        self.events.emit("end", step=self._plan.steps)
+        self.finished = True
+        self.exchange.close()
+        return 0
+
+    def _leave(self, leaving: GracefulExit) -> int:
+        self.stopper.after_save()
+        self.stopper.exit()
+        self.exchange.close()
+        return int(leaving.code or 0)
+
+    def _fail(self, error: Exception) -> int:
+        self.stopper.on_exception(error)
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind != "exception":
+            return self._leave(self.stopper.exit())
+        return 1
+
+    def _step(self, step: int) -> None:
+        world, plan = self._world, self._plan
+        world.sleep(plan.step_s * world.random.uniform(0.5, 1.0) + self.slow_s)
+        self.slow_s = 0.0
+        if self.hangs:
+            world.wait(lambda: False)
+        if self.next_failure is not None:
+            raise self.next_failure
+        if step % plan.window and step < plan.steps:
+            if self.steps.arrive(step):
+                self.stopper.at_limit(is_cut=False)
+            return
+        self._collectives.meet(self.number, step)
+        self.gate.begin_update()
+        self.changes += 1
+        world.sleep(plan.update_s)
+        self.changes += 1
+        self.gate.end_update()
+        position = Position(step=step, epoch=1, step_in_epoch=step)
+        self.gate.pass_boundary(lambda: setattr(self.collector, "position", position))
+        self.passed.add(step)
+        if self.steps.arrive(step):
+            self.stopper.at_limit(is_cut=True)
+        if self.evaluation_s:
+            self.steps.leave_step()
+            world.sleep(self.evaluation_s)
+            self.evaluation_s = 0.0
+            if self.steps.enter_step():
+                self.stopper.at_limit(is_cut=True, is_between=True)
+
+
+# --- one schedule ---
+
+
+def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Sequence[_Rank]) -> None:
+    rank, until = ranks[fault.rank], world.now + fault.length_s
+    world.note(f"{fault.kind} at rank {fault.rank}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
+    match fault.kind:
+        case "sigterm":
+            rank.signal(signal.SIGTERM)
+        case "request":
+            rank.alarm_at = rank.alarm_at or world.now
+            rank.stopper.request("enough", 0)
+        case "kill":
+            rank.process.kill()
+        case "exception":
+            rank.next_failure = ValueError("broken")
+        case "hang":
+            rank.hangs = True
+        case "freeze":
+            rank.process.frozen_until = until
+        case "slow step":
+            rank.slow_s = fault.length_s
+        case "evaluation":
+            rank.evaluation_s = fault.length_s
+        case "slow disk":
+            rank.disk_delay_s = fault.length_s
+        case "full disk":
+            rank.disk_is_full = True
+        case "pause":
+            number = world.number()
+            rank.watcher.post(lambda: rank.stopper.pauses.hear(PAUSE, "asked", number))
+            later = world.number()
+            world.at(until, lambda: rank.watcher.post(lambda: rank.stopper.pauses.hear(RESUME, "asked", later)))
+        case "slow store" if store is not None:
+            before, store.slowest_s = store.slowest_s, 0.2
+            world.at(until, lambda: setattr(store, "slowest_s", before))
+        case "cut off" if store is not None:
+            store.cut_off.add(rank.process)
+            world.at(until, lambda: store.cut_off.discard(rank.process))
+
+
+def play(plan: Plan) -> Outcome:
+    """Play one schedule to its end. Any number, one after the other."""
+    world = World(plan.seed)
+    outcome = Outcome(plan, [])
+    with world.replaced(), _quiet():
+        collectives = _Collectives(world, plan)
+        ranks = outcome.ranks = [_Rank(number, world, plan, collectives) for number in range(plan.world_size)]
+        collectives.processes = [rank.process for rank in ranks]
+        store = SimulatedStore(world, ranks[0].process) if plan.world_size > 1 else None
+        ended: set[int] = set()
+        met: set[int] = set()
+
+        def run(rank: _Rank) -> int:
+            exchange: Exchange = LocalExchange()
+            if store is not None:
+                exchange = StoreExchange(
+                    lambda: Connection(store), rank=rank.number, world_size=plan.world_size, host_rank=0
+                )
+            rank.open(exchange, ended)
+            met.add(rank.number)
+            world.wait(lambda: len(met) == plan.world_size)
+            if rank.number == 0:
+                began = world.now
+                for other in ranks:
+                    world.at(began + _PATIENCE_S, lambda other=other: other.signal(signal.SIGTERM))  # type: ignore[misc]
+                for fault in plan.faults:
+                    world.at(began + fault.at, lambda fault=fault: _strike(fault, world, store, ranks))  # type: ignore[misc]
+            return rank.train()
+
+        for rank in ranks:
+            rank.process.on_end.append(lambda dead=rank.number: _tell(world, ranks, dead))  # type: ignore[misc]
+            rank.process.start(lambda rank=rank: run(rank))  # type: ignore[misc]
+        try:
+            world.run(until=world.now + 3600.0)
+        except Stuck as error:
+            outcome.stuck = str(error)
+        outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
+        outcome.messages = 0 if store is None else store.messages
+    outcome.wrong = faults_of(outcome)
+    return outcome
+
+
+def _tell(world: World, ranks: Sequence[_Rank], dead: int) -> None:
+    for rank in ranks:
+        if rank.number != dead:
+            world.at(world.now + _NOTICE_S, lambda rank=rank: rank.hear_death(dead))  # type: ignore[misc]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Thousands of stops would be logged."""
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def faults_of(outcome: Outcome) -> list[str]:
+    """What does not hold."""
+    plan, ranks = outcome.plan, outcome.ranks
+    wrong = [f"rank {rank.number} {text}" for rank in ranks for text in rank.wrong]
+    if outcome.stuck:
+        return [*wrong, outcome.stuck]
+    agreed = {step for rank in ranks for step, together in rank.saved if together}
+    if len(agreed) > 1:
+        wrong.append(f"the ranks agreed on several steps: {sorted(agreed)}")
+    for rank in ranks:
+        if len(rank.saved) > 1:
+            wrong.append(f"rank {rank.number} has saved twice: {rank.saved}")
+        alarm = rank.stopper.alarm if hasattr(rank, "stopper") else None
+        frozen = rank.process.frozen_until
+        if alarm is not None and rank.process.exit_code != -9:
+            latest = max(alarm.deadline.at, frozen) + plan.save_s + rank.disk_delay_s + LATE_S
+            if rank.process.ended_at > latest:
+                late = rank.process.ended_at - alarm.deadline.at
+                wrong.append(f"rank {rank.number} ends {late:.1f} s after its deadline")
+    if all(fault.is_gentle for fault in plan.faults):
+        wrong += _faults_of_gentle(plan, ranks)
+    return wrong
+
+
+def _faults_of_gentle(plan: Plan, ranks: Sequence[_Rank]) -> list[str]:
+    """As `faults_of`, where all ranks must come to the same."""
+    codes = {rank.process.exit_code for rank in ranks}
+    steps = {tuple(step for step, _ in rank.saved) for rank in ranks}
+    if len(steps) > 1:
+        return [f"the ranks saved different steps: {[rank.saved for rank in ranks]}"]
+    (saved,) = steps
+    expected = {0} if not saved and all(rank.finished for rank in ranks) else {143}
+    return [] if codes == expected else [f"exit codes {sorted(map(str, codes))}, saved {saved}"]
+
+
+# --- many schedules ---
+
+
+def shrink(plan: Plan, is_wrong: Callable[[Plan], bool]) -> Plan:
+    """The same failure with the fewest faults that still show it."""
+    found = True
+    while found:
+        found = False
+        for number in range(len(plan.faults)):
+            smaller = replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
+            if is_wrong(smaller):
+                plan, found = smaller, True
+                break
+    return plan
+
+
+def _count(seeds: range) -> tuple[Counter[str], list[tuple[int, list[str]]]]:
+    counts: Counter[str] = Counter()
+    failed = []
+    for seed in seeds:
+        outcome = play(plan_of(seed))
+        counts["schedules"] += 1
+        counts["switches"] += outcome.switches
+        counts["messages to the store"] += outcome.messages
+        counts["simulated seconds"] += round(outcome.seconds)
+        counts["files"] += sum(len(rank.saved) for rank in outcome.ranks)
+        counts.update(f"fault: {fault.kind}" for fault in outcome.plan.faults)
+        if outcome.wrong:
+            failed.append((seed, outcome.wrong))
+    return counts, failed
+
+
+def tell(plan: Plan) -> str:
+    """The story of one schedule."""
+    outcome = play(plan)
+    lines = [f"{when - 1000:9.4f} s  {text}" for when, text in outcome.story]
+    return "\n".join([str(plan), *lines, *(f"WRONG: {text}" for text in outcome.wrong)])
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="tell the story of this one, with the fewest faults that show it")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        plan = plan_of(options.seed)
+        if play(plan).wrong:
+            plan = shrink(plan, lambda smaller: bool(play(smaller).wrong))
+        print(tell(plan))
+        return 0
+    began = real_time.monotonic()
+    seeds = range(options.first, options.first + options.schedules)
+    parts = [seeds[start : start + 250] for start in range(0, len(seeds), 250)]
+    total: Counter[str] = Counter()
+    failed = []
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for counts, wrong in pool.imap_unordered(_count, parts):
+            total += counts
+            failed += wrong
+            for seed, texts in wrong:
+                print(f"seed {seed}: {'; '.join(texts)}", flush=True)
+    took = real_time.monotonic() - began
+    for name, count in sorted(total.items()):
+        print(f"{name}: {count:,}")
+    print(f"{total['schedules'] / took:.0f} schedules a second, {len(failed)} wrong")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,574 @@
+"""A world of processes and threads that is a function of its seed: clock, scheduler, locks, sockets.
+
+The code under test is the package's own, as it is. `World.replaced` puts stand-ins into its modules for `threading`,
+`time`, `queue`, `socket`, `select` and ``os._exit``; whatever starts a thread, waits, sleeps or reads the clock then
+does so here. Threads are greenlets. One runs at a time, and gives way wherever it could meet another one (a lock, an
+event, a queue, a socket, the store); the seed says which one goes on. The clock stands still while any thread can run
+and jumps to the next deadline when none can, so a grace period of 30 s costs no time.
+
+A thread can be cut off between any two such points: `Process.kill`. Interleavings inside of them are not played.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Any, NoReturn
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+__all__ = ["Process", "Stuck", "World"]
+
+_PREFIXES = tuple(f"mindx_elastic.{part}" for part in ("alarm", "agreement", "guard", "core", "capture.update_gate"))
+_STANDARD = {"threading": threading, "time": time, "queue": queue, "socket": socket, "select": select, "os": os}
+_STEP_S = 1e-6
+"""What a switch takes: time passes, and no two moments are the same."""
+
+
+class Stuck(AssertionError):
+    """Threads wait, and nothing will ever wake them; or the schedule does not end."""
+
+
+class Process:
+    """One process of the job."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.is_alive = True
+        self.exit_code: int | None = None
+        self.ended_at = 0.0
+        self.frozen_until = 0.0
+        """None of its threads runs before: a machine that swaps, a debugger, a paused container."""
+        self.main: _Thread | None = None
+        self.on_end: list[Callable[[], None]] = []
+
+    def start(self, run: Callable[[], int]) -> None:
+        """Run the main thread; the process ends with what `run` returns."""
+        self.main = _Thread(self.world, target=lambda: self._end(run()), name=f"{self.name} main", process=self)
+        self.main.start()
+
+    def exit(self, code: int) -> NoReturn:
+        """As ``os._exit``, in a thread of this process."""
+        self._end(code)
+        raise GreenletExit
+
+    def kill(self) -> None:
+        """As SIGKILL, from outside."""
+        if self.is_alive:
+            self._end(-9)
+
+    def _end(self, code: int) -> None:
+        if self.is_alive:
+            self.is_alive, self.exit_code, self.ended_at = False, code, self.world.now
+            self.world._forget([thread for thread in self.world._threads if thread.process is self])
+            self.world.note(f"{self.name} ends with {code}")
+            for callback in self.on_end:
+                callback()
+
+
+class World:
+    """All of it. `run` plays until no process is left."""
+
+    def __init__(self, seed: int, *, most_switches: int = 200_000) -> None:
+        self.random = Random(seed)
+        self.now = 1000.0
+        self.story: list[tuple[float, str]] = []
+        """What happened, for people."""
+        self.switches = 0
+        self._most_switches = most_switches
+        self._hub = getcurrent()
+        self._threads: list[_Thread] = []
+        self._started: list[_Thread] = []
+        self._numbers = 0
+        self._sockets: dict[int, _Socket] = {}
+        self._events: list[tuple[float, Callable[[], None]]] = []
+        self.is_closed = False
+
+    def note(self, text: str) -> None:
+        self.story.append((self.now, text))
+
+    def number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        """Let `act` happen at `when`: a fault, a message that arrives. It must not wait."""
+        self._events.append((when, act))
+
+    @property
+    def thread(self) -> _Thread | None:
+        """The running one; None: the world itself."""
+        current = getcurrent()
+        return current.owner if isinstance(current, _Greenlet) else None
+
+    @property
+    def process(self) -> Process | None:
+        thread = self.thread
+        return None if thread is None else thread.process
+
+    def _forget(self, threads: Iterable[_Thread]) -> None:
+        for thread in threads:
+            if thread in self._threads:
+                self._threads.remove(thread)
+
+    # --- the scheduler ---
+
+    def run(self, until: float) -> None:
+        """Until every process has ended. Raises Stuck where that does not come before `until`."""
+        while any(thread.is_main for thread in self._threads):
+            due = [event for event in self._events if event[0] <= self.now]
+            if due:
+                event = self.random.choice(due)
+                self._events.remove(event)
+                event[1]()
+            elif (thread := self._any_ready()) is not None:
+                self.switches += 1
+                self.now += _STEP_S
+                thread.switch()
+            else:
+                later = [when for when, _ in self._events] + [thread.wakes_at for thread in self._threads]
+                when = min(later, default=float("inf"))
+                if when > until:
+                    waiting = ", ".join(sorted(thread.name for thread in self._threads))
+                    raise Stuck(f"after {self.now - 1000:.1f} s: {waiting} wait for ever")
+                self.now = max(self.now, when)
+            if self.switches > self._most_switches:
+                raise Stuck(f"no end after {self.switches} switches")
+
+    def _any_ready(self) -> _Thread | None:
+        """One that can go on, as the seed says: the first one from a place at random on."""
+        threads, now = self._threads, self.now
+        first = int(self.random.random() * len(threads))
+        for thread in itertools.chain(threads[first:], threads[:first]):
+            if (thread.deadline <= now or thread.condition()) and thread.process.frozen_until <= now:
+                return thread
+        return None
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Let others run until `condition` holds or the time is over; returns whether it holds."""
+        thread = self.thread
+        if thread is None:
+            assert condition(), "the world itself cannot wait"
+            return True
+        if self.is_closed or not thread.process.is_alive:
+            raise GreenletExit
+        thread.condition = condition
+        thread.deadline = float("inf") if timeout_s is None else self.now + max(0.0, timeout_s)
+        self._hub.switch()
+        if self.is_closed or not thread.process.is_alive:
+            raise GreenletExit
+        return condition()
+
+    def give_way(self) -> None:
+        """A point at which another thread may go on."""
+        if self.thread is not None:
+            self.wait(_always)
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(_never, seconds)
+
+    def close(self) -> None:
+        """Unwind what is left of all threads, so that nothing of this world outlives it."""
+        self.is_closed = True
+        for thread in self._started:
+            thread.unwind()
+
+    # --- the stand-ins ---
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """The package's modules use this world. Closes it at the end."""
+        instead = {
+            "threading": _Threading(self),
+            "time": _Time(self),
+            "queue": _Queues(self),
+            "socket": _Sockets(self),
+            "select": _Select(self),
+            "os": _Os(self),
+        }
+        changed: list[tuple[Any, str]] = []
+        for name, module in list(sys.modules.items()):
+            if name.startswith(_PREFIXES):
+                for attribute, standard in _STANDARD.items():
+                    if vars(module).get(attribute) is standard:
+                        setattr(module, attribute, instead[attribute])
+                        changed.append((module, attribute))
+        try:
+            yield
+        finally:
+            self.close()
+            for module, attribute in changed:
+                setattr(module, attribute, _STANDARD[attribute])
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+class _Greenlet(greenlet):
+    owner: _Thread
+
+
+class _Thread:
+    """`threading.Thread`."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        target: Callable[..., object],
+        name: str = "",
+        args: Sequence[Any] = (),
+        daemon: bool | None = None,
+        process: Process | None = None,
+    ) -> None:
+        owner = process or world.process
+        assert owner is not None, "a thread belongs to a process"
+        self.world, self.process, self.name, self.daemon = world, owner, name, daemon
+        self.is_main = process is not None
+        self.ident: int | None = None
+        self.condition: Callable[[], bool] = _always
+        self.deadline = float("inf")
+        self._target, self._args = target, args
+        self._greenlet = _Greenlet(self._run, world._hub)
+        self._greenlet.owner = self
+
+    def start(self) -> None:
+        self.ident = self.world.number()
+        self.world._threads.append(self)
+        self.world._started.append(self)
+        self.world.give_way()
+
+    def _run(self) -> None:
+        try:
+            self._target(*self._args)
+        finally:
+            self.world._forget([self])
+
+    def switch(self) -> None:
+        self._greenlet.switch()
+
+    @property
+    def is_over(self) -> bool:
+        return self._greenlet.dead or not self.process.is_alive
+
+    @property
+    def wakes_at(self) -> float:
+        """When time alone makes it ready."""
+        frozen = self.process.frozen_until
+        if frozen > self.world.now:
+            return frozen
+        return self.deadline
+
+    def is_alive(self) -> bool:
+        return self.ident is not None and not self.is_over
+
+    def join(self, timeout: float | None = None) -> None:
+        self.world.wait(lambda: self.is_over, timeout)
+
+    def unwind(self) -> None:
+        if self._greenlet.gr_frame is not None:
+            self._greenlet.throw(GreenletExit)
+
+
+class _Lock:
+    """`threading.Lock`; with `reentrant` `threading.RLock`."""
+
+    def __init__(self, world: World, *, reentrant: bool = False) -> None:
+        self._world, self._reentrant = world, reentrant
+        self._owner: object = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = self._world.thread
+        if self._reentrant and self._count and self._owner is me:
+            self._count += 1
+            return True
+        if not blocking and self._count:
+            return False
+        if blocking and not self._world.wait(self._is_free, None if timeout < 0 else timeout):
+            return False
+        self._owner, self._count = me, 1
+        return True
+
+    def release(self) -> None:
+        assert self._count or self._world.is_closed, "released a lock that nobody has"
+        self._count = max(0, self._count - 1)
+
+    def _is_free(self) -> bool:
+        return self._count == 0
+
+    def locked(self) -> bool:
+        return self._count > 0
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class _Condition:
+    """`threading.Condition`."""
+
+    def __init__(self, world: World, lock: _Lock | None = None) -> None:
+        self._world = world
+        self._lock = _Lock(world, reentrant=True) if lock is None else lock
+        self._waiters: deque[list[bool]] = deque()
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        notified = [False]
+        self._waiters.append(notified)
+        self._lock.release()
+        try:
+            return self._world.wait(lambda: notified[0], timeout)
+        finally:
+            if not notified[0] and notified in self._waiters:
+                self._waiters.remove(notified)
+            if not self._world.is_closed:
+                self._lock.acquire()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        end = None if timeout is None else self._world.now + timeout
+        while not (found := predicate()):
+            left = None if end is None else end - self._world.now
+            if left is not None and left <= 0:
+                break
+            self.wait(left)
+        return found
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiters))):
+            self._waiters.popleft()[0] = True
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiters))
+
+
+class _Event:
+    """`threading.Event`."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._flag = world, False
+
+    def is_set(self) -> bool:
+        return self._flag
+
+    def set(self) -> None:
+        self._flag = True
+        self._world.give_way()
+
+    def clear(self) -> None:
+        self._flag = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._world.wait(self.is_set, timeout)
+
+
+class _Threading:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def Thread(self, **arguments: Any) -> _Thread:  # noqa: N802
+        return _Thread(self._world, **arguments)
+
+    def Lock(self) -> _Lock:  # noqa: N802
+        return _Lock(self._world)
+
+    def RLock(self) -> _Lock:  # noqa: N802
+        return _Lock(self._world, reentrant=True)
+
+    def Condition(self, lock: _Lock | None = None) -> _Condition:  # noqa: N802
+        return _Condition(self._world, lock)
+
+    def Event(self) -> _Event:  # noqa: N802
+        return _Event(self._world)
+
+    def get_ident(self) -> int:
+        thread = self._world.thread
+        return 0 if thread is None or thread.ident is None else thread.ident
+
+    def current_thread(self) -> Any:
+        return self._world.thread
+
+    def main_thread(self) -> Any:
+        process = self._world.process
+        return None if process is None else process.main
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+class _Time:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def monotonic(self) -> float:
+        return self._world.now
+
+    perf_counter = monotonic
+
+    def time(self) -> float:
+        return 1.8e9 + self._world.now
+
+    def monotonic_ns(self) -> int:
+        return int(self._world.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self._world.sleep(seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class _SimpleQueue:
+    def __init__(self, world: World) -> None:
+        self._world, self._items = world, deque[Any]()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self._world.give_way()
+
+    def get(self) -> Any:
+        self._world.wait(lambda: bool(self._items))
+        return self._items.popleft()
+
+
+class _Queues:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def SimpleQueue(self) -> _SimpleQueue:  # noqa: N802
+        return _SimpleQueue(self._world)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(queue, name)
+
+
+class _Socket:
+    """One end of a pair that does not block."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._fd = world, world.number()
+        self.buffer = bytearray()
+        self.arrivals = 0
+        self.other: _Socket | None = None
+        world._sockets[self._fd] = self
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def send(self, data: bytes) -> int:
+        if self.other is None:
+            raise OSError("closed")
+        self.other.buffer += data
+        self.other.arrivals += 1
+        return len(data)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if not self.buffer:
+            raise BlockingIOError
+        data = bytes(self.buffer[:size])
+        if not flags & socket.MSG_PEEK:
+            del self.buffer[:size]
+        return data
+
+    def close(self) -> None:
+        self.other = None
+
+
+class _Sockets:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def socketpair(self) -> tuple[_Socket, _Socket]:
+        one, other = _Socket(self._world), _Socket(self._world)
+        one.other, other.other = other, one
+        return one, other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(socket, name)
+
+
+class _Poll:
+    """`select.poll` and `select.epoll`, for reading."""
+
+    def __init__(self, world: World, ms: float) -> None:
+        self._world, self._unit_s = world, ms
+        self._seen: dict[int, int | None] = {}  # of those that are edge-triggered: the arrivals that were told
+
+    def register(self, what: Any, events: int = select.POLLIN) -> None:
+        fd = what if isinstance(what, int) else what.fileno()
+        self._seen[fd] = 0 if events & select.EPOLLET else None
+
+    def unregister(self, what: Any) -> None:
+        self._seen.pop(what if isinstance(what, int) else what.fileno())
+
+    def _readable(self) -> list[int]:
+        found = []
+        for fd, seen in self._seen.items():
+            end = self._world._sockets[fd]
+            if end.arrivals > seen if seen is not None else end.buffer:
+                found.append(fd)
+        return found
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        self._world.wait(lambda: bool(self._readable()), None if timeout is None else timeout * self._unit_s)
+        found = self._readable()
+        for fd in found:
+            if self._seen[fd] is not None:
+                self._seen[fd] = self._world._sockets[fd].arrivals
+        return [(fd, select.POLLIN) for fd in found]
+
+    def close(self) -> None:
+        pass
+
+
+class _Select:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def poll(self) -> _Poll:
+        return _Poll(self._world, 1e-3)
+
+    def epoll(self) -> _Poll:
+        return _Poll(self._world, 1.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(select, name)
+
+
+class _Os:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def _exit(self, code: int) -> NoReturn:
+        process = self._world.process
+        assert process is not None
+        process.exit(code)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
