@@ -13,6 +13,8 @@ TORCH_INDEX_URL ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DRILL_ARGS ?=
+SCHEDULES ?= 100000
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: help venv wheel demo test lint types pytest fast drill mutants trainers packages format proto bench docs clean
+.PHONY: help venv wheel demo test lint types pytest fast drill mutants simulation trainers packages format proto bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +50,7 @@ help:
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
 	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
+	@echo "make simulation  stops of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 90 packages of others into .venv-packages and prints docs/packages.md's table"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
@@ -135,6 +138,10 @@ drill: $(DONE)/dev
 
 mutants: $(DONE)/dev
 	$(BIN)/python -m tests.mutants $(MUTANTS)
+
+simulation: $(DONE)/dev
+	$(BIN)/python -m tests.simulation.stops --schedules $(SCHEDULES) --jobs $(JOBS)
+	$(BIN)/python -m tests.simulation.mutants
 
 # Not in [dev]: decision 40. Once they are there, `make test` and `make drill` run their shares of these tests, too.
 $(DONE)/trainers: pyproject.toml $(DONE)/dev

@@ -9,7 +9,7 @@ from tests.simulation.stops import Fault, Plan, plan_of, play, shrink
 EACH = 100
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(20)) for first in range(0, 100_000, EACH)])
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 100_000, EACH)])
 def test_a_stop_keeps_its_promises_whatever_goes_wrong(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.stops --seed {min(wrong)}"

@@ -1,0 +1,151 @@
+"""Puts defects of a stop back, one at a time: after how many schedules does the simulation find each?
+
+    python -m tests.simulation.mutants [--most 20000]
+
+Each is a change of a few lines that a good engineer could make, and most of them were made here once. The table names
+the first seed that shows it and what is wrong then. Exit code 1: one was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_AT_ONCE = 100
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` stands once in `file`, below the package."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = (
+    Mutant(
+        "an alarm that comes while all ranks finish is answered by one of them",
+        "guard/stopper.py",
+        "            if decision == FINISHED:\n                self.dismiss()",
+        "            if False:\n                self.dismiss()",
+    ),
+    Mutant(
+        "the ranks stop at the step of the slowest one",
+        "agreement/stop_step.py",
+        "return Decision(max(offer.step if",
+        "return Decision(min(offer.step if",
+    ),
+    Mutant(
+        "a rank obeys its own proposal, not the cell",
+        "agreement/store_exchange.py",
+        '                return decision\n        return Decision(None, f"a stranger',
+        '                return proposal\n        return Decision(None, f"a stranger',
+    ),
+    Mutant(
+        "the gate offers the boundary behind, not the coming one",
+        "agreement/step_gate.py",
+        "return self._step if self._between or self._waits else self._step + 1",
+        "return self._step",
+    ),
+    Mutant(
+        "a rank between two steps offers a boundary that it reaches much later",
+        "agreement/step_gate.py",
+        "return self._step if self._between or self._waits else self._step + 1",
+        "return self._step + 1",
+    ),
+    Mutant(
+        "the other ranks are not told of the stop",
+        "agreement/store_exchange.py",
+        'self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])',
+        "pass",
+    ),
+    Mutant(
+        "a state in mid-update is saved",
+        "capture/update_gate.py",
+        '            return "an optimizer.step() was in progress or failed half-way"',
+        "            return None",
+    ),
+    Mutant(
+        "an update does not wait for the file that is being written",
+        "capture/update_gate.py",
+        "            if self._readers:\n                self._wait_for_readers()\n            self._running += 1\n"
+        "            self.state = self._before = GateState.UPDATING",
+        "            self._running += 1\n            self.state = self._before = GateState.UPDATING",
+    ),
+    Mutant(
+        "two threads save",
+        "guard/stop_state.py",
+        "            if self.phase is not StopPhase.STOPPING:\n                return False\n            self._enter(",
+        "            if self.phase is StopPhase.STOPPING:\n                self._enter(",
+    ),
+    Mutant(
+        "nobody ends a process whose training hangs",
+        "guard/stopper.py",
+        "        if not self.is_coming_out:\n            self.leave_behind(alarm)",
+        "        pass",
+    ),
+    Mutant(
+        "a rank held at the gate is not let go where no step was agreed on",
+        "agreement/step_gate.py",
+        "            if not self._changed.wait_for(lambda: self._decided, timeout_s):\n                return True",
+        "            self._changed.wait_for(lambda: self._decided)",
+    ),
+    Mutant(
+        "a pause outlives a stop",
+        "agreement/step_gate.py",
+        "lambda: not self._paused or self._step < self._limit)",
+        "lambda: self._step < self._limit)",
+    ),
+)
+
+
+def _schedules_until_found(root: Path, most: int) -> tuple[int, str]:
+    """How many schedules it took, and what was found; 0: nothing."""
+    for first in range(0, most, _AT_ONCE):
+        command = [sys.executable, "-m", "tests.simulation.stops", "--schedules", str(_AT_ONCE), "--first", str(first)]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        found = sorted(
+            (int(line.split()[1].rstrip(":")), line) for line in done.stdout.splitlines() if line.startswith("seed ")
+        )
+        if found:
+            return found[0][0] + 1, found[0][1].partition(": ")[2]
+        if done.returncode:
+            return first + 1, done.stderr.strip().splitlines()[-1]
+    return 0, ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most", type=int, default=20_000, help="schedules for each")
+    most = parser.parse_args().most
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for part in ("mindx_elastic", "tests/simulation"):
+            shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+        (root / "tests/__init__.py").touch()
+        for mutant in MUTANTS:
+            path = root / "mindx_elastic" / mutant.file
+            text = path.read_text()
+            if text.count(mutant.old) != 1:
+                print(f"| {mutant.what} | its lines are not in {mutant.file} any more | |", flush=True)
+                missed += 1
+                continue
+            path.write_text(text.replace(mutant.old, mutant.new))
+            took, found = _schedules_until_found(root, most)
+            path.write_text(text)
+            missed += not took
+            print(f"| {mutant.what} | {took or 'not found'} | {found[:120]} |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
