@@ -191,6 +191,11 @@ class Fault:
         """How many boundaries have been passed when it happens."""
         return self.step if self.at in ("boundary", "copy") else self.step - 1
 
+    @property
+    def needs_more(self) -> bool:
+        """Whether it needs something that not every job has at every step: a worker, a copy of the state, a save."""
+        return self.about.workers or self.at == "copy" or self.about.ends_in_save
+
     def __str__(self) -> str:
         shown: list[str] = [f"rank={self.rank}", f"step={self.step}"]
         shown += [f"at={self.at}"] if len(self.about.places) > 1 else []

@@ -122,11 +122,6 @@ class Connections:
         return self.memory is not None and self.memory.takes_snapshots
 
     @property
-    def copied_every(self) -> int:
-        """Steps between two of those copies by this rank itself; 0: it makes none."""
-        return 0 if self.memory is None else self.memory.copied_every
-
-    @property
     def steps_file(self) -> Path | None:
         """Where a little of each step is kept for the process after a kill; None: there are no snapshots to go on from,
         or they are not this guard's."""

@@ -48,8 +48,6 @@ class Observed:
     """Where a comparison notes what it has shown."""
     is_outside: Callable[[], bool]
     """What happens now belongs to no step."""
-    copied_every: int
-    """Steps between two copies of the state to shared memory by this rank; 0: it makes none."""
 
 
 class Observer(Protocol):

@@ -147,7 +147,6 @@ class Opening:
             stopper=stopper,
             unmanaged=self.unmanaged,
             is_outside=is_outside,
-            copied_every=self.around.copied_every,
         )
 
     def shared_modules(self) -> list[nn.Module]:

@@ -58,12 +58,6 @@ class Memory:
         return self._snapshotter is not None and not self._snapshotter.broken
 
     @property
-    def copied_every(self) -> int:
-        """Steps between two copies that this rank makes of its state; 0: another rank of the machine makes them, nobody
-        does, or the interval is not known yet."""
-        return 0 if self._snapshotter is None else self._snapshotter.copied_every
-
-    @property
     def folder(self) -> Path:
         """The job's folder: this rank's arena and those of the other ranks of the machine."""
         return self._arena.job

@@ -107,11 +107,6 @@ class Snapshotter:
         self.broken = False
         """Shared memory has no room, or the state has no form; said once, training goes on without snapshots."""
 
-    @property
-    def copied_every(self) -> int:
-        """Steps between two copies; 0: this rank makes none, or the interval is not known yet."""
-        return 0 if self.broken or self._instead is not None else self.schedule.every or 0
-
     def prepare(self, nbytes: int) -> None:
         """No step has been made yet, and a snapshot will have about `nbytes`: get the memory beside the first step.
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mindx_elastic.config import ProveSettings, RankInfo
-from mindx_elastic.core.looks import asked
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.prove.control import Control, read_control
@@ -113,14 +112,12 @@ class ProofWitness(Witness):
         self.write(
             "enter",
             pid=os.getpid(),
-            workers=max((asked(loader, "num_workers", 0) or 0 for loader in seen.loaders), default=0),
             directory=str(seen.directory),
             prefix=seen.prefix,
             resumed=seen.resumed,
             path=None if seen.resumed_path is None else seen.resumed_path.name,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            copied_every=seen.copied_every,
             epoch=position.epoch,
             step=position.step,
             num_batches=position.batch_num,

@@ -79,10 +79,6 @@ class Life:
     pid: int = 0
     clock: float = 0.0
     """`time.monotonic` of the machine when it had entered."""
-    workers: int = 0
-    """Of its loader with the most."""
-    copied_every: int = 0
-    """Steps between two copies of its state to shared memory; 0: it makes none, or the interval was not known."""
 
 
 def read_lives(folder: Path) -> list[Life]:
@@ -106,8 +102,7 @@ def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
             _apply(known, event["end"])
             names = ("series", "directory", "prefix", "resumed", "epoch", "world_size")
             life = Life(rank=rank, entered=dict(known), **{name: event[name] for name in names})
-            life.pid, life.clock, life.workers = (event.get(name, 0) for name in ("pid", "clock", "workers"))
-            life.copied_every = event.get("copied_every", 0)
+            life.pid, life.clock = (event.get(name, 0) for name in ("pid", "clock"))
         elif life is None:
             return None
         elif kind == "step":

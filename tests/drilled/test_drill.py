@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
 from typing import Any
 
-import pytest
-
-from mindx_elastic.drill.drill import Drill, Result, _said, choose_faults, find_copies
+from mindx_elastic.drill.drill import Drill, Result, _said, draw_faults
 from mindx_elastic.drill.faults import KINDS, Fault
 from mindx_elastic.drill.phases import Phases
 from mindx_elastic.drill.report import cells, summary, to_json
 from mindx_elastic.prove.baseline import Proof, Row, Verdict
 from mindx_elastic.prove.causes import Explained
-from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.records import Life
 
 PLACES = [(0, 1), (0, 2), (1, 1)]
 
 
-def drawn(
-    number: int = 400,
-    *,
-    agent: bool,
-    workers: bool = False,
-    copies: Mapping[int, Sequence[tuple[int, int]]] | None = None,
-    seed: int = 3,
-) -> list[Fault]:
-    return choose_faults(PLACES, ranks=2, agent=agent, workers=workers, copies=copies or {}, number=number, seed=seed)
+def drawn(number: int, *, agent: bool, seed: int = 3) -> list[Fault]:
+    return list(itertools.islice(draw_faults(PLACES, ranks=2, agent=agent, seed=seed), number))
 
 
 def test_the_same_seed_draws_the_same_faults() -> None:
@@ -34,46 +25,14 @@ def test_the_same_seed_draws_the_same_faults() -> None:
     assert drawn(20, agent=True) != drawn(20, agent=True, seed=4)
 
 
-def test_only_faults_that_the_job_can_have_are_drawn() -> None:
-    alone = drawn(agent=False)
-    assert {fault.kind for fault in alone} == {
-        kind.name for kind in KINDS.values() if kind.by_chance and not kind.agent and not kind.workers
-    }
-    assert all(fault.at != "copy" for fault in alone)
-    everything = drawn(agent=True, workers=True, copies={0: PLACES, 1: PLACES})
-    assert {fault.kind for fault in everything} == {kind.name for kind in KINDS.values() if kind.by_chance}
-    assert {fault.at for fault in everything} == {"boundary", "forward", "backward", "update", "copy"}
-    assert {(fault.guard, fault.step) for fault in everything} == set(PLACES)
-    assert {fault.rank for fault in everything} == {0, 1}
-
-
-def test_a_death_in_a_copy_is_drawn_for_the_ranks_and_places_that_have_one() -> None:
-    found = drawn(2000, agent=True, copies={1: [(0, 2)]})
-    assert {(fault.rank, fault.guard, fault.step) for fault in found if fault.at == "copy"} == {(1, 0, 2)}
-
-
-def steps(series: int, cuts: Sequence[bool]) -> list[Step]:
-    return [Step(series=series, number=number, cut=cut) for number, cut in enumerate(cuts, start=1)]
-
-
-@pytest.mark.parametrize(
-    ("cuts", "every", "last"),
-    [
-        ([True] * 6, 1, 5),
-        ([True] * 6, 3, 3),
-        ([True] * 6, 6, 0),
-        ([False, True] * 3, 1, 4),
-        ([False, True] * 3, 3, 2),
-        ([True] * 6, 0, 0),
-    ],
-    ids=["each step", "each third", "none until the end", "windows of two", "windows, each third", "no copies"],
-)
-def test_a_copy_comes_before_the_run_ends(cuts: Sequence[bool], every: int, last: int) -> None:
-    """`last`: the last step behind which a copy is sure; 0: there is none. The run ends at its last boundary."""
-    lives = [Life(rank=0, series=1, copied_every=every), Life(rank=1, series=1)]
-    places = find_copies(lives, [*steps(0, [True] * 3), *steps(1, cuts)])
-    assert sorted(places[0]) == [(1, number) for number in range(1, last + 1)]
-    assert not places[1]
+def test_all_kinds_and_places_are_drawn_and_those_of_an_agent_only_where_there_is_one() -> None:
+    for agent in (False, True):
+        faults = drawn(800, agent=agent)
+        kinds = {kind.name for kind in KINDS.values() if kind.by_chance and (agent or not kind.agent)}
+        assert {fault.kind for fault in faults} == kinds
+        assert {fault.at for fault in faults} == {"boundary", "forward", "backward", "update", "copy"}
+        assert {(fault.guard, fault.step) for fault in faults} == set(PLACES)
+        assert {fault.rank for fault in faults} == {0, 1}
 
 
 def made(*outcomes: str) -> Drill:

@@ -156,7 +156,7 @@ FAULTS = [
         *("loose", "weights differ at the very first resumed step (2), before any batch: parameter 6 [3, 3]"),
         *("is in no named module", "Guard(model=[model, other])"),
     ),
-    ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary of 1", ""),
+    ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary", ""),
     ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
