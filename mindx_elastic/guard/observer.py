@@ -34,8 +34,6 @@ class Observed:
     ranks: RankInfo
     targets: Mapping[str, Any]
     """The named objects."""
-    loaders: Sequence[Any]
-    """The named ones, as the program has them."""
     collector: Collector
     position: Position
     """The last boundary passed."""

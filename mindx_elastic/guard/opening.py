@@ -129,7 +129,7 @@ class Opening:
         """What the ranks have agreed on, and loaded."""
         self._begin_schedules()
 
-    def observed(self, stopper: Stopper, loops: Loops, loaders: Loaders, is_outside: Callable[[], bool]) -> Observed:
+    def observed(self, stopper: Stopper, loops: Loops, is_outside: Callable[[], bool]) -> Observed:
         """What an observer may look at, at the last boundary. `is_outside`: what happens now belongs to no step."""
         start = self.start
         return Observed(
@@ -138,7 +138,6 @@ class Opening:
             run_id=start.run_id,
             ranks=self._ranks,
             targets=self._targets,
-            loaders=loaders.named,
             collector=self.collector,
             position=loops.position,
             resumed=start.step,

@@ -64,7 +64,7 @@ class Overlap:
         """The state is back. `stack` closes it. `is_outside`: what happens now belongs to no step."""
         self._stack = stack.enter_context(ExitStack())
         self._stopper, self._loops, self._loaders, self._boundaries = stopper, loops, loaders, boundaries
-        self._observed: Callable[[], Observed] = lambda: opening.observed(stopper, loops, loaders, is_outside)
+        self._observed: Callable[[], Observed] = lambda: opening.observed(stopper, loops, is_outside)
         self._collector = opening.collector
         proof, trains = opening.proof, not opening.evaluates and not opening.around.is_guest
         self._is_wanted = proof is None and trains and opening.settings.overlap

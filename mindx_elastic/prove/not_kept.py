@@ -1,9 +1,10 @@
 """Names what goes on from step to step and is in no checkpoint: facts of a run, without a verdict.
 
 Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
-(`carried`). Containers, tensors and attributes of the program's objects, and attributes of what the guard keeps, count
-when they differ between the process's first and fifth boundary. Left out is what each iteration binds anew, and what
-the guard keeps. Whether any of it matters is shown by the next resume, which compares its first step (`overlap`).
+(`carried`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count when
+they differ between the process's first and fifth boundary. Left out is what each iteration binds anew, and what the
+guard keeps; what the states of other named objects leave out is shown by a comparison only. Whether any of it matters
+is shown by the next resume, which compares its first step (`overlap`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.checks.surroundings import kind_of, locals_of, program_frames, reachable
 from mindx_elastic.prove.carried import bound_in, carried
@@ -29,7 +30,6 @@ from mindx_elastic.prove.witness import held_by, is_loader
 
 __all__ = ["NotKept", "look_for_not_kept"]
 
-_HASHED = re.compile("[0-9a-f]{16}")
 _FIRST, _SECOND = 1, 5
 """The boundaries that are compared: what is only made in the first step has changed before."""
 _COUNTED = {(str(began), str(began + _SECOND - _FIRST)) for began in (0, 1)}
@@ -50,17 +50,15 @@ class NotKept:
     """One per entered guard. Training thread; runs no code of the program."""
 
     def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
-        self._collector = collector
         self._kept = [target for name, target in targets.items() if not is_loader(name, target)]
-        whole = {name for name, component in collector.components.items() if _keeps_all(component)}
-        self._partly = {n: t for n, t in targets.items() if n not in whole and not is_loader(n, t)}
-        """Objects that may have more than their state has."""
+        modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
+        self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
+        """Modules whose own attributes are in no state."""
         self._ids = {*map(id, self._kept), *(id(held) for target in self._kept for held in held_by(target))}
         self._number = 0
         self.counts: Sequence[str] = ()
         """See `guard.observer.NotKept`."""
         self._before: dict[str, str] = {}
-        self._saved_before: list[dict[str, str]] = []
 
     def at_boundary(self, is_ahead: Callable[[], bool]) -> Sequence[str] | None:
         """See `guard.observer.NotKept`."""
@@ -72,7 +70,7 @@ class NotKept:
             while len(frames) > 1 and not carried(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
             if self._number == _FIRST:
-                self._before, self._saved_before = self._look(frames), self._saved()
+                self._before = self._look(frames)
                 return None
             ahead = is_ahead()
             after = self._look(frames)
@@ -87,21 +85,6 @@ class NotKept:
     def _look(self, frames: Sequence[FrameType]) -> dict[str, str]:
         found = own_variables(frames[0] if frames else None, self._ids, quick=True)
         return found | attributes_of_kept(self._partly, quick=True)
-
-    def _saved(self) -> list[dict[str, str]]:
-        """The numbers in the last boundary's small states, by their places."""
-        found: list[dict[str, str]] = []
-        for copied in self._collector.copies():
-            numbers: dict[str, str] = {}
-            waiting = [("", copied)]
-            while waiting:
-                place, value = waiting.pop()
-                if type(value) is dict and place.count("\0") < 4:
-                    waiting += [(f"{place}\0{key}", item) for key, item in value.items()]
-                elif type(value) in (bool, int, float):
-                    numbers[place] = repr(value)
-            found.append(numbers)
-        return found
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found: list[str] = []
@@ -133,8 +116,7 @@ class NotKept:
             name = _name(key)
             root = re.split(r"[.\[]", name)[0]
             if key.endswith(f"({KEPT})"):
-                if not self._is_saved(root, key, after[key]):
-                    of_kept.append(name)
+                of_kept.append(name)
             elif is_ahead and " " in after[key]:  # a tensor
                 continue
             elif root not in (in_loops if key.startswith(f'"{root}" ') else in_step):
@@ -145,28 +127,10 @@ class NotKept:
             others = [_name(key) for key in others if key in left]
         return _shortened(list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]])))
 
-    def _is_saved(self, target: str, key: str, value: str) -> bool:
-        """Whether a number of the state has moved as this attribute of a kept object has. Of tensors and containers in
-        objects with a state of their own it is not known, so they are taken to be in it."""
-        if isinstance(self._collector.components.get(target), ModuleComponent):
-            return False
-        if not key.startswith('"') or "[" in key or " " in value or _HASHED.fullmatch(value):
-            return True
-        saved = dict(zip(self._collector.components, zip(self._saved_before, self._saved(), strict=True), strict=True))
-        one, other = saved[target]
-        return (self._before[key], value) in {(one[place], other[place]) for place in one.keys() & other.keys()}
-
 
 def _name(key: str) -> str:
     """Of a variable in a look."""
     return key.partition('"')[2].rpartition('" (')[0]
-
-
-def _keeps_all(component: object) -> bool:
-    """Whether nothing of a named object is left out of the state: see `capture.own_attributes`."""
-    if isinstance(component, ModuleComponent):
-        return component.keeps_attributes
-    return isinstance(component, OptimizerComponent)
 
 
 def _shortened(names: Sequence[str]) -> list[str]:
