@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from mindx_elastic.cli.common import (
     human_age,
     human_size,
     make_console,
+    say,
+    show,
 )
-from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover, ProofLeftover
@@ -75,10 +75,7 @@ def clean_command(
         if any(entry["action"] == _WOULD for entry in _entries(would)):
             _ask(would, as_json=as_json)
     report = _clean(base, dry_run=dry_run, everything=everything)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        _print(make_console(), report)
+    show(report, as_json, _print)
     if any(entry["action"] == _FAILED for entry in _entries(report)):
         raise typer.Exit(EXIT_BAD)
 
@@ -182,24 +179,21 @@ def _remove(path: Path, why: str, dry_run: bool, *, how: Callable[[Path], bool] 
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
-    def say(line: str) -> None:
-        console.print(printable(line), soft_wrap=True)
-
     for agent in [*report["agents"], *report["proofs"]]:
-        say(f"{agent['action']}  {agent['path']}: {agent['why']}, {human_size(agent['size_bytes'])}")
+        say(console, f"{agent['action']}  {agent['path']}: {agent['why']}, {human_size(agent['size_bytes'])}")
     for arena in report["arenas"]:
-        say(f"{arena['action']}  {arena['path']}: {_describe(arena)}")
+        say(console, f"{arena['action']}  {arena['path']}: {_describe(arena)}")
     for path in report["not_ours"]:
-        say(f"left alone  {path}: not a folder of ours")
+        say(console, f"left alone  {path}: not a folder of ours")
     kept = [arena for arena in report["arenas"] if arena["action"] == _KEPT]
     if kept:
-        say("to go on from what was kept, start the job again with the same command")
-        say("to drop it: mindx-elastic clean --all")
+        say(console, "to go on from what was kept, start the job again with the same command")
+        say(console, "to drop it: mindx-elastic clean --all")
     if not report["agents"] and not report["arenas"] and not report["proofs"]:
-        say(f"nothing of this user's jobs in {report['base']}")
+        say(console, f"nothing of this user's jobs in {report['base']}")
         return
     verb = "would be freed" if report["dry_run"] else "freed"
-    say(f"{human_size(report['freed_bytes'])} {verb}")
+    say(console, f"{human_size(report['freed_bytes'])} {verb}")
 
 
 def _describe(arena: dict[str, Any]) -> str:

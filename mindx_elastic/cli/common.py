@@ -5,6 +5,7 @@ Imports no torch: ``--help`` and ``--version`` must answer at once.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich import box
@@ -52,6 +53,8 @@ __all__ = [
     "make_table",
     "nothing_found",
     "parse_size",
+    "say",
+    "show",
     "tell_error",
     "unwrapped",
 ]
@@ -178,6 +181,20 @@ def make_console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     wide = not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit()
     return Console(file=stream, width=_PIPE_WIDTH if wide else None, highlight=False, markup=False, emoji=False)
+
+
+def say(console: Console, *lines: str | Text, style: str = "") -> None:
+    """Print lines, which the terminal alone may wrap. Those that are no `Text` are from others and are escaped."""
+    for line in lines:
+        console.print(line if isinstance(line, Text) else printable(line), style=style, soft_wrap=True)
+
+
+def show(document: dict[str, Any], as_json: bool, draw: Callable[[Console, dict[str, Any]], None]) -> None:
+    """Print the document itself, or what `draw` makes of it for a person: the two cannot disagree."""
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        draw(make_console(), document)
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: str, wraps: str = "") -> Table:

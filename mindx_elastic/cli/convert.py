@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,11 +17,11 @@ from mindx_elastic.cli.common import (
     JsonOption,
     human_size,
     is_folder,
-    make_console,
+    say,
+    show,
     tell_error,
 )
 from mindx_elastic.cli.progress import progress_of_bytes
-from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.convert.conversion import Request, Result
@@ -127,10 +127,7 @@ def convert_command(
         force=force,
     )
     result = _convert_or_exit(request)
-    if as_json:
-        typer.echo(json.dumps(_as_dict(request, result), indent=2))
-    else:
-        _print(request, result)
+    show(_as_dict(request, result), as_json, lambda console, _: say(console, *_lines(request, result)))
 
 
 def _convert_or_exit(request: Request) -> Result:
@@ -181,22 +178,19 @@ def _as_dict(request: Request, result: Result) -> dict[str, Any]:
     }
 
 
-def _print(request: Request, result: Result) -> None:
-    def say(line: str) -> None:
-        make_console().print(printable(line), soft_wrap=True)
-
+def _lines(request: Request, result: Result) -> Iterator[str]:
     tensors = "1 tensor" if result.num_tensors == 1 else f"{result.num_tensors} tensors"
     step = f", step {result.step}" if "mindx" in (result.source_kind, result.destination_kind) else ""
-    say(
+    yield (
         f"{request.source} ({result.source_kind}{step}) -> {request.destination} ({result.destination_kind}): "
         f"{tensors}, {human_size(result.nbytes)}"
     )
     for note in result.notes:
-        say(f"note: {note}")
+        yield f"note: {note}"
     if result.destination_kind == "mindx":
-        say("for initial weights; no job resumes from it: generators and the data position are not in it")
+        yield "for initial weights; no job resumes from it: generators and the data position are not in it"
     for line in _how_to_load(request, result):
-        say(f"    {line}")
+        yield f"    {line}"
 
 
 def _how_to_load(request: Request, result: Result) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, JsonOption, fail, human_size, make_console, parse_size
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, JsonOption, fail, human_size, parse_size, say, show
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
@@ -89,10 +88,7 @@ def doctor_command(
         measure_s=measure,
     )
     found = examine(wish, os.environ)
-    if as_json:
-        typer.echo(json.dumps(_report(directory, found), indent=2))
-    else:
-        _print(make_console(), directory, found)
+    show(_report(directory, found), as_json, lambda console, _: _print(console, directory, found))
     if worst(found.findings) is Level.PROBLEM:
         raise typer.Exit(EXIT_BAD)
 
@@ -129,14 +125,13 @@ def _print(console: Console, directory: Path, found: Examination) -> None:
         ranks = f"{found.state.ranks} rank{'' if found.state.ranks == 1 else 's'} here"
         size = f"a state of {human_size(found.state.nbytes)} ({found.state.source}), {ranks}"
     title = f"{directory.absolute()}: {found.grace_s:g} s of grace, {size}"
-    console.print(Text(printable(title), style="bold"), soft_wrap=True)
+    say(console, title, style="bold")
     width = min(console.width, _WIDEST)
     for finding in found.findings:
-        for line in _lines(finding, width):
-            console.print(line, soft_wrap=True)
+        say(console, *_lines(finding, width))
     counts = [(sum(finding.level is level for finding in found.findings), level.value) for level in Level]
-    console.print(Text(", ".join(f"{number} {name}" for number, name in counts if number)), soft_wrap=True)
-    console.print(_REHEARSE, style="dim", soft_wrap=True)
+    say(console, ", ".join(f"{number} {name}" for number, name in counts if number))
+    say(console, _REHEARSE, style="dim")
 
 
 def _lines(finding: Finding, width: int) -> list[Text]:

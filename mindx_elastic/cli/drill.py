@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
+from mindx_elastic.cli.common import JsonOption, fail, make_table, say, show
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     Asked,
@@ -20,7 +20,6 @@ from mindx_elastic.cli.scripts import (
     TimeoutOption,
     interruptible,
 )
-from mindx_elastic.core.printable import printable
 from mindx_elastic.drill.faults import Fault, describe_kinds, parse_fault
 from mindx_elastic.errors import UsageError
 
@@ -140,10 +139,8 @@ def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, see
 def _tell(drill: Drill, asked: Asked, seconds: float) -> None:
     from mindx_elastic.drill.report import to_json
 
-    if asked.as_json:
-        typer.echo(json.dumps(to_json(drill, command=asked.words, seconds=seconds), indent=2))
-    else:
-        _print(make_console(), drill, asked, seconds)
+    document = to_json(drill, command=asked.words, seconds=seconds)
+    show(document, asked.as_json, lambda console, _: _print(console, drill, asked, seconds))
 
 
 def _print(console: Console, drill: Drill, asked: Asked, seconds: float) -> None:
@@ -156,7 +153,7 @@ def _print(console: Console, drill: Drill, asked: Asked, seconds: float) -> None
         if row.verdict.outcome != "equal":
             for index, line in enumerate(describe_run(row)):
                 text = f"{row.name}: {line}" if not index else f"  {line}"
-                console.print(printable(text), style="bold red" if not index else "", soft_wrap=True)
+                say(console, text, style="bold red" if not index else "")
             return
     rows = [cells(result) for result in drill.results]
     console.print(make_table(COLUMNS, rows, left="fault|result", wraps="fault|result"))
@@ -164,11 +161,10 @@ def _print(console: Console, drill: Drill, asked: Asked, seconds: float) -> None
     for result in drill.results:
         if said := describe(result):
             is_good = result.outcome in GOOD
-            console.print(printable(f"{result.fault}: {said[0]}"), style="" if is_good else "bold red", soft_wrap=True)
-            for line in [*said[1:], *(f"| {line}" for line in result.lines)]:
-                console.print(printable(f"  {line}"), soft_wrap=True)
+            say(console, f"{result.fault}: {said[0]}", style="" if is_good else "bold red")
+            say(console, *(f"  {line}" for line in said[1:]), *(f"  | {line}" for line in result.lines))
     whole = ", the whole training" if proof.has_ended else ""
     size = f"{proof.steps} steps{whole}, {proof.num_ranks} rank{'s' * (proof.num_ranks != 1)}"
     style = "bold green" if drill.exit_code == 0 else "bold red"
-    console.print(f"{summary(drill)}; {size}, in {seconds:.0f} s", style=style, soft_wrap=True)
+    say(console, f"{summary(drill)}; {size}, in {seconds:.0f} s", style=style)
     asked.print_notes(console, [*proof.notes, *drill.notes])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -24,9 +23,10 @@ from mindx_elastic.cli.common import (
     human_age,
     human_size,
     is_folder,
-    make_console,
     make_table,
     nothing_found,
+    say,
+    show,
 )
 from mindx_elastic.cli.verify import check_entries, entries_at
 from mindx_elastic.core.certificate import proof_of
@@ -90,10 +90,7 @@ def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
     if verify:
         problems = check_entries([entry], reader_trust(path).of(path))[0]
     details = _describe_file(entry, problems, verified=not problems if verify else None)
-    if as_json:
-        typer.echo(json.dumps({"schema": JSON_SCHEMA, "file": details}, indent=2))
-    else:
-        _print_file(make_console(), details)
+    show({"schema": JSON_SCHEMA, "file": details}, as_json, lambda console, _: _print_file(console, details))
     return EXIT_BAD if problems else 0
 
 
@@ -109,10 +106,7 @@ def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
         verdicts = check_entries(good, trust.of(path))
         findings = {entry.path: found for entry, found in zip(good, verdicts, strict=True)}
     report = _report(path, inventory, findings, now=time.time())
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        _print(make_console(), report)
+    show(report, as_json, _print)
     if not good:
         return EXIT_NOTHING
     return EXIT_BAD if any((findings or {}).values()) else 0
@@ -208,15 +202,14 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for step in report["steps"]:
         runs.setdefault(step["run_id"], []).append(step)
     for run_id, steps in runs.items():
-        console.print(f"run {printable(run_id)}", style="bold", soft_wrap=True)
+        say(console, f"run {run_id}", style="bold")
         branched = _is_branched(report, run_id)
         rows = [_cells(step, with_attempt=branched) for step in steps]
         if _table_width(rows) <= console.width:
             cells = [tuple(row.values()) for row in rows]
             console.print(make_table(list(rows[0]), cells, left="reason|ranks|complete?|verified?", wraps="reason"))
             continue
-        for row in rows:
-            console.print("  ".join(f"{name} {cell}" for name, cell in row.items()), soft_wrap=True)
+        say(console, *("  ".join(f"{name} {cell}" for name, cell in row.items()) for row in rows))
     _print_remarks(console, report)
 
 
@@ -280,8 +273,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
             f"  {_relative(entry['path'], report['directory'])}: {entry['problem']}" for entry in report["problems"]
         ]
     lines += ["", *_proof(report), *_conclusion(report), *remarks(report, report["newest_complete_step"])]
-    for line in lines:
-        console.print(printable(line), soft_wrap=True)
+    say(console, *lines)
 
 
 def _shares(step: dict[str, Any]) -> list[str]:
@@ -441,9 +433,9 @@ def _contents(tree: Any) -> tuple[list[str], int]:
 
 def _print_file(console: Console, details: dict[str, Any]) -> None:
     """The same for a person."""
-    console.print(printable(details["path"]), style="bold", soft_wrap=True)
+    say(console, details["path"], style="bold")
     for problem in details["problems"]:
-        console.print(Text("  BAD  ", style="bold red"), printable(problem), soft_wrap=True)
+        say(console, Text.assemble(("  BAD   ", "bold red"), printable(problem)))
     if "run_id" not in details:
         return
     grid = Table.grid(padding=(0, 2))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, make_console
-from mindx_elastic.core.printable import printable
+from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, say, show
 from mindx_elastic.start.remains import find_remains, remarks
 
 if TYPE_CHECKING:
@@ -116,10 +115,7 @@ def plan_command(
     if emit_env is not None:
         write_env_file(emit_env, result.plan)
     document = {**_document(path, result, explain=explain), "asked_step": step}
-    if as_json:
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        _print(result, document)
+    show(document, as_json, lambda console, _: _print(console, result, document))
     if isinstance(result.plan, ResumePlan):
         raise typer.Exit(EXIT_GOOD)
     raise typer.Exit(EXIT_BAD if found.anything else EXIT_NOTHING)
@@ -181,11 +177,10 @@ def _initializing(faults: Faults) -> list[str]:
     return ["the platform has not finished its report: call again before the start"] if faults.initializing else []
 
 
-def _print(result: _Result, document: dict[str, Any]) -> None:
+def _print(console: Console, result: _Result, document: dict[str, Any]) -> None:
     from mindx_elastic.cli.plan_table import print_explanation, print_nothing, print_plan, print_refusal
     from mindx_elastic.start.facts import Refusal, ResumePlan
 
-    console = make_console()
     said = remarks(document, result.plan.step if isinstance(result.plan, ResumePlan) else None)
     if not result.found.anything:
         print_nothing(console, document["directory"], is_fresh=not said)
@@ -195,5 +190,4 @@ def _print(result: _Result, document: dict[str, Any]) -> None:
         print_plan(console, result.plan, document, now=time.time())
         if "explanation" in document:
             print_explanation(console, document["explanation"])
-    for line in said:
-        console.print(printable(line), soft_wrap=True)
+    say(console, *said)

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, human_size, make_table
+from mindx_elastic.cli.common import human_age, human_size, make_table, say
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
@@ -40,14 +40,18 @@ def _of_ranks(ranks: Sequence[int]) -> str:
 
 def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any], *, now: float) -> None:
     """`document`: what ``--json`` prints."""
-    console.print(Text("RESTORABLE", style="bold green"), printable(f"from {moment_name(plan.moment)}"), soft_wrap=True)
-    for key, text, style in _facts(plan, document, now):
-        console.print(Text(f"  {key:<{_KEY_WIDTH}} "), Text(printable(text), style=style), sep="", soft_wrap=True)
+    say(console, Text.assemble(("RESTORABLE ", "bold green"), printable(f"from {moment_name(plan.moment)}")))
+    _print_facts(console, _facts(plan, document, now))
     console.print()
     _print_rows(console, _rows(plan, document["directory"]))
     total = f"{human_size(document['total_bytes'])} of tensors to read"
-    console.print(f"{plan.world.size} rank{'s' * (plan.world.size > 1)}, {total} in all", soft_wrap=True)
+    say(console, f"{plan.world.size} rank{'s' * (plan.world.size > 1)}, {total} in all")
     _print_rejected(console, "not used:", plan.rejected, document["directory"])
+
+
+def _print_facts(console: Console, facts: Sequence[tuple[str, str, str]]) -> None:
+    """Key, text and style of the text."""
+    say(console, *(Text.assemble(f"  {key:<{_KEY_WIDTH}} ", (printable(text), style)) for key, text, style in facts))
 
 
 def _facts(plan: ResumePlan, document: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
@@ -175,7 +179,7 @@ def _print_rows(console: Console, rows: Sequence[tuple[str, str, str, str]]) -> 
     widths = [max(len(name), *(len(row[n]) for row in cells)) for n, name in enumerate(_COLUMNS)]
     if sum(widths) + 2 * (len(widths) - 1) > console.width:
         for ranks, what, size, path in cells:
-            console.print(f"rank{'' if ranks.isdigit() else 's'} {ranks}: {what}, {size} each ({path})", soft_wrap=True)
+            say(console, f"rank{'' if ranks.isdigit() else 's'} {ranks}: {what}, {size} each ({path})")
         return
     console.print(make_table(_COLUMNS, cells, left="ranks|read|from"))
 
@@ -191,7 +195,7 @@ def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], 
     console.print(title, style="bold")
     for reason, names in list(by_reason.items())[:_MAX_ROWS]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        console.print(printable(f"  {', '.join(names[:3])}{more}: {reason}"), soft_wrap=True)
+        say(console, f"  {', '.join(names[:3])}{more}: {reason}")
     hidden = sum(len(names) for names in list(by_reason.values())[_MAX_ROWS:])
     if hidden:
         console.print(f"  and {hidden} more for other reasons (--json lists them)")
@@ -203,14 +207,12 @@ def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], 
 def print_refusal(console: Console, refusal: Refusal, document: dict[str, Any]) -> None:
     """Why nothing can be restored, and what to do about it."""
     directory = document["directory"]
-    console.print(Text("NOT RESTORABLE", style="bold red"), printable(f"from what lies in {directory}"), soft_wrap=True)
-    for key, text, style in _inputs(document):
-        console.print(Text(f"  {key:<{_KEY_WIDTH}} "), Text(printable(text), style=style), sep="", soft_wrap=True)
+    say(console, Text.assemble(("NOT RESTORABLE ", "bold red"), printable(f"from what lies in {directory}")))
+    _print_facts(console, _inputs(document))
     _print_rejected(console, "why:", refusal.reasons, directory)
     console.print()
     console.print("what to do:", style="bold")
-    for line in _remedies(refusal, document):
-        console.print(printable(f"  - {line}"), soft_wrap=True)
+    say(console, *(f"  - {line}" for line in _remedies(refusal, document)))
 
 
 def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
@@ -238,7 +240,7 @@ def print_nothing(console: Console, directory: str, *, is_fresh: bool) -> None:
     line = f"no checkpoint found in {directory}"
     if is_fresh:
         line += ": there is nothing to restore, the job starts from the beginning"
-    console.print(printable(line), soft_wrap=True)
+    say(console, line)
 
 
 # --- --explain ---
@@ -274,14 +276,13 @@ def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
     console.print()
     console.print("layouts:", style="bold")
     for each in explanation["layouts"]:
-        for line in _class_lines(each):
-            console.print(printable(line), soft_wrap=True)
+        say(console, *_class_lines(each))
     console.print("replica groups:", style="bold")
     groups = explanation["replica_groups"]
     for group in groups[:_MAX_ROWS]:
         lost = sorted(set(group["ranks"]) - set(group["with_files"]))
         note = f", no usable file of {_of_ranks(lost)}" if lost else ""
-        console.print(printable(f"  {rank_ranges(group['ranks'])}{note}"), soft_wrap=True)
+        say(console, f"  {rank_ranges(group['ranks'])}{note}")
     if len(groups) > _MAX_ROWS:
         console.print(f"  and {len(groups) - _MAX_ROWS} more (--json lists them)")
 

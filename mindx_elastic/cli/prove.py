@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_console, make_table
+from mindx_elastic.cli.common import JsonOption, fail, make_table, say, show
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     Asked,
@@ -19,7 +18,6 @@ from mindx_elastic.cli.scripts import (
     TimeoutOption,
     interruptible,
 )
-from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.prove.baseline import Proof, Row
@@ -105,10 +103,11 @@ def _prove(asked: Asked, stops: int | None, seed: int) -> Proof:
 def _tell(proof: Proof, asked: Asked, seconds: float) -> None:
     from mindx_elastic.prove.report import to_json
 
-    if asked.as_json:
-        typer.echo(json.dumps(to_json(proof, command=asked.words, seconds=seconds), indent=2))
-        return
-    console = make_console()
+    document = to_json(proof, command=asked.words, seconds=seconds)
+    show(document, asked.as_json, lambda console, _: _print(console, proof, asked, seconds))
+
+
+def _print(console: Console, proof: Proof, asked: Asked, seconds: float) -> None:
     rows = [_cells(row, proof) for row in proof.rows]
     console.print(make_table(_COLUMNS, rows, left="run|result", wraps="run|result"))
     console.print()
@@ -126,8 +125,8 @@ def _print_result(console: Console, proof: Proof, seconds: float) -> None:
         rest = ", the whole training" if proof.has_ended else ""
         made = f"{steps_in_words(proof.steps)}{ranks}{rest}, in {seconds:.0f} s"
         if lost := in_words(proof.lost):
-            console.print(printable(f"every step equal: {made}; not got back: {lost}"), style="bold", soft_wrap=True)
-            console.print(f"  {NOT_GOT_BACK}", soft_wrap=True)
+            say(console, f"every step equal: {made}; not got back: {lost}", style="bold")
+            say(console, f"  {NOT_GOT_BACK}")
         else:
             console.print(f"all equal: {made}", style="bold green")
         if not proof.has_ended:
@@ -139,11 +138,9 @@ def _print_result(console: Console, proof: Proof, seconds: float) -> None:
         what += f"; not got back in other runs: {lost}"
     rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
     stopped = f"{first.name}: " if first.resumed is not None else ""
-    console.print(printable(f"{stopped}{what}{rank}"), style="bold red", soft_wrap=True)
-    for line in others:
-        console.print(printable(f"  {line}"), soft_wrap=True)
-    for line in first.verdict.lines:
-        console.print(printable(f"  | {line}"), style="dim", soft_wrap=True)
+    say(console, f"{stopped}{what}{rank}", style="bold red")
+    say(console, *(f"  {line}" for line in others))
+    say(console, *(f"  | {line}" for line in first.verdict.lines), style="dim")
 
 
 def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:

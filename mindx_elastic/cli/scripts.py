@@ -17,8 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from mindx_elastic.cli.common import fail
-from mindx_elastic.core.printable import printable
+from mindx_elastic.cli.common import fail, say
 from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,8 +113,7 @@ class Asked:
     def print_notes(self, console: Console, notes: Sequence[str]) -> None:
         lines = [f"note: {note}" for note in notes]
         lines += [f"logs and witnesses: {self.keep}"] if self.keep is not None else []
-        for line in lines:
-            console.print(printable(line), soft_wrap=True)
+        say(console, *lines)
 
 
 def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Sequence[str]) -> None:

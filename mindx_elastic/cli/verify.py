@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from mindx_elastic.cli.common import (
@@ -21,8 +21,9 @@ from mindx_elastic.cli.common import (
     fail,
     human_size,
     is_folder,
-    make_console,
     nothing_found,
+    say,
+    show,
 )
 from mindx_elastic.cli.progress import progress_of_bytes
 from mindx_elastic.core.printable import printable
@@ -91,10 +92,7 @@ def verify_command(
         "duration_s": round(time.monotonic() - started, 3),
         "files": files,
     }
-    if as_json:
-        typer.echo(json.dumps(summary, indent=2))
-    else:
-        _print(summary)
+    show(summary, as_json, _print)
     if not files:
         raise typer.Exit(EXIT_NOTHING)
     if bad:
@@ -108,12 +106,8 @@ def _check_certificate(path: Path, *, as_json: bool) -> int:
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory")
     found = certificate_in(path)
-    if as_json:
-        typer.echo(json.dumps({"schema": JSON_SCHEMA, "path": str(path), **found}, indent=2))
-    else:
-        console = make_console()
-        for line in [*found["spans"], *found["problems"], found["conclusion"]]:
-            console.print(printable(line), soft_wrap=True)
+    lines = [*found["spans"], *found["problems"], found["conclusion"]]
+    show({"schema": JSON_SCHEMA, "path": str(path), **found}, as_json, lambda console, _: say(console, *lines))
     if found["step"] is None:
         return EXIT_BAD if found["problems"] else EXIT_NOTHING
     return EXIT_BAD if found["problems"] else EXIT_GOOD
@@ -168,16 +162,15 @@ def _as_dict(entry: CatalogEntry, problems: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _print(summary: dict[str, Any]) -> None:
-    console = make_console()
+def _print(console: Console, summary: dict[str, Any]) -> None:
     for file in summary["files"]:
-        verdict = Text("ok ", style="green") if file["ok"] else Text("BAD", style="bold red")
-        problems = "; ".join(printable(problem) for problem in file["problems"])
-        console.print(verdict, printable(file["path"]) + (f": {problems}" if problems else ""), soft_wrap=True)
+        verdict = ("ok  ", "green") if file["ok"] else ("BAD ", "bold red")
+        problems = "".join(f": {text}" for text in ["; ".join(file["problems"])] if text)
+        say(console, Text.assemble(verdict, printable(f"{file['path']}{problems}")))
     count = len(summary["files"])
     if not count:
-        console.print(printable(nothing_found(summary["path"], summary["quarantined"])), soft_wrap=True)
+        say(console, nothing_found(summary["path"], summary["quarantined"]))
         return
     outcome = f"{summary['bad']} bad" if summary["bad"] else "all good"
     volume = f"{human_size(summary['bytes'])} in {summary['duration_s']:.1f} s"
-    console.print(f"{count} file{'s' if count > 1 else ''}, {volume}: {outcome}", soft_wrap=True)
+    say(console, f"{count} file{'s' if count > 1 else ''}, {volume}: {outcome}")
