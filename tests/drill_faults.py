@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.drill.drill import GOOD, Drill, Result, make_drill
+from mindx_elastic.drill.drill import GOOD, Drill, Driller, Result
 from mindx_elastic.drill.faults import Fault, parse_fault
 from mindx_elastic.drill.outside import Leftovers
 from mindx_elastic.prove.runs import Command, Runs
@@ -87,7 +87,7 @@ def run_setting(
     runs = Runs(Command(script=setting.script, agent=agent), timeout_s=timeout_s, on_end=leftovers.after_run)
     with runs:
         leftovers.known |= runs.own_processes
-        make_drill(
+        Driller(
             Command(script=setting.script, agent=agent),
             runs,
             leftovers,
@@ -97,7 +97,7 @@ def run_setting(
             steps=setting.steps,
             show=note,
             into=drill,
-        )
+        ).drill()
     write_lines(log, name, seed, drill.results, written)
     for row in drill.proof.rows:
         if row.verdict.outcome != "equal":

@@ -25,7 +25,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover, ProofLeftover
+    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover
 
 __all__ = ["clean_command"]
 
@@ -100,82 +100,68 @@ def _default_base() -> Path:
 
 
 def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
+    from mindx_elastic.memory.folders import remove_unused, remove_unused_proof
     from mindx_elastic.memory.leftovers import find_leftovers
 
     try:
         found = find_leftovers(base)
     except OSError as error:
         fail(str(error))
-    agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in found.agents]
-    proof_entries = [_treat_proof(proof, dry_run=dry_run) for proof in found.proofs]
-    arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in found.arenas]
-    done = [
-        entry for entry in [*agent_entries, *arena_entries, *proof_entries] if entry["action"] in (_REMOVED, _WOULD)
+    agents = [
+        {**_entry(each, f"agent {each.pid} is gone", dry_run, remove_unused), "pid": each.pid} for each in found.agents
     ]
+    proofs = [
+        {**_entry(each, f"proof {each.pid} is gone", dry_run, remove_unused_proof), "pid": each.pid}
+        for each in found.proofs
+    ]
+    arenas = [{**_entry(each, _why(each, everything), dry_run, remove_unused), **_about(each)} for each in found.arenas]
+    done = [entry for entry in [*agents, *arenas, *proofs] if entry["action"] in (_REMOVED, _WOULD)]
     return {
         "schema": JSON_SCHEMA,
         "base": str(base),
         "dry_run": dry_run,
         "freed_bytes": sum(entry["size_bytes"] for entry in done),
-        "agents": agent_entries,
-        "arenas": arena_entries,
-        "proofs": proof_entries,
+        "agents": agents,
+        "arenas": arenas,
+        "proofs": proofs,
         "not_ours": [str(path) for path in found.others],
     }
 
 
-def _treat_agent(agent: AgentLeftover, *, dry_run: bool) -> dict[str, Any]:
-    action, why = (
-        (_IN_USE, agent.in_use) if agent.in_use else _remove(agent.path, f"agent {agent.pid} is gone", dry_run)
-    )
-    return _entry(agent, action, why)
+def _why(arena: ArenaLeftover, everything: bool) -> str:
+    """Why it is to be removed; empty: it is kept."""
+    if arena.directory and not arena.directory_exists:
+        return "its checkpoint directory has gone"
+    return "--all" if everything else ""
 
 
-def _treat_proof(proof: ProofLeftover, *, dry_run: bool) -> dict[str, Any]:
-    from mindx_elastic.memory.folders import remove_unused_proof
-
-    if proof.in_use:
-        return _entry(proof, _IN_USE, proof.in_use)
-    return _entry(proof, *_remove(proof.path, f"proof {proof.pid} is gone", dry_run, how=remove_unused_proof))
-
-
-def _entry(leftover: AgentLeftover, action: str, why: str) -> dict[str, Any]:
-    common = {"path": str(leftover.path), "action": action, "why": why}
-    return {**common, "pid": leftover.pid, "size_bytes": leftover.size, "age_s": round(leftover.age_s, 3)}
-
-
-def _treat_arena(arena: ArenaLeftover, *, dry_run: bool, everything: bool) -> dict[str, Any]:
-    if arena.in_use:
-        action, why = _IN_USE, arena.in_use
-    elif arena.directory and not arena.directory_exists:
-        action, why = _remove(arena.path, "its checkpoint directory has gone", dry_run)
-    elif everything:
-        action, why = _remove(arena.path, "--all", dry_run)
-    else:
-        action, why = _KEPT, "" if arena.directory else "whose it is cannot be read"
+def _about(arena: ArenaLeftover) -> dict[str, Any]:
     return {
-        "path": str(arena.path),
-        "action": action,
-        "why": why,
         "directory": arena.directory or None,
         "directory_exists": arena.directory_exists,
         "run_id": arena.run_id or None,
         "ranks": list(arena.ranks),
         "newest_step": arena.newest_step,
-        "size_bytes": arena.size,
-        "age_s": round(arena.age_s, 3),
     }
 
 
-def _remove(path: Path, why: str, dry_run: bool, *, how: Callable[[Path], bool] | None = None) -> tuple[str, str]:
-    from mindx_elastic.memory.folders import remove_unused
-
-    if dry_run:
-        return _WOULD, why
-    try:
-        return (_REMOVED, why) if (how or remove_unused)(path) else (_IN_USE, "a job has begun to use it")
-    except OSError as error:
-        return _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or path)}"
+def _entry(
+    found: AgentLeftover | ArenaLeftover, why: str, dry_run: bool, remove: Callable[[Path], bool]
+) -> dict[str, Any]:
+    """What is done with it. `why`: it is to be removed; empty: it is kept. `remove`: False where a job has begun to use
+    it."""
+    action = _WOULD
+    if found.in_use:
+        action, why = _IN_USE, found.in_use
+    elif not why:
+        action = _KEPT
+    elif not dry_run:
+        try:
+            action, why = (_REMOVED, why) if remove(found.path) else (_IN_USE, "a job has begun to use it")
+        except OSError as error:
+            action, why = _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or found.path)}"
+    content = {"path": str(found.path), "action": action, "why": why}
+    return {**content, "size_bytes": found.size, "age_s": round(found.age_s, 3)}
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:

@@ -118,22 +118,18 @@ def _print_kinds(as_json: bool) -> None:
 
 
 def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed: int) -> None:
-    from mindx_elastic.drill.drill import make_drill
+    from mindx_elastic.drill.drill import Driller
     from mindx_elastic.drill.outside import Leftovers
     from mindx_elastic.prove.runs import Runs
 
     leftovers = Leftovers()
     with progress_of_runs() as bar:
-
-        def show(done: int, planned: int, what: str) -> None:
-            bar.update(completed=done, total=max(planned, done), description=what)
-
         options: dict[str, Any] = {"fresh": asked.fresh, "keep": asked.keep, "timeout_s": asked.timeout}
         runs = Runs(asked.command, on_end=leftovers.after_run, **options)
         with runs:
             leftovers.known |= runs.own_processes
             drawn: dict[str, Any] = {"number": number, "seed": seed, "steps": asked.steps}
-            make_drill(asked.command, runs, leftovers, faults=faults, show=show, into=drill, **drawn)
+            Driller(asked.command, runs, leftovers, faults=faults, show=bar.show_runs, into=drill, **drawn).drill()
 
 
 def _tell(drill: Drill, asked: Asked, seconds: float) -> None:

@@ -50,6 +50,10 @@ class Bar:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, **changes)
 
+    def show_runs(self, done: int, planned: int, what: str) -> None:
+        """So many runs of a script are done, and this one is made."""
+        self.update(completed=done, total=max(planned, done), description=what)
+
     @contextmanager
     def follow(self, measure: Callable[[], float]) -> Iterator[None]:
         """In the block, `measure()` says five times a second how much is done."""

@@ -86,18 +86,9 @@ def _prove(asked: Asked, stops: int | None, seed: int) -> Proof:
     from mindx_elastic.prove.proof import prove
     from mindx_elastic.prove.runs import Runs
 
-    with progress_of_runs() as bar:
-        now = {"what": "", "step": 0}
-
-        def show(done: int, planned: int, what: str) -> None:
-            now.update(what=what, step=0)
-            bar.update(completed=done, total=max(planned, done), description=what)
-
-        def on_step(step: int) -> None:
-            bar.update(description=f"{now['what']}: {step} step{'s' * (step != 1)}")
-
-        with Runs(asked.command, fresh=asked.fresh, keep=asked.keep, timeout_s=asked.timeout, on_step=on_step) as runs:
-            return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=show)
+    made = Runs(asked.command, fresh=asked.fresh, keep=asked.keep, timeout_s=asked.timeout)
+    with progress_of_runs() as bar, made as runs:
+        return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=bar.show_runs)
 
 
 def _tell(proof: Proof, asked: Asked, seconds: float) -> None:

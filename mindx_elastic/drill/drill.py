@@ -24,7 +24,7 @@ from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.records import Life
 from mindx_elastic.prove.runs import Chain, Command, Outcome, Runs
 
-__all__ = ["GOOD", "Drill", "Result", "draw_faults", "make_drill"]
+__all__ = ["GOOD", "Drill", "Driller", "Result", "draw_faults"]
 
 GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
@@ -81,30 +81,6 @@ class Drill:
         return int(not self.results or any(result.outcome not in GOOD for result in self.results))
 
 
-def make_drill(
-    command: Command,
-    runs: Runs,
-    leftovers: Leftovers,
-    *,
-    faults: Sequence[Fault],
-    number: int = 0,
-    seed: int = 0,
-    steps: int = 0,
-    show: Show = lambda done, planned, what: None,
-    into: Drill,
-) -> None:
-    """Make all runs: the `faults`, and `number` others by `seed`, each in a job of its own. Raises UsageError for a
-    fault that the script cannot have: a rank or a step that does not exist. `into`: gets each result at once, so that
-    an interrupted drill has them."""
-    driller = _Driller(command, runs, leftovers, faults=faults, number=number, seed=seed, steps=steps, show=show)
-    into.proof, driller.result = driller.proof, into
-    try:
-        driller.drill()
-    except BaseException:
-        leftovers.end_all()
-        raise
-
-
 def draw_faults(places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, seed: int) -> Iterator[Fault]:
     """Faults by `seed`, of all kinds that `--random` draws, without an end. `places`: guard and step of each boundary
     but the last. A job may have no workers, no copy or no save just there: then the fault does not fire."""
@@ -123,7 +99,9 @@ def draw_faults(places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, s
         yield replace(fault, seed=chance.randrange(1 << 30))
 
 
-class _Driller(Baseline):
+class Driller(Baseline):
+    """Makes all runs. Main thread."""
+
     def __init__(
         self,
         command: Command,
@@ -131,18 +109,29 @@ class _Driller(Baseline):
         leftovers: Leftovers,
         *,
         faults: Sequence[Fault],
-        number: int,
-        seed: int,
-        steps: int,
-        show: Show,
+        number: int = 0,
+        seed: int = 0,
+        steps: int = 0,
+        show: Show = lambda done, planned, what: None,
+        into: Drill,
     ) -> None:
+        """The `faults`, and `number` others by `seed`, each in a job of its own. `into`: gets each result at once, so
+        that an interrupted drill has them."""
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
         self._command, self._leftovers = command, leftovers
         self._faults, self._number, self._seed = list(faults), number, seed
         self._made = 0
-        self.result = Drill()
+        self.result, into.proof = into, self.proof
 
     def drill(self) -> None:
+        """Raises UsageError for a fault that the script cannot have: a rank or a step that does not exist."""
+        try:
+            self._drill()
+        except BaseException:
+            self._leftovers.end_all()
+            raise
+
+    def _drill(self) -> None:
         if not adopt_orphans():
             self.result.notes.append("processes that outlive their parents cannot be found: the kernel refuses prctl")
         first = self.first_run()

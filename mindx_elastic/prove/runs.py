@@ -26,7 +26,6 @@ from mindx_elastic.prove.records import Life, read_lives
 __all__ = ["Chain", "Command", "Outcome", "Runs"]
 
 _LOOK_S = 0.02
-_SHOW_S = 0.2
 _LAST_LINES = 12
 _REFUSED = re.compile(r"\bUnmanagedStateError: (.*)")
 _PYTHON = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
@@ -93,14 +92,13 @@ class Runs:
         fresh: bool = False,
         keep: Path | None = None,
         timeout_s: float = 300.0,
-        on_step: Callable[[int], None] = lambda step: None,
         on_end: Callable[[int], None] = lambda pid: None,
     ) -> None:
         """`fresh`: a new interpreter for each run. `keep`: the folder for everything, which then stays. `timeout_s`:
-        how long a run may pass no step and print nothing. `on_step`: hears the newest step. `on_end`: called with the
-        process id of a run that has ended or hangs, before what it has left behind is ended."""
+        how long a run may pass no step and print nothing. `on_end`: called with the process id of a run that has ended
+        or hangs, before what it has left behind is ended."""
         self._on_end = on_end
-        self.command, self._keep, self._timeout_s, self._on_step = command, keep, timeout_s, on_step
+        self.command, self._keep, self._timeout_s = command, keep, timeout_s
         self.is_fresh = fresh
         self.why_fresh = "" if not fresh else "--fresh"
         self._number = self._chains = 0
@@ -205,19 +203,13 @@ class Runs:
 
     def _wait(self, process: Process, folder: Path, log: Path) -> float:
         """Until its end; the seconds after which it counts as stuck, 0 if it does not."""
-        seen, since, shown = (-1, -1), time.monotonic(), 0.0
+        seen, since = -1, time.monotonic()
         while process.poll() is None:
             time.sleep(_LOOK_S)
-            now = time.monotonic()
-            if now < shown + _SHOW_S:
-                continue
-            shown = now
-            files = list(folder.glob("rank_*.jsonl"))
-            sizes = sum(_size(path) for path in files), _size(log)
-            if sizes != seen:
-                seen, since = sizes, now
-                self._on_step(max((_newest_step(path) for path in files), default=0))
-            elif now > since + self._timeout_s:
+            size = sum(_size(path) for path in (log, *folder.glob("rank_*.jsonl")))
+            if size != seen:
+                seen, since = size, time.monotonic()
+            elif time.monotonic() > since + self._timeout_s:
                 return self._timeout_s
         return 0.0
 
@@ -256,13 +248,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _newest_step(path: Path) -> int:
-    """The step of the last whole line, as far as the end of the file shows it."""
-    try:
-        with open(path, "rb") as file:
-            lines = file.read().count(b'"event": "step"')
-    except OSError:
-        return 0
-    return lines
