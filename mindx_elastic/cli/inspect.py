@@ -44,6 +44,10 @@ __all__ = ["inspect_command"]
 _COLUMNS = ("step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
 _MOST_MISSING = 4096  # that are listed: a file of a few bytes may say that it is one of a million
 _REASON_WIDTH = 12  # "reason" is the one column that may be wrapped; with less than this left for it there is no table
+_OF_A_FILE = (
+    *("run_id", "step", "epoch", "step_in_epoch", "batch_num", "kind", "reason", "not_kept", "rank", "world_size"),
+    *("attempt", "resumable", "created", "torch_version"),
+)
 _Row = dict[str, Text]  # cells by column
 _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
 _DATA_TAGS = ("$tensor", "$ndarray", "$blob")
@@ -347,22 +351,9 @@ def _describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: bo
     info = header.info
     return {
         **described,
-        "run_id": info.run_id,
-        "step": info.step,
-        "epoch": info.epoch,
-        "step_in_epoch": info.step_in_epoch,
-        "batch_num": info.batch_num,
-        "kind": info.kind,
-        "reason": info.reason,
+        **{name: getattr(info, name) for name in _OF_A_FILE},
         "unmanaged": list(info.unmanaged),
-        "not_kept": info.not_kept,
         "proof": _proof_of([info]),
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "attempt": info.attempt,
-        "resumable": info.resumable,
-        "created": info.created,
-        "torch_version": info.torch_version,
         "coordinates": dict(info.coordinates),
         "append_info": list(info.append_info),
         "num_tensors": len(header.entries),

@@ -36,19 +36,16 @@ _POLL_S = 0.2
 class Bar:
     """One line of progress. Its methods do nothing where no bar is shown, and may be called in any thread."""
 
-    def __init__(self, progress: Progress | None, description: str, total: float | None) -> None:
-        self._progress = progress
-        self._task = None if progress is None else progress.add_task(description, total=total)
+    def __init__(self, progress: Progress, description: str, total: float | None) -> None:
+        self._progress, self._task = progress, progress.add_task(description, total=total)
 
     def advance(self, amount: float) -> None:
         """So much more is done."""
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, amount)
+        self._progress.advance(self._task, amount)
 
     def update(self, **changes: Any) -> None:
         """``completed``, ``total``, ``description``: as of `rich.progress.Progress.update`."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, **changes)
+        self._progress.update(self._task, **changes)
 
     def show_runs(self, done: int, planned: int, what: str) -> None:
         """So many runs of a script are done, and this one is made."""
@@ -57,7 +54,7 @@ class Bar:
     @contextmanager
     def follow(self, measure: Callable[[], float]) -> Iterator[None]:
         """In the block, `measure()` says five times a second how much is done."""
-        if self._progress is None:
+        if self._progress.disable:
             yield
             return
         over = threading.Event()
@@ -98,11 +95,9 @@ def progress_of_runs() -> Iterator[Bar]:
 
 
 @contextmanager
-def _shown(columns: tuple[ProgressColumn, ...]) -> Iterator[Progress | None]:
-    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        yield None
-        return
-    progress = Progress(*columns, console=make_console(stderr=True), transient=True)
+def _shown(columns: tuple[ProgressColumn, ...]) -> Iterator[Progress]:
+    is_hidden = not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
+    progress = Progress(*columns, console=make_console(stderr=True), transient=True, disable=is_hidden)
     lock, is_over = threading.Lock(), False
 
     def begin() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,13 @@ import torch
 from mindx_elastic.doctor.saving import Disk
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.disk_choice import DiskChoice
-from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, free_space, fsync_dir, nameless_file, publish
+from mindx_elastic.persist.storage import free_space, nameless_file
 
 __all__ = ["existing_part", "measure"]
 
 _PIECE_BYTES = 32 << 20
 _MOST_BYTES = 4 << 30
 _FREE_PART = 10
-_SMALL_FILES = 3
 
 
 def existing_part(directory: Path) -> Path:
@@ -36,8 +34,8 @@ def measure(folder: Path, measure_s: float, page_cache: str = "auto") -> Disk:
     """Write to an existing folder for about `measure_s` seconds, as saves do: around the page cache and through it, the
     faster way counts (`persist.disk_choice`). `page_cache`: as in `SavingSettings`. Raises OSError. Blocks.
 
-    At most a tenth of the free room is used, and 4 GiB. The files lose their names as soon as they have one, so that
-    nothing is left behind however this process ends.
+    At most a tenth of the free room is used, and 4 GiB. The file has no name, so that nothing is left behind however this
+    process ends.
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
     ways = {"auto": (False, True), "always": (True,), "never": (False,)}[page_cache]
@@ -56,8 +54,6 @@ def measure(folder: Path, measure_s: float, page_cache: str = "auto") -> Disk:
         bytes_per_s=1 / best.s_per_byte,
         measured_bytes=best.nbytes,
         way="direct I/O" if best.is_direct else through,
-        takes_direct=None if page_cache == "always" else found[0].is_direct,
-        small_file_s=_time_small_files(folder),
     )
 
 
@@ -89,23 +85,3 @@ def _write(folder: Path, data: torch.Tensor, for_s: float, *, cached: bool) -> _
         writer.finish()
         os.fsync(fd)
         return _Written(written, time.monotonic() - began, writer.direct)
-
-
-def _time_small_files(folder: Path) -> float:
-    """Seconds until a small file is durable under its name, the median of a few."""
-    took = []
-    final = folder / f".doctor.{secrets.token_hex(6)}{TEMP_SUFFIX}"  # a name that the next start removes
-    for _ in range(_SMALL_FILES):
-        began = time.monotonic()
-        fd, temp = create_temp(final)
-        try:
-            os.write(fd, b"x" * 512)
-            os.fsync(fd)
-            publish(temp, final)
-            fsync_dir(folder)
-            took.append(time.monotonic() - began)
-        finally:
-            os.close(fd)
-            temp.unlink(missing_ok=True)
-            final.unlink(missing_ok=True)
-    return sorted(took)[len(took) // 2]

@@ -18,7 +18,8 @@ from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, u
 __all__ = ["Disk", "State", "judge_room", "judge_time"]
 
 _AGREEMENT_S = 1.0
-"""From the alarm to the agreed step, with room for a step that has begun; steps take longer in some jobs."""
+"""From the alarm to the agreed step, with room for a step that has begun, and for the file's name; steps take longer in
+some jobs."""
 _KEPT_FREE = 2
 """A new checkpoint is written before the older one is deleted."""
 
@@ -55,10 +56,6 @@ class Disk:
     measured_bytes: int
     way: str
     """How, for a person."""
-    takes_direct: bool | None
-    """False: the file system does not know direct I/O, so that all goes through the page cache. None: not asked."""
-    small_file_s: float
-    """Until one small file is durable under its name."""
 
 
 def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Finding]:
@@ -69,7 +66,7 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
         "measured_bytes": float(disk.measured_bytes),
         "grace_s": grace_s,
     }
-    left_s = max(0.0, grace_s - _AGREEMENT_S - disk.small_file_s)
+    left_s = max(0.0, grace_s - _AGREEMENT_S)
     if state is None:
         text = f"{speed}: {gib(disk.bytes_per_s * left_s)} fit into {grace_s:g} s of grace"
         yield unknown("disk speed", text, "give the size of your state (--state) or a directory with a checkpoint")
@@ -77,7 +74,7 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
     need_s, alone_s = (nbytes / disk.bytes_per_s for nbytes in (state.agreed_bytes, state.alone_bytes))
     figures |= {"need_s": need_s, "need_alone_s": alone_s}
     text = f"{speed}: {gib(state.agreed_bytes)} need {seconds(need_s)} of your {grace_s:g} s of grace"
-    least = _rounded_up(2 * need_s + _AGREEMENT_S + disk.small_file_s)
+    least = _rounded_up(2 * need_s + _AGREEMENT_S)
     remedy = (
         f"give more time: --grace {least} (MINDX_GRACE_S={least}), and the platform as long (Kubernetes: "
         "terminationGracePeriodSeconds); or a faster disk"

@@ -12,9 +12,7 @@ GIB = 1 << 30
 
 
 def disk(gib_per_s: float, **more: float) -> Disk:
-    return Disk(
-        bytes_per_s=gib_per_s * GIB, measured_bytes=GIB, way="direct I/O", takes_direct=True, small_file_s=0.01, **more
-    )
+    return Disk(bytes_per_s=gib_per_s * GIB, measured_bytes=GIB, way="direct I/O", **more)
 
 
 def state(size_gib: float, ranks: int = 1, *, replicated: bool = True) -> State:
