@@ -31,6 +31,8 @@ _ENTER_S = 30.0
 """A worker that has not entered a guard by then will not, or takes long anyway."""
 _WAIT_S = 30.0
 """Its imports take as long as a fresh worker's, and have begun earlier. Longer: a file system hangs."""
+_FIRST_WAIT_S = 600.0
+"""Of the first attempt's workers, where that was asked for: a fresh interpreter would import the same."""
 _MOST_ZYGOTES = 3
 """Who kills it more often has a reason."""
 _MOST_BYTES = 1 << 20
@@ -163,7 +165,7 @@ class ForkedStart:
             if self._command:
                 self._start_zygote()
                 assert self._zygote is not None
-                self._zygote.wait(_WAIT_S)
+                self._zygote.wait(_FIRST_WAIT_S)
         return self._also_first
 
     def learn(self, command: Sequence[str]) -> None:
