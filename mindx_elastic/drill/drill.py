@@ -138,21 +138,21 @@ class Driller(Baseline):
         if first is None:
             return
         for fault in self._faults:
-            self._check(fault, first)
+            self._check(fault)
         if not self.is_deterministic(first):
             return
+        places = [step.place for step in self.steps_of(first)][:-1]
+        if self._number and not places:
+            raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
         for fault in self._faults:
             if fault.call == ALL_CALLS and "call" in fault.about.takes:
                 self._each_call(fault)
             else:
                 self.result.results.append(self._job(fault))
-        self._by_chance(first)
+        self._by_chance(places)
 
-    def _by_chance(self, first: Outcome) -> None:
+    def _by_chance(self, places: Sequence[tuple[int, int]]) -> None:
         """As many as are asked for; one that the job cannot have is replaced by the next one that is drawn."""
-        places = [step.place for step in self.steps_of(first)][:-1]
-        if self._number and not places:
-            raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
         agent, ranks = self._command.agent is not None, self.proof.num_ranks
         drawn = draw_faults(places, ranks=ranks, agent=agent, seed=self._seed)
         results = self.result.results
@@ -166,7 +166,7 @@ class Driller(Baseline):
         if replaced:
             self.result.notes.append(f"drawn, cannot happen in this job, and replaced: {'; '.join(replaced)}")
 
-    def _check(self, fault: Fault, first: Outcome) -> None:
+    def _check(self, fault: Fault) -> None:
         ranks = sorted(self.reference.by_rank)
         if fault.rank not in ranks:
             raise UsageError(f"--fault {fault}: the script has {len(ranks)} rank{'s' * (len(ranks) != 1)}, from 0")
