@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_table, say, show
+from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     Asked,
@@ -152,7 +152,7 @@ def _print(console: Console, drill: Drill, asked: Asked, seconds: float) -> None
                 say(console, text, style="bold red" if not index else "")
             return
     rows = [cells(result) for result in drill.results]
-    console.print(make_table(COLUMNS, rows, left="fault|result", wraps="fault|result"))
+    print_table(console, COLUMNS, rows, left="fault|result", wraps="fault|result")
     console.print()
     for result in drill.results:
         if said := describe(result):

@@ -23,8 +23,8 @@ from mindx_elastic.cli.common import (
     human_age,
     human_size,
     is_folder,
-    make_table,
     nothing_found,
+    print_table,
     say,
     show,
 )
@@ -43,12 +43,10 @@ __all__ = ["inspect_command"]
 
 _COLUMNS = ("step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
 _MOST_MISSING = 4096  # that are listed: a file of a few bytes may say that it is one of a million
-_REASON_WIDTH = 12  # "reason" is the one column that may be wrapped; with less than this left for it there is no table
 _OF_A_FILE = (
     *("run_id", "step", "epoch", "step_in_epoch", "batch_num", "kind", "reason", "not_kept", "rank", "world_size"),
     *("attempt", "resumable", "created", "torch_version"),
 )
-_Row = dict[str, Text]  # cells by column
 _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
 _DATA_TAGS = ("$tensor", "$ndarray", "$blob")
 _PAIR_TAGS = ("$map", "$odict", "$counter")
@@ -208,12 +206,9 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for run_id, steps in runs.items():
         say(console, f"run {run_id}", style="bold")
         branched = _is_branched(report, run_id)
-        rows = [_cells(step, with_attempt=branched) for step in steps]
-        if _table_width(rows) <= console.width:
-            cells = [tuple(row.values()) for row in rows]
-            console.print(make_table(list(rows[0]), cells, left="reason|ranks|complete?|verified?", wraps="reason"))
-            continue
-        say(console, *("  ".join(f"{name} {cell}" for name, cell in row.items()) for row in rows))
+        rows = [[Text(str(step["attempt"]))] * branched + _cells(step) for step in steps]
+        columns = ["attempt"] * branched + [*_COLUMNS]
+        print_table(console, columns, rows, left="reason|ranks|complete?|verified?", wraps="reason")
     _print_remarks(console, report)
 
 
@@ -227,20 +222,13 @@ def _proof_of(infos: Sequence[CheckpointInfo]) -> str:
     return proof_of([info.certificate for info in infos], against).words
 
 
-def _table_width(rows: Sequence[_Row]) -> int:
-    """The least width of the table with nothing cut off; two spaces between columns."""
-    widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
-    widths["reason"] = _REASON_WIDTH
-    return sum(widths.values()) + 2 * (len(widths) - 1)
-
-
-def _cells(step: dict[str, Any], *, with_attempt: bool) -> _Row:
+def _cells(step: dict[str, Any]) -> list[Text]:
     reason = step["kind"]
     reasons = [text for text in step["reasons"] if text != step["kind"]]
     if reasons:
         reason += f": {'; '.join(reasons)}"
     epoch = f"{step['epoch']} ({step['step_in_epoch']}/{step['batch_num']})"
-    cells = (
+    return [
         Text(str(step["step"]), style="bold"),
         Text(epoch),
         Text(printable(reason)),
@@ -249,9 +237,7 @@ def _cells(step: dict[str, Any], *, with_attempt: bool) -> _Row:
         _yes_no(step["verified"]),
         Text(human_size(step["size_bytes"])),
         Text(human_age(step["age_s"])),
-    )
-    row = dict(zip(_COLUMNS, cells, strict=True))
-    return {"attempt": Text(str(step["attempt"])), **row} if with_attempt else row
+    ]
 
 
 def _yes_no(value: bool | None) -> Text:

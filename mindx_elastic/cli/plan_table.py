@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, human_size, make_table, say
+from mindx_elastic.cli.common import human_age, human_size, print_table, say
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
@@ -43,7 +43,7 @@ def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any], *, 
     say(console, Text.assemble(("RESTORABLE ", "bold green"), printable(f"from {moment_name(plan.moment)}")))
     _print_facts(console, _facts(plan, document, now))
     console.print()
-    _print_rows(console, _rows(plan, document["directory"]))
+    print_table(console, _COLUMNS, _rows(plan, document["directory"]), left="ranks|read|from")
     total = f"{human_size(document['total_bytes'])} of tensors to read"
     say(console, f"{plan.world.size} rank{'s' * (plan.world.size > 1)}, {total} in all")
     _print_rejected(console, "not used:", plan.rejected, document["directory"])
@@ -172,16 +172,6 @@ def _paths(ranks: Sequence[RankPlan], directory: str) -> str:
 def _relative(path: str, directory: str) -> str:
     found = Path(path)
     return str(found.relative_to(directory)) if found.is_relative_to(directory) else path
-
-
-def _print_rows(console: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
-    cells = [tuple(map(printable, row)) for row in rows]
-    widths = [max(len(name), *(len(row[n]) for row in cells)) for n, name in enumerate(_COLUMNS)]
-    if sum(widths) + 2 * (len(widths) - 1) > console.width:
-        for ranks, what, size, path in cells:
-            say(console, f"rank{'' if ranks.isdigit() else 's'} {ranks}: {what}, {size} each ({path})")
-        return
-    console.print(make_table(_COLUMNS, cells, left="ranks|read|from"))
 
 
 def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], directory: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from mindx_elastic.cli.common import JsonOption, fail, make_table, say, show
+from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     Asked,
@@ -100,7 +100,7 @@ def _tell(proof: Proof, asked: Asked, seconds: float) -> None:
 
 def _print(console: Console, proof: Proof, asked: Asked, seconds: float) -> None:
     rows = [_cells(row, proof) for row in proof.rows]
-    console.print(make_table(_COLUMNS, rows, left="run|result", wraps="run|result"))
+    print_table(console, _COLUMNS, rows, left="run|result", wraps="run|result")
     console.print()
     _print_result(console, proof, seconds)
     asked.print_notes(console, proof.notes)

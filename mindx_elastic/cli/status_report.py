@@ -27,18 +27,10 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
     from mindx_elastic.report.story import remarks_of_run
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
-    report["recoveries"] = [asdict(record) for record in recoveries]
+    report |= {"recoveries": [asdict(record) for record in recoveries], "attempts": [], "workers": [], "remarks": []}
+    report |= dict.fromkeys(("agent", "totals", "pause", "result"))
     if not runs:
-        return {
-            **report,
-            "agent": None,
-            "attempts": [],
-            "totals": None,
-            "workers": [],
-            "pause": None,
-            "result": None,
-            "remarks": [],
-        }
+        return report
     run = runs[-1]
     running = is_running(run)
     result = read_result(path if path.is_dir() else path.parent)
