@@ -159,10 +159,8 @@ def _has_own_state(wrapper: Any) -> bool:
 
 
 def _instead(name: str, target: object) -> str:
-    kept: tuple[type, ...] = (nn.Module,) if name.startswith("model") else (torch.optim.Optimizer, nn.Module)
-    inner = [key for key, value in attributes_of(target).items() if isinstance(value, kept)]
-    if not inner or not _LIVES_BY_ITSELF.fullmatch(name):
+    inner = [key for key, value in attributes_of(target).items() if isinstance(value, nn.Module)]
+    if not inner or not name.startswith("model"):
         return "give its class both methods, or name the object inside that has them"
-    argument = name.rstrip("0123456789").rstrip("_")
-    content = f"{argument}.{inner[0]}" if argument == name else f"[..., {argument}.{inner[0]}, ...]"
-    return f"give what it wraps, Guard({argument}={content}, ...), or its class both methods"
+    content = f"model.{inner[0]}" if name == "model" else f"[..., model.{inner[0]}, ...]"
+    return f"give what it wraps, Guard(model={content}, ...), or its class both methods"

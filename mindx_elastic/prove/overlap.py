@@ -56,7 +56,8 @@ _VERSION = 2
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
-_KEEP = 'Keep it in a named object or dict (Guard(stateful={"own": own})), or compute it from guard.step'
+_KEEP = 'keep it in a named object or dict (Guard(stateful={"%s": %s})), or compute it from guard.step'
+_OWNER = re.compile(r"(self\.)?(?!self\b)(\w+)(?:[.\[]| \(length )")  # ema.count, self.ema.count, calls[0]
 
 
 class _Notes(Witness):
@@ -239,10 +240,17 @@ class Comparison(_Notes):
             told = (
                 "step %d is equal to the one of the stopped process; not got back: %s. Where later steps read it: %s%s"
             )
-            logger.warning(told, step, lost, _KEEP[0].lower() + _KEEP[1:], also)
+            logger.warning(told, step, lost, _KEEP % self._owner(lost_ones[0]), also)
         elif self._seen.ranks.rank == 0 or others:
             told = "verified: step %d is the one of the stopped process, and so are %d variables%s"
             logger.info(told, step, num_equal, also)
+
+    def _owner(self, lost: str) -> tuple[str, str]:
+        """Under which name to keep what, where the program's object that holds it can be told."""
+        found = _OWNER.match(lost)
+        if found is None or found[2] in self._seen.targets:
+            return "own", "own"
+        return found[2], (found[1] or "") + found[2]
 
     def _other_software(self) -> str:
         """What may explain other bits."""

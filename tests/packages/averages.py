@@ -99,7 +99,7 @@ PARTS = (
         "ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True)",
         step="ema.step(model.parameters())",
         result="ema.shadow_params",
-        want="told: not as they were: ",
+        want="told: not got back: ema.optimization_step",
     ),
     Part(
         package="pytorch-ignite",
@@ -140,12 +140,11 @@ PARTS = (
             epoch="opt.param_groups[0]['lr'] = 1e-2 * (2 - float(acc.compute())); acc.reset()",
             result="[opt.param_groups[0]['lr']]",
             want=want,
-            note="" if named else "lost without a word: name the metric",
         )
         for name, persistent, named, want in (
             ("", False, "stateful={'acc': acc}", "equal"),
             (", persistent(True)", True, "stateful={'acc': acc}", "equal"),
-            (", not named", False, "", "silent"),
+            (", not named", False, "", "told: not got back: acc._update_count"),
         )
     ),
     Part(

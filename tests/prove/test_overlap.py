@@ -208,6 +208,7 @@ def test_a_step_without_a_forward_compares_the_variables_as_it_ends(
         train(Quiet(tmp_path))
     train(Quiet(tmp_path, seed=1))
     assert lines(caplog, "not got back: memory (length 8, now 1)"), caplog.text
+    assert lines(caplog, 'Guard(stateful={"memory": memory})'), caplog.text
 
 
 def scaled_by(number: float) -> Callable[[Job, int], None]:
