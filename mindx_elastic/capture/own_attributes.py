@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,6 @@ __all__ = ["OwnAttributes"]
 _NUMBERS = (bool, int, float, type(None), torch.dtype)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _MOST_ITEMS, _DEEPEST = 4096, 3
-_TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | frozenset(vars(nn.Module()))
-_TORCHS |= {"_opt_called", "_step_count"}
 _Key = tuple[str, str]  # the place of an owner, and the attribute's name
 
 
@@ -103,10 +102,18 @@ class OwnAttributes:
         self.copy()
 
     def _items(self) -> Iterator[tuple[_Key, Any]]:
+        torchs = _torchs()
         for place, owner in self._owners.items():
             for name, value in (table_of(owner) or {}).items():
-                if name not in _TORCHS and _is_state(value, self._keys):
+                if name not in torchs and _is_state(value, self._keys):
                     yield (place, name), value
+
+
+@cache
+def _torchs() -> frozenset[str]:
+    """The attributes that torch itself sets. Not at import: torch's first optimizer imports its whole compiler."""
+    found = {*vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)), *vars(nn.Module())}
+    return frozenset(found | {"_opt_called", "_step_count"})
 
 
 def _is_state(value: Any, keys: tuple[type, ...], depth: int = 0) -> bool:

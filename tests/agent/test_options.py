@@ -264,10 +264,11 @@ SWITCHES = ("standalone", "module", "no_python", "run_path", "virtual_local_rank
 
 
 def torchruns(arguments: list[str]) -> tuple[dict[str, object], list[str]] | None:
-    """What torchrun makes of it; None: it leaves with 2."""
+    """What torchrun makes of it; None: it leaves with 2. Without a log directory it would make a temporary folder."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             args = torchrun.parse_args(arguments)
+            args.log_dir = args.log_dir or "torchrun-logs"
             config, program, rest = torchrun.config_from_args(args)
     except SystemExit:
         return None

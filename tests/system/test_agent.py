@@ -81,6 +81,14 @@ def test_a_script_sees_what_it_sees_under_torchrun() -> None:
     assert events(Path("mindx-run"), "agent_end")[0]["exit_code"] == 0
 
 
+def test_a_run_leaves_nothing_in_the_folder_for_temporary_files() -> None:
+    Path("temporary").mkdir()
+    fresh, env = ["env"], {"TMPDIR": str(Path("temporary").absolute())}  # a fork would have imported more by then
+    with agent("leave", "0", ranks=2, under=fresh, env=env) as job:
+        job.expect(0)
+    assert not list(Path("temporary").iterdir())
+
+
 def test_redirects_and_tee_write_logs_per_rank() -> None:
     with agent("show", ranks=2, options=["--log-dir", "logs", "--redirects", "3", "--tee", "0:1"]) as job:
         job.expect(0)
