@@ -20,20 +20,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
-from mindx_elastic.agent.farewell import Farewell
+from mindx_elastic.agent.exit_barrier import ExitBarrier
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.lifeline import SILENCE_S, Gone
-from mindx_elastic.agent.pause_desk import PauseDesk, is_between_steps
+from mindx_elastic.agent.pause_commands import PauseDesk
+from mindx_elastic.agent.pausing import is_between_steps
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
 from mindx_elastic.agent.rendezvous import Membership
 from mindx_elastic.agent.stop_files import StopFiles
@@ -42,7 +40,6 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
 from mindx_elastic.memory.agent_folder import REJOIN, AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
@@ -67,7 +64,7 @@ class AttemptContext:
     inbox: SignalInbox
     hang: HangWatch
     exits: ExitWatch
-    farewell: Farewell | None
+    barrier: ExitBarrier | None
     """None: there are no other nodes."""
     stop_files: StopFiles
     membership: Membership | None
@@ -172,7 +169,7 @@ class Attempt:
 
     def _step(self) -> None:
         membership, inbox = self._context.membership, self._context.inbox
-        fds = [inbox.fd] if membership is None else [inbox.fd, membership.fd]
+        fds = [inbox.fd] if membership is None else [inbox.fd, membership.wakeup.fd]
         recovery = self._recovery
         if recovery is not None:
             fds += recovery.fds
@@ -347,30 +344,13 @@ class Attempt:
             self._leave_job()
             return
         is_stopping = self._deadline is not None or self.stop is not None or self._signum is not None
-        for gone in [] if is_stopping else recovery.lost():
-            self._hear_lost(recovery, gone)
-        rank = recovery.hear_others(is_stopping=is_stopping)
-        if rank is not None:
-            logger.warning("rank %d of another node is gone; this node's ranks live on", rank)
-            self._give_order(REJOIN, f"rank {rank} is gone", about=rank)
-        if rank is not None or recovery.phase is Phase.FALLBACK:
-            self._look_at_recovery_soon()
-
-    def _hear_lost(self, recovery: Recovery, gone: Gone) -> None:
-        """A node gives no sign of life. One that is silent may only have an agent that stands still."""
-        if self._deadline is not None or not recovery.is_whole() or self._has_finished():
-            return
-        if gone.is_silent:
-            quiet_since = time.monotonic_ns() - SILENCE_S * 1e9
-            if any(s.boundary_ns > quiet_since or is_between_steps(s) for s in self.workers.statuses().values()):
+        for news in recovery.hear_others(is_stopping=is_stopping):
+            if news.about is not None:
+                self._give_order(REJOIN, news.words, about=news.about)
+            elif news.words:
+                self._fail(news.words, -1, news.words)
                 return
-        was_active = recovery.is_active
-        if reason := recovery.lose(gone):
-            self._fail(reason, -1, reason)
-            return
-        if recovery.is_active and not was_active:
-            self._give_order(REJOIN, f"node {gone.node} is lost", about=gone.ranks[0])
-        self._look_at_recovery_soon()
+            self._look_at_recovery_soon()
 
     def _leave_job(self) -> None:
         """This node was taken for lost: the others go on without it, or with another one in its place."""
@@ -453,8 +433,8 @@ class Attempt:
         told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
         ranks = [each.rank for each in overdue]
         finished = [rank for rank in ranks if late[rank].finished]
-        if finished and self._context.farewell is not None:
-            self._context.farewell.tell(finished)
+        if finished and self._context.barrier is not None:
+            self._context.barrier.tell(finished)
         for each in overdue:
             status, stopped = late[each.rank], _STOPPED if each.stopped else ""
             what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
@@ -488,8 +468,8 @@ class Attempt:
         status = end.status
         if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
             return False
-        farewell = self._context.farewell
-        ended = list(self._cut_off) or ([] if farewell is None else farewell.heard())
+        barrier = self._context.barrier
+        ended = list(self._cut_off) or ([] if barrier is None else barrier.heard())
         if ended:
             why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
             logger.warning("%s; the job has finished, but what it did then may be incomplete", why)
@@ -503,8 +483,7 @@ class Attempt:
         return done and len(statuses) == len(self.workers.live) > 0
 
     def _look_at_nodes(self, membership: Membership) -> None:
-        with suppress(BlockingIOError):
-            os.read(membership.fd, 512)
+        membership.wakeup.drain()
         if self.stop is not None or self._signum is not None or self._deadline is not None:
             return
         if self._recovery is not None and self._recovery.is_active:
@@ -573,7 +552,7 @@ class Attempt:
             status = self.workers.status(rank)
             phase = WorkerPhase.STARTING if status is None else status.phase
             if guarded:
-                self.workers.send(rank, CONTROL_SIGNAL)
+                self.workers.call(rank)
             if not guarded or phase == WorkerPhase.STARTING:
                 self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and no guard that would read an order
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mindx_elastic.agent.pause_requests import Answer, PauseRequest
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 
-__all__ = ["Order", "PauseChange", "PauseWatch"]
+__all__ = ["Answer", "Order", "PauseChange", "PauseRequest", "PauseWatch", "is_between_steps"]
 
 _GUARDED = (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
 _BY_COMMAND = "mindx-elastic pause"
@@ -30,6 +29,28 @@ _WORDS = {
     WorkerPhase.STOPPING: "stopping",
     WorkerPhase.LEFT: "past its guard",
 }
+
+
+@dataclass(frozen=True)
+class PauseRequest:
+    """One command that waits for its answer."""
+
+    id: str
+    kind: str
+    """`PAUSE` or `RESUME`."""
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a command has ended."""
+
+    good: bool
+    """It is as the command wants it."""
+    text: str
+    """One line for the user."""
+    step: int | None = None
+    """Where the ranks wait, or have waited."""
 
 
 @dataclass(frozen=True)
@@ -248,3 +269,8 @@ def _who_is_missing(statuses: Mapping[int, Status], num_live: int) -> str:
 
 def _word(status: Status) -> str:
     return next((word for phase, word in _WORDS.items() if phase == status.phase), "starting")
+
+
+def is_between_steps(status: Status) -> bool:
+    """Whether a rank may be at work between two steps, so that no step need be expected of it. Not in a pause."""
+    return status.phase == WorkerPhase.BETWEEN and not status.paused_ns

@@ -2,8 +2,8 @@
 `mindx-elastic report`.
 
 The worker notes them in memory (`core.progress_ring`); the agent's main thread takes them from there and hands them to
-a thread that writes, so a file system that hangs holds up neither. The file is bounded: when it has `MOST_POINTS`
-points, every second one between the ends of each process's is dropped, and from then on half as many are kept.
+a thread that writes, so a file system that hangs holds up neither. The older the file, the fewer points are kept: one
+in a 4096th of its age, so that a month comes to 40,000 of them, and nothing that was written is touched again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import open_regular
-from mindx_elastic.core.progress_ring import LEAST_GAP_S, LOOK_AGAIN_S, Point, RingReader, ring_path
+from mindx_elastic.core.progress_ring import LOOK_AGAIN_S, Point, RingReader, ring_path
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.core.values import real, text, whole
 
-__all__ = ["MOST_POINTS", "PROGRESS_FILE", "Piece", "ProgressLog", "read_pieces"]
+__all__ = ["PROGRESS_FILE", "Piece", "ProgressLog", "read_pieces"]
 
 PROGRESS_FILE = "mindx-progress.jsonl"
-MOST_POINTS = 16_384
+_PARTS_OF_AGE, _MOST_A_LINE = 4096, 1 << 15
 _MOST_BYTES = 8 << 20
 _MOST_STEP, _MOST_TIME = 1 << 62, 1e11
 _WRITE_S = min(2.0, LOOK_AGAIN_S)
@@ -89,7 +89,7 @@ def _parse(data: bytes) -> Piece | None:
     if not agent or attempt is None or pid is None:
         return None
     stall_s = real(line.get("stall_s")) or 0.0
-    points = [point for each in line["points"][: 2 * MOST_POINTS] if (point := _point(each)) is not None]
+    points = [point for each in line["points"][:_MOST_A_LINE] if (point := _point(each)) is not None]
     return Piece(agent[:200], attempt, pid, points, max(0.0, min(stall_s, _MOST_TIME)))
 
 
@@ -153,9 +153,8 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._num: int | None = None
-        """Points in the file; None: it was not looked at yet."""
-        self._gap_s = 0.0
+        self._began: float | None = None
+        """The time of the file's first point; None: it was not looked at yet."""
         self._newest: dict[tuple[str, int, int], float] = {}
         self._left_out: dict[tuple[str, int, int], tuple[float, int, float | None]] = {}
         """The newest point of each process that was not kept: its last one is."""
@@ -163,14 +162,11 @@ class _Writer:
 
     def write(self, pieces: Sequence[Piece], *, at_end: bool) -> None:
         try:
-            if self._num is None:
-                self._num = self._begin()
-            kept = [*self._ends(pieces), *(self._choose(piece, at_end=at_end) for piece in pieces)]
-            kept = [piece for piece in kept if piece.points]
-            if kept:
-                self._append(kept)
-            if self._num > MOST_POINTS:
-                self._shorten()
+            if self._began is None:
+                self._began = self._begin(pieces[0].points[0][0])
+            kept = [*self._ends(pieces), *(self._choose(piece, self._began, at_end=at_end) for piece in pieces)]
+            if data := b"".join(_line(piece) for piece in kept if piece.points):
+                self._append(data)
         except OSError as error:
             if not self._is_broken:
                 logger.warning(
@@ -180,16 +176,18 @@ class _Writer:
                 )
             self._is_broken = True
 
-    def _begin(self) -> int:
+    def _begin(self, now: float) -> float:
         """Go on with what earlier agents have left here."""
         try:
-            pieces, torn = read_pieces(self._path)
-        except FileNotFoundError:
-            return 0
-        num = sum(len(piece.points) for piece in pieces)
-        if torn or not num:
-            self._replace(pieces)  # half a line would spoil the next one
-        return num
+            with open(open_regular(self._path, follow_link=True), "rb") as file:
+                first = _parse(file.readline(_MOST_BYTES))
+                file.seek(-1, os.SEEK_END)
+                is_whole = file.read() == b"\n"
+        except OSError:  # there is none, or it is empty
+            return now
+        if not is_whole:
+            self._append(b"\n")  # half a line would spoil the next one
+        return min(now, first.points[0][0]) if first is not None and first.points else now
 
     def _ends(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The last points of processes that others have replaced."""
@@ -199,11 +197,11 @@ class _Writer:
         self._left_out.clear()
         return found
 
-    def _choose(self, piece: Piece, *, at_end: bool) -> Piece:
+    def _choose(self, piece: Piece, began: float, *, at_end: bool) -> Piece:
         kept = []
         for point in piece.points:
             newest = self._newest.get(piece.key)
-            if newest is None or point[0] >= newest + self._gap_s:
+            if newest is None or point[0] - newest >= (point[0] - began) / _PARTS_OF_AGE:
                 self._newest[piece.key] = point[0]
                 self._left_out.pop(piece.key, None)
                 kept.append(point)
@@ -213,41 +211,13 @@ class _Writer:
             kept.append(last)
         return Piece(piece.agent, piece.attempt, piece.pid, kept, piece.stall_s)
 
-    def _append(self, pieces: Sequence[Piece]) -> None:
-        data = b"".join(map(_line, pieces))
+    def _append(self, data: bytes) -> None:
         fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             if os.write(fd, data) < len(data):
                 os.write(fd, b"\n")
         finally:
             os.close(fd)
-        self._num = (self._num or 0) + sum(len(piece.points) for piece in pieces)
-
-    def _shorten(self) -> None:
-        """Half as many points, from now on too."""
-        pieces, _ = read_pieces(self._path)
-        if len(pieces) > MOST_POINTS // 8:
-            pieces = pieces[-(MOST_POINTS // 8) :]
-        times = [point[0] for piece in pieces for point in piece.points]
-        for piece in pieces:
-            points = piece.points
-            piece.points = [p for n, p in enumerate(points) if n % 2 == 0 or n == len(points) - 1]
-        num = sum(len(piece.points) for piece in pieces)
-        self._gap_s = max(2 * LEAST_GAP_S, 2 * self._gap_s, (max(times) - min(times)) / MOST_POINTS)
-        self._replace(pieces)
-        self._num = num
-
-    def _replace(self, pieces: Sequence[Piece]) -> None:
-        temp = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        temp.unlink(missing_ok=True)
-        fd = open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            with open(fd, "wb") as file:
-                file.writelines(map(_line, pieces))
-            os.replace(temp, self._path)
-        except OSError:
-            temp.unlink(missing_ok=True)
-            raise
 
 
 def _line(piece: Piece) -> bytes:

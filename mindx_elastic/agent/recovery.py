@@ -2,6 +2,10 @@
 
 `rejoin.protocol.Coordinator` decides; this room does it: writes deaths to the board, starts the new process, watches
 the clock, and says when it has succeeded or the job has to be restarted after all.
+
+There may be agents of other nodes over the same board (`nodes_recovery`). What all of them must see alike is a note
+that the first writer settles: ``{g}/plan``, each rank's report or death, the donor's word, and ``{g}/over``, that the
+recovery has succeeded or that it has not.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
-from mindx_elastic.agent.lifeline import Gone
 from mindx_elastic.agent.workers import Process, WorkerExit, Workers
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import logger
@@ -24,7 +27,7 @@ from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase
 from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
-__all__ = ["ERRORS", "LOOK_S", "Generation", "NewProcess", "Notes", "Recovery", "joining_command"]
+__all__ = ["ERRORS", "LOOK_S", "Generation", "NewProcess", "News", "Notes", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
@@ -70,6 +73,15 @@ class Generation:
     """The machine and agent of the node that was lost; empty: none was."""
     taken_by: str = ""
     """The machine and agent that have taken its place."""
+
+
+@dataclass(frozen=True)
+class News:
+    """From the agents of other nodes. Without words: a recovery is to be looked at again."""
+
+    words: str = ""
+    about: int | None = None
+    """The dead rank, of which the workers must be told; None: the job has to be restarted."""
 
 
 class Recovery:
@@ -159,7 +171,8 @@ class Recovery:
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
                 board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
-                plan = board.write(f"{generation}/plan", self._plan(generation, end, cause))
+                plan = {"generation": generation, "rank": end.rank, "cause": cause}
+                plan = board.write(f"{generation}/plan", plan)
                 reason = str(plan.get("refusal", "")) or self._why_not_plan(plan)  # of the agent of another node
             if not reason:
                 self._machine.begin([end.rank], {end.rank: memory})
@@ -244,11 +257,13 @@ class Recovery:
             if machine.phase is Phase.CUT:
                 for rank, note in self._notes("out", machine.missing).items():
                     self._hear_out(rank, note)
-            state, refusal = f"{generation}/state", f"{generation}/refusal"
-            if said := self._board.read([refusal]).get(refusal):
+            state, refusal, over = (f"{generation}/{name}" for name in ("state", "refusal", "over"))
+            notes = self._board.read([refusal, over])
+            if said := notes.get(refusal):
                 rank, why = int(said["rank"]), printable(str(said["refusal"]), _LONGEST)
                 machine.note_refusal(why if why.startswith("rank ") else f"rank {rank}: {why}")
-            self._look_at_end()
+            if "refusal" in (end := notes.get(over, {})):  # another agent has said so
+                machine.note_refusal(printable(str(end["refusal"]), _LONGEST))
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
             if machine.phase is Phase.AGREED and machine.has_state:
@@ -258,7 +273,7 @@ class Recovery:
                     for rank in waited_for:
                         machine.note_ready(rank)
         except ERRORS as error:
-            self._hear_error(error)
+            machine.note_refusal(f"{type(error).__name__}: {error}")
         if self.is_active and time.monotonic() > self._now.deadline:
             self._call_off(self._why_late(self._now))
         if machine.phase is Phase.FALLBACK:
@@ -290,54 +305,47 @@ class Recovery:
         now, verdict = self._now, self._machine.verdict
         if now is None or verdict is None or now.told or self._machine.phase is not Phase.RUN:
             return
-        now.told = True
-        began, stages = stages_of(list(now.ready.values()), now.began, now.noticed)
-        took = time.time() - began
-        self._note(
-            RecoveryRecord(
-                generation=self._machine.generation,
-                outcome=IN_PLACE,
-                cause=now.cause,
-                ranks=verdict.dead,
-                stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
-                behind=verdict.behind,
-                donor=verdict.donor,
-                step=verdict.step,
-                steps_lost=verdict.steps_lost,
-                node=now.node,
-                taken_by=now.taken_by,
-                stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
-                duration_s=took,
-            )
-        )
+        record = self._record(now, IN_PLACE, trains=trains)
+        self._note(record)
         logger.info(
             "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s%s",
             self._machine.generation,
             "s" * (len(verdict.dead) > 1),
             ", ".join(map(str, verdict.dead)),
             verdict.step,
-            took,
+            record.duration_s,
             _words_of_steps(verdict),
         )
 
     def _tell_of_failure(self, outcome: str) -> None:
-        now, machine = self._now, self._machine
-        if now is None or now.told:
-            return
+        if self._now is not None and not self._now.told:
+            self._note(self._record(self._now, outcome))
+
+    def _record(self, now: Generation, outcome: str, *, trains: bool = False) -> RecoveryRecord:
+        """Of this recovery, which is told of once."""
+        now.told = True
+        machine, verdict = self._machine, self._machine.verdict
         began, stages = stages_of(list(now.ready.values()), now.began, now.noticed)
-        self._note(
-            RecoveryRecord(
-                generation=machine.generation,
-                outcome=outcome,
-                cause=now.cause,
-                reason=machine.reason,
-                ranks=tuple(sorted(machine.dead)),
-                stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
-                node=now.node,
-                taken_by=now.taken_by,
-                stages=stages,
-                duration_s=time.time() - began,
-            )
+        took = time.time() - began
+        record = RecoveryRecord(
+            generation=machine.generation,
+            outcome=outcome,
+            cause=now.cause,
+            stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
+            node=now.node,
+            taken_by=now.taken_by,
+            stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
+            duration_s=took,
+        )
+        if outcome != IN_PLACE or verdict is None:
+            return replace(record, reason=machine.reason, ranks=tuple(sorted(machine.dead)))
+        return replace(
+            record,
+            ranks=verdict.dead,
+            behind=verdict.behind,
+            donor=verdict.donor,
+            step=verdict.step,
+            steps_lost=verdict.steps_lost,
         )
 
     def _is_loop(self, end: WorkerExit, cause: str) -> str:
@@ -347,7 +355,7 @@ class Recovery:
         self._row_step = step
         return f"{cause} after step {step}, {len(self._row)} times in a row" if len(self._row) > _MOST_ALIKE else ""
 
-    # --- what the agents of several nodes settle between them, see `nodes` --------------------------------------------
+    # --- what the agents of several nodes settle between them, see `nodes_recovery` -----------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -368,50 +376,44 @@ class Recovery:
         """Whether a node was lost in this attempt, and what it had in memory with it."""
         return False
 
-    def lost(self) -> list[Gone]:
-        """The nodes that give no sign of life now; see `lost_nodes`."""
+    def hear_others(self, *, is_stopping: bool) -> list[News]:
+        """What other agents have begun, and which of them are lost. `is_stopping`: this node's workers are being
+        stopped."""
         return []
-
-    def is_whole(self) -> bool:
-        """Whether the ranks of any other node could be replaced."""
-        return False
-
-    def lose(self, gone: Gone) -> str:
-        """This node is lost. Why the job must be restarted; empty: it is taken care of."""
-        return "its processes cannot be replaced"
-
-    def hear_others(self, *, is_stopping: bool) -> int | None:
-        """Begin what the agent of another node has planned. Returns the dead rank that it is for, of which the workers
-        must be told; None: there is nothing to tell. `is_stopping`: this node's workers are being stopped."""
-        return None
-
-    def _plan(self, generation: int, end: WorkerExit, cause: str) -> dict[str, Any]:
-        """The note that a recovery begins."""
-        return {"generation": generation}
 
     def _why_not_plan(self, plan: Mapping[str, Any]) -> str:
         """Why this node can take no part in a recovery that another one has planned; empty: it can."""
         return ""
 
     def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
-        """What there is in place of the report of `rank`; a death has been noted when the process was seen to end."""
-        if not note.get("dead"):
+        """What there is in place of the report of `rank`."""
+        if "refusal" in note:  # another agent has given up
+            self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
+        elif not note.get("dead"):
             self._machine.note_report(Report.from_json(rank, note))
-
-    def _look_at_end(self) -> None:
-        """Hear whether the recovery has come to nothing elsewhere."""
-
-    def _hear_error(self, error: Exception) -> None:
-        """The board, or a note on it, cannot be used."""
-        self._machine.note_refusal(f"{type(error).__name__}: {error}")
+        elif rank not in self._workers.processes:  # its own agent has seen it; an own one was seen to end
+            self._machine.note_death(rank, InMemory.from_json(note))
 
     def _is_settled(self) -> bool:
         """All ranks train again: whether that counts."""
-        return True
+        return "done" in self._settle({"done": True})
 
     def _call_off(self, reason: str) -> None:
         """The recovery comes to nothing, unless it is settled that it has succeeded."""
-        self._machine.note_refusal(reason)
+        refusal = {"refusal": reason}
+        try:
+            self._settle(refusal)
+        except ERRORS as error:
+            logger.debug("the board cannot be written to: %s", error)
+            self._machine.note_refusal(reason)
+
+    def _settle(self, opinion: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How the recovery has ended, for all agents alike: the first opinion. Raises `ERRORS`."""
+        assert self._board is not None
+        note = self._board.write(f"{self._machine.generation}/over", opinion)
+        if "refusal" in note:
+            self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
+        return note
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -462,6 +464,7 @@ class Recovery:
     def _give_up(self) -> None:
         """Release the survivors that wait for something which does not come."""
         assert self._board is not None
+        self._call_off(self._machine.reason)
         self._has_given_up = True
         generation = self._machine.generation
         refusal: dict[str, Any] = {"refusal": self._machine.reason}

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,20 +45,24 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from mindx_elastic.agent.lifeline import LifelineHost
-from mindx_elastic.agent.vacancies import Seeker, Vacancy, round_store
+from mindx_elastic.agent.heartbeat import HeartbeatServer
+from mindx_elastic.agent.standby import NodePlace, Standby, round_store
+from mindx_elastic.agent.wakeup import Wakeup
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.rejoin.board import board_key
 
 __all__ = [
     "CONNECTION_ERRORS",
+    "Agent",
     "FreshStoreRendezvous",
     "HostLostError",
     "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
+    "agent_name",
     "agree_on_highest",
     "await_nodes",
     "open_again",
@@ -161,8 +166,25 @@ class FreshStoreRendezvous(RendezvousHandler):
         return self._static.shutdown()
 
 
-_STORE_KEY = "mindx/workers_store"
+_STORE_KEY, _AGENT_KEY = "mindx/workers_store", "mindx/agent"
 _MOST_STORE_CHARS = 1000
+
+
+def agent_name() -> str:
+    """Machine and process of this agent, for a person."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What a node's agent says of itself in a round."""
+
+    name: str
+    address: str
+    port: int
+    """Of its `heartbeat.HeartbeatServer`; 0: it has none."""
+    count: int
+    """Of its ranks."""
 
 
 class HostedStoreRendezvous(RendezvousHandler):
@@ -175,45 +197,46 @@ class HostedStoreRendezvous(RendezvousHandler):
         """The workers' store of this round, where this process hosts it."""
         self.scope = ""
         """A name of this round that no other one has, the same on all nodes."""
-        self.seeker: Seeker | None = None
+        self.standby: Standby | None = None
         """Waits in front of the rendezvous where the job runs without this node."""
-        self.place: Vacancy | None = None
+        self.ranks = 0
+        """Processes of this node; for the other agents."""
+        self.place: NodePlace | None = None
         """Of a lost node, which this one has taken in this round."""
-        self.lifelines: LifelineHost | None = None
-        """Of this round, where there are other nodes. The caller closes them, unless another round begins."""
-        self.lifeline: tuple[str, int] = ("", 0)
+        self.server: HeartbeatServer | None = None
+        """Of this round, where there are other nodes. The caller closes it, unless another round begins."""
+        self.first_server: tuple[str, int] = ("", 0)
         """Where the first node's agent hears the others; port 0: it does not."""
+        self._store: Any = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self.lifelines is not None:  # of a meeting that has come to nothing
-            self.lifelines.close()
-        self.lifelines = None
-        self.place, info = (None, None) if self.seeker is None else self.seeker.next_rendezvous()
+        if self.server is not None:  # of a meeting that has come to nothing
+            self.server.close()
+        self.server = None
+        self.place, info = (None, None) if self.standby is None else self.standby.next_rendezvous()
         if (place := self.place) is not None:
-            self.hosted, self.scope, self.lifeline = None, place.scope, (place.address, place.lifeline)
-            self._hear_others(place.scope)
+            self.hosted, self.scope, self.first_server = None, place.scope, (place.address, place.lifeline)
+            self._introduce(round_store(self.inner), place.node)
             master = RendezvousStoreInfo(place.address, place.port)
-            return RendezvousInfo(round_store(self.inner), place.node, place.num_nodes, master)
+            return RendezvousInfo(self._store, place.node, place.num_nodes, master)
         info = info or self.inner.next_rendezvous()
         await_nodes(self.inner, info.store, info.rank, info.world_size)
+        has_others = info.world_size > 1 and self.standby is not None
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
-            self.hosted = host_store(address)
-            told: list[Any] = [address, self.hosted.port, secrets.token_hex(8)]
-            told += [self._hear_others(told[2])] if self._has_others(info) else []
-            info.store.set(_STORE_KEY, json.dumps(told))
-        else:
-            self.hosted = None
-            told = json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS])
-        address, port, scope = str(told[0]), int(told[1]), str(told[2])
-        if not scope.isalnum():
+            self.hosted, self.scope = host_store(address), secrets.token_hex(8)
+            heard = self._introduce(info.store, 0) if has_others else 0
+            self.first_server = (address, heard)
+            info.store.set(_STORE_KEY, json.dumps([address, self.hosted.port, self.scope, heard]))
+            return RendezvousInfo(info.store, 0, info.world_size, RendezvousStoreInfo(address, self.hosted.port))
+        address, port, scope, heard = json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS])
+        if not str(scope).isalnum():
             raise ValueError(f"{scope!r} is no name of a round")
-        self.scope = scope
-        self.lifeline = (address, int(told[3]) if len(told) > 3 else 0)
-        if info.rank > 0 and self._has_others(info):
-            self._hear_others(scope)
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
+        self.hosted, self.scope, self.first_server = None, str(scope), (str(address), int(heard))
+        if has_others:
+            self._introduce(info.store, info.rank)
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(str(address), int(port)))
 
     @property
     def own_address(self) -> str:
@@ -221,17 +244,28 @@ class HostedStoreRendezvous(RendezvousHandler):
         own = getattr(getattr(self.inner, "_this_node", None), "addr", "")
         return str(own) or socket.getfqdn()
 
-    def _has_others(self, info: RendezvousInfo) -> bool:
-        return info.world_size > 1 and self.seeker is not None
-
-    def _hear_others(self, scope: str) -> int:
-        """The port at which this process hears other nodes' agents and ranks; 0: it cannot."""
+    def _introduce(self, store: Any, node: int) -> int:
+        """Hear other nodes' agents and ranks, and tell them where. Returns the port; 0: they cannot be heard."""
+        self._store = store
         try:
-            self.lifelines = LifelineHost(scope, board_key())
+            self.server = HeartbeatServer(self.scope, board_key())
         except OSError as error:
             logger.warning("the other nodes' agents cannot be heard (%s): the loss of a node restarts the job", error)
-            return 0
-        return self.lifelines.port
+        port = 0 if self.server is None else self.server.port
+        store.set(f"{_AGENT_KEY}/{node}", json.dumps([agent_name(), self.own_address, port, self.ranks]))
+        return port
+
+    def agent(self, node: int) -> Agent | None:
+        """The agent of a node of this round; None: it has not said. Blocks; raises what torch raises, ValueError,
+        TypeError, RecursionError."""
+        key = f"{_AGENT_KEY}/{node}"
+        if self._store is None or not self._store.check([key]):
+            return None
+        name, address, port, count = json.loads(self._store.get(key)[:_MOST_STORE_CHARS])
+        found = Agent(printable(str(name), 200), str(address)[:300], int(port), int(count))
+        if not (0 <= found.port < 1 << 16 and 0 < found.count < 1 << 16):
+            raise ValueError(f"node {node} has {found.count} ranks and port {found.port}")
+        return found
 
     @property
     def use_agent_store(self) -> bool:
@@ -459,7 +493,7 @@ class Membership:
         """Why a node is taken for lost, in words; empty while all are there."""
         self.missing: frozenset[int] = frozenset()
         """The nodes that are not in the rendezvous any more: lost, or about to meet the others anew."""
-        self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.wakeup = Wakeup()
         self._stopping = threading.Event()
         self._wanted = threading.Event()
         self._asked = threading.Condition()
@@ -476,8 +510,7 @@ class Membership:
         self._wanted.set()
         self._thread.join(_QUESTION_S)
         if not self._thread.is_alive():
-            os.close(self.fd)
-            os.close(self._writer)
+            self.wakeup.close()
 
     def ask(self) -> int:
         """How many nodes wait at this very moment; what was known before if no answer comes in time."""
@@ -492,8 +525,7 @@ class Membership:
         while not self._stopping.is_set():
             waiting, lost = self._question()
             if (waiting > 0) != (self.num_waiting > 0) or bool(lost) != bool(self.lost):
-                with suppress(OSError):  # full: the main thread will wake up anyway
-                    os.write(self._writer, b"!")
+                self.wakeup.ring()
             self.num_waiting, self.lost = waiting, lost
             with self._asked:
                 self._num_asked += 1

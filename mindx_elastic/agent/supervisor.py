@@ -27,8 +27,9 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
+from mindx_elastic.agent.boards import Boards, PlanWatch, connect
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
-from mindx_elastic.agent.farewell import Farewell, NodeEnd
+from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, Signs, end_together
 from mindx_elastic.agent.forked_start import Beginning, ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
@@ -36,13 +37,11 @@ from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
-from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
 from mindx_elastic.agent.metrics import Metrics
-from mindx_elastic.agent.node_watch import NodeWatch, first_place
-from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
-from mindx_elastic.agent.nodes_end import Signs, end_together
+from mindx_elastic.agent.node_watch import NodeWatch
+from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.options import AgentOptions
-from mindx_elastic.agent.pause_desk import PauseDesk
+from mindx_elastic.agent.pause_commands import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery, joining_command
@@ -138,7 +137,7 @@ class Supervisor(LocalElasticAgent):
             can_join = joining_command([str(each) for each in spec.args[_SHIM:]], sys.executable) is not None
             ranks = spec.local_world_size
             self._nodes = NodeWatch(spec.rdzv_handler, ranks=ranks, can_join=can_join, stand_by=self._stand_by)
-        self._farewell: Farewell | None = None
+        self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
         self._least_number = 0
@@ -215,11 +214,11 @@ class Supervisor(LocalElasticAgent):
         if self._num_nodes > 1:
             interval = group.spec.monitor_interval
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
-        farewell = None
+        barrier = None
         if num_nodes > 1:
             world_size = group.workers[0].world_size
-            farewell = Farewell(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
-        self._farewell = farewell
+            barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
+        self._barrier = barrier
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
@@ -228,7 +227,7 @@ class Supervisor(LocalElasticAgent):
             inbox=self._inbox,
             hang=self._hang,
             exits=ExitWatch(self._options.exit_timeout_s, alone=num_nodes == 1),
-            farewell=farewell,
+            barrier=barrier,
             stop_files=self._stop_files,
             membership=membership,
             events=self._events,
@@ -256,8 +255,8 @@ class Supervisor(LocalElasticAgent):
         self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
-            if self.ending.outcome == "finished" and farewell is not None:
-                self.ending = self._end_with_others(attempt, farewell, membership)
+            if self.ending.outcome == "finished" and barrier is not None:
+                self.ending = self._end_with_others(attempt, barrier, membership)
             self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
@@ -282,7 +281,7 @@ class Supervisor(LocalElasticAgent):
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
-    def _end_with_others(self, attempt: Attempt, farewell: Farewell, membership: Membership | None) -> Ending:
+    def _end_with_others(self, attempt: Attempt, barrier: ExitBarrier, membership: Membership | None) -> Ending:
         """This node's ranks have finished: how the attempt has ended for all nodes."""
         if self._rdzv_handler.get_backend().startswith("etcd"):  # a store without `compare_set`
             with suppress(SignalException), self._inbox.interrupting():
@@ -293,8 +292,8 @@ class Supervisor(LocalElasticAgent):
         return end_together(
             self.ending,
             list(statuses.values()),
-            farewell,
-            Signs(farewell.node, self._nodes, membership),
+            barrier,
+            Signs(barrier.node, self._nodes, membership),
             inbox=self._inbox,
             new_store=functools.partial(open_again, self._rdzv_handler),
             directories=self.directories,
@@ -305,10 +304,10 @@ class Supervisor(LocalElasticAgent):
     def _say_end(self, attempt: Attempt, goes_on: bool) -> None:
         """To the other nodes, which may have finished and wait for this one. If it was taken for lost, another one may
         have its place."""
-        if self._farewell is not None:
+        if self._barrier is not None:
             if not attempt.is_out:
-                self._farewell.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
-            self._farewell.close()
+                self._barrier.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
+            self._barrier.close()
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
@@ -344,13 +343,12 @@ class Supervisor(LocalElasticAgent):
             "world_size": world_size,
         }
         if num_nodes > 1:
+            assert self._nodes is not None, "the rendezvous is a hosted one"
             boards = Boards(lambda: connect(address, port, scope), scope, writer)
             watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
-            start = self._replacements.start
-            if self._nodes is None:
-                return NodesRecovery(workers, boards, start, watch=watch.start(), **more)
-            place = functools.partial(first_place, self._nodes, address, port, attempt=self._number)
-            recovery = WholeNodesRecovery(workers, boards, start, watch=watch, nodes=self._nodes, place=place, **more)
+            place = self._nodes.place_of_any(address, port, attempt=self._number)
+            more |= {"watch": watch, "nodes": self._nodes, "place": place}
+            recovery = NodesRecovery(workers, boards, self._replacements.start, **more)
             if self._nodes.place is not None:
                 recovery.join(self._nodes.place)
             watch.start()

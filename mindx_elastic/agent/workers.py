@@ -16,7 +16,7 @@ from mindx_elastic.agent.hang import Work
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import killed_by, members_of, open_pidfd, read_stat, thread_pidfds
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
-from mindx_elastic.guard.agent_link import STACK_SIGNAL
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, STACK_SIGNAL
 
 __all__ = ["Process", "WorkerExit", "Workers", "process_state", "write_stacks"]
 
@@ -279,6 +279,10 @@ class Workers:
             self._sent[rank].add(signum)
             with suppress(ProcessLookupError):
                 os.kill(self.live[rank].pid, signum)
+
+    def call(self, rank: int) -> None:
+        """There is an order in the agent's folder."""
+        self.send(rank, CONTROL_SIGNAL)
 
     def kill(self, rank: int) -> None:
         """SIGKILL for the worker and everything in its process group."""

@@ -25,7 +25,7 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.pause_requests import Answer, PauseRequest
+    from mindx_elastic.agent.pausing import Answer, PauseRequest
     from mindx_elastic.agent.run_log import AgentRun
 
 __all__ = ["pause_command", "resume_command"]
@@ -94,7 +94,7 @@ def resume_command(
 
 
 def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
-    from mindx_elastic.agent.pause_requests import ask, withdraw
+    from mindx_elastic.agent.pause_commands import ask, withdraw
 
     run = _find_run(path)
     folder = Path(run.agent_dir)
@@ -172,7 +172,7 @@ def _check_folder(folder: Path, run: AgentRun) -> None:
 
 
 def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) -> Answer | None:
-    from mindx_elastic.agent.pause_requests import read_answer
+    from mindx_elastic.agent.pause_commands import read_answer
 
     end = time.monotonic() + timeout_s + _AGENT_S
     while (answer := read_answer(folder, request)) is None:
@@ -189,7 +189,7 @@ def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeou
 
 def _take_back(folder: Path) -> None:
     """No command waits for the pause any more: it must not come about later."""
-    from mindx_elastic.agent.pause_requests import ask
+    from mindx_elastic.agent.pause_commands import ask
     from mindx_elastic.memory.agent_folder import RESUME
 
     try:

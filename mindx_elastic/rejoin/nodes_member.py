@@ -1,4 +1,4 @@
-"""A worker's side of a recovery in place where the job has several nodes: see `copies` and `agent.nodes`."""
+"""A worker's side of a recovery in place where the job has several nodes: see `copies` and `agent.nodes_recovery`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Courier:
     """A rank's side. Training thread."""
 
     def __init__(self, address: tuple[str, int], scope: str, key: bytes | None, rank: int) -> None:
-        """`address`: of another node's `agent.lifeline`. `scope`: of the attempt. Never raises OSError."""
+        """`address`: of another node's `agent.heartbeat`. `scope`: of the attempt. Never raises OSError."""
         self._left = b""
         self._socket: socket.socket | None = None
         hello = Seal(key, f"lifeline/{scope}", rank).close("hello", json.dumps({"rank": rank}))

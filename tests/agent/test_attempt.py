@@ -136,7 +136,7 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             inbox=inbox,
             hang=HangWatch(more.get("hang_timeout_s", 0)),
             exits=ExitWatch(more.get("exit_timeout_s", 0)),
-            farewell=more.get("farewell"),
+            barrier=more.get("barrier"),
             stop_files=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
@@ -378,8 +378,8 @@ def past(*, finished: bool = True, **more: Any) -> Status:
     return replace(IN_TRAINING, phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
 
 
-class Farewells:
-    """Stands in for `Farewell`."""
+class ExitBarriers:
+    """Stands in for `ExitBarrier`."""
 
     def __init__(self, heard: list[int]) -> None:
         self.told: list[int] = []
@@ -395,12 +395,12 @@ class Farewells:
 def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(run: Callable[..., Ending], tmp_path: Path) -> None:
     workers = Workers({0: past(), 1: past()}, ignore)
     workers.end(0, 0)
-    farewell = Farewells([])
-    ending = run(workers, exit_timeout_s=30, farewell=farewell, grace_s=0.4)
+    barrier = ExitBarriers([])
+    ending = run(workers, exit_timeout_s=30, barrier=barrier, grace_s=0.4)
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
     assert "rank 1 has not ended 60" in ending.cause and "may be incomplete" in ending.cause
     assert workers.sent == {0: [], 1: [TERM, KILL]}, "SIGTERM, and SIGKILL for one that does not heed it"
-    assert farewell.told == [1], "the other nodes know"
+    assert barrier.told == [1], "the other nodes know"
     (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines() if "exit_t" in line)
     assert (event["ranks"], event["outcome"], event["step"]) == ([1], "finished", 3)
 

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from mindx_elastic.agent import lifeline, node_watch
-from mindx_elastic.agent.lifeline import LifelineHost
+from mindx_elastic.agent import failure_detector, heartbeat, node_watch
+from mindx_elastic.agent.heartbeat import HeartbeatServer
 from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.rendezvous import HostedStoreRendezvous
-from mindx_elastic.agent.vacancies import Vacancy
+from mindx_elastic.agent.standby import NodePlace
 from tests.harness import wait_until
 
 
@@ -38,13 +38,13 @@ def test_a_meeting_that_is_tried_again_leaves_no_host_behind() -> None:
     handler = meeting()
     watch = watch_of(handler)
     handler.next_rendezvous()
-    first = handler.lifelines
+    first = handler.server
     handler.next_rendezvous()
-    assert first is not None and handler.lifelines is not None and handler.lifelines is not first
+    assert first is not None and handler.server is not None and handler.server is not first
     assert not first._thread.is_alive() and first._server.fileno() == -1
     watch.open(node=0, num_nodes=2, ranks=[0])
     watch.close()
-    assert handler.lifelines is None
+    assert handler.server is None
 
 
 def test_a_store_that_does_not_answer_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,19 +60,19 @@ def test_a_store_that_does_not_answer_holds_up_no_start(monkeypatch: pytest.Monk
 
 
 def test_a_node_that_has_a_place_and_cannot_start_there_is_heard_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "_BACK_S", 0.1)
-    host = LifelineHost("s1", None)
+    monkeypatch.setattr(failure_detector, "BACK_S", 0.1)
+    host = HeartbeatServer("s1", None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts: dict[str, Any] = {"num_nodes": 2, "ranks": 1, "first": 1, "address": "127.0.0.1", "attempt": 0}
-    place = Vacancy(name="n", node=1, port=store.port, lifeline=host.port, scope="s1", generation=1, **facts)
+    place = NodePlace(name="n", node=1, port=store.port, lifeline=host.port, scope="s1", generation=1, **facts)
     handler = meeting()
     watch = watch_of(handler)
     assert watch._claim_place(place)
-    wait_until(lambda: bool(host._current), "the hello")
+    wait_until(lambda: bool(host._agents.nodes), "the hello")
     watch.open(node=0, num_nodes=2, ranks=[0])
-    wait_until(lambda: bool(host.gone()), "its end, without a goodbye", 20.0)
-    (gone,) = host.gone()
-    assert (gone.node, gone.is_silent, watch.line) == (1, False, None)
+    wait_until(lambda: bool(host.lost()), "its end, without a goodbye", 20.0)
+    (gone,) = host.lost()
+    assert (gone.node, gone.is_silent, watch.heartbeat) == (1, False, None)
     host.close()
     watch.close()
 
@@ -80,8 +80,8 @@ def test_a_node_that_has_a_place_and_cannot_start_there_is_heard_no_more(monkeyp
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeWatch]]:
     """The agents of three nodes with two ranks each, which have met."""
-    monkeypatch.setattr(lifeline, "_BACK_S", 0.2)
-    monkeypatch.setattr(lifeline, "_BEAT_S", 0.1)
+    monkeypatch.setattr(failure_detector, "BACK_S", 0.2)
+    monkeypatch.setattr(heartbeat, "_BEAT_S", 0.1)
     root, round_ = dist.HashStore(), dist.HashStore()
     own: Any = SimpleNamespace(addr="127.0.0.1")
     watches = []
@@ -98,7 +98,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeWatch]]:
         return watch.open(node=node, num_nodes=3, ranks=[2 * node, 2 * node + 1])
 
     told = at_once(watches, open_it)
-    ports = [each.host.port for each in watches if each.host is not None]
+    ports = [each.server.port for each in watches if each.server is not None]
     assert told == [" ".join(f"{node}=127.0.0.1:{port}" for node, port in enumerate(ports))] * 3
     yield watches
     for watch in watches:
@@ -112,27 +112,27 @@ def at_once(watches: list[NodeWatch], work: Callable[[NodeWatch], Any]) -> list[
 
 def lose_first(watches: list[NodeWatch]) -> list[NodeWatch]:
     """Its process has ended. Returns the others, once they know."""
-    assert watches[0].host is not None
-    watches[0].host.close(says_bye=False)
-    watches[0].host = None
+    assert watches[0].server is not None
+    watches[0].server.close(says_bye=False)
+    watches[0].server = None
     others = watches[1:]
-    wait_until(lambda: all(watch.gone() for watch in others), "the loss", 20.0)
+    wait_until(lambda: all(watch.lost_now() for watch in others), "the loss", 20.0)
     return others
 
 
 def test_all_agents_see_the_loss_of_the_first_node_once(three: list[NodeWatch]) -> None:
     for watch in lose_first(three):
-        (gone,) = watch.gone()
+        (gone,) = watch.lost_now()
         assert (gone.node, gone.ranks, gone.is_silent) == (0, (0, 1), False)
-        watch.note_first_gone()
-        assert not watch.gone()
+        watch.note_first_lost()
+        assert not watch.lost_now()
 
 
 def test_a_first_node_that_was_taken_for_lost_is_told_so(three: list[NodeWatch]) -> None:
     """Its agent may only have stood still."""
     first, second, _ = three
-    assert first.host is not None
+    assert first.server is not None
     wait_until(lambda: bool(first.heard), "the hello")
-    second.note_first_gone()
+    second.note_first_lost()
     second.close()
-    wait_until(lambda: first.host is not None and first.host.is_out, "the word")
+    wait_until(lambda: first.server is not None and first.server.is_out, "the word")

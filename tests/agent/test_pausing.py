@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.pause_requests import PauseRequest
-from mindx_elastic.agent.pausing import PauseWatch
+from mindx_elastic.agent.pausing import PauseRequest, PauseWatch
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 

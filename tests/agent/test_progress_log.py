@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.progress_log import MOST_POINTS, PROGRESS_FILE, ProgressLog, read_pieces
+from mindx_elastic.agent.progress_log import PROGRESS_FILE, ProgressLog, read_pieces
 from mindx_elastic.core.progress_ring import CAPACITY, Point, ProgressRing, RingReader, ring_path
 
 
@@ -51,8 +51,7 @@ def test_a_file_that_is_no_ring(tmp_path: Path) -> None:
 
 
 def written(folder: Path) -> list[list[Any]]:
-    pieces, torn = read_pieces(folder / PROGRESS_FILE)
-    assert not torn
+    pieces, _ = read_pieces(folder / PROGRESS_FILE)
     return [[piece.attempt, [step for _, step, _ in piece.points]] for piece in pieces]
 
 
@@ -65,29 +64,29 @@ def test_restarts_and_other_agents_go_on_in_one_file(tmp_path: Path) -> None:
         log.close()
         with open(tmp_path / PROGRESS_FILE, "a") as file:
             file.write("{half a line")  # the agent was killed
-    assert read_pieces(tmp_path / PROGRESS_FILE)[1] == 1
     log = ProgressLog(tmp_path, tmp_path)
     fill(ProgressRing(ring_path(tmp_path, 0)), range(30, 32), time.monotonic_ns())
     log.look(2, {}, at_end=True)
     log.close()
+    assert read_pieces(tmp_path / PROGRESS_FILE)[1] == 2, "what was cut off is counted, and spoils nothing"
     assert written(tmp_path) == [[0, [0, 1, 2, 3]], [1, [10, 11, 12, 13]], [2, [30, 31]]]
 
 
 def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path: Path) -> None:
     log = ProgressLog(tmp_path, tmp_path)
     ring = ProgressRing(ring_path(tmp_path, 0))
-    count, batch = 4 * MOST_POINTS, CAPACITY // 2
+    count, batch = 1 << 16, CAPACITY // 2
     for begin in range(0, count, batch):
         fill(ring, range(begin, begin + batch))
         log.look(0, {}, at_end=begin + batch >= count)
         log._thread.call(lambda: None, 60.0)
         log._next_s = 0.0
     log.close()
-    assert (tmp_path / PROGRESS_FILE).stat().st_size < 2 << 20
+    assert (tmp_path / PROGRESS_FILE).stat().st_size < 1 << 20
     ((_, steps),) = written(tmp_path)
-    assert len(steps) <= MOST_POINTS and steps[0] == 0 and steps[-1] == count - 1
+    assert len(steps) < 16_384 and steps[0] == 0 and steps[-1] == count - 1
     gaps = [after - before for before, after in itertools.pairwise(steps)]
-    assert steps == sorted(steps) and max(gaps) <= 16, "spread over all of it"
+    assert steps == sorted(steps) and max(gaps) <= 1 + count // 4096, "spread over all of it"
 
 
 @pytest.mark.parametrize(

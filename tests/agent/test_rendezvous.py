@@ -166,7 +166,7 @@ def test_a_node_that_waits_wakes_the_main_thread(handler: Handler) -> None:
     wait_until(lambda: handler.asked > 1, "questions")
     assert (membership.num_waiting, membership.lost) == (0, "")
     handler.waiting = 1
-    assert select.select([membership.fd], [], [], 20)[0]
+    assert select.select([membership.wakeup.fd], [], [], 20)[0]
     wait_until(lambda: membership.num_waiting == 1, "answer")
     membership.stop()
 
@@ -190,7 +190,7 @@ def test_a_node_that_only_meets_anew_is_not_lost(handler: Handler) -> None:
 def test_a_store_that_is_gone(handler: Handler) -> None:
     handler.error = RuntimeError("connection reset")
     membership = start(handler)
-    assert select.select([membership.fd], [], [], 20)[0]
+    assert select.select([membership.wakeup.fd], [], [], 20)[0]
     wait_until(lambda: bool(membership.lost), "loss")
     assert "RuntimeError" in membership.lost
     assert membership.ask() == 0, "at once"

@@ -1,8 +1,7 @@
-"""The agents of several nodes in a recovery: whatever the order in which they look, they see the same end."""
+"""The agents of several nodes in a recovery. `tests/simulation` has whole stories of them."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agent.lost_nodes import WholeNodesRecovery
-from mindx_elastic.agent.nodes import BoundedBoard, NodesRecovery, PlanWatch
+from mindx_elastic.agent.boards import BoundedBoard, PlanWatch
+from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.ready_thread import ReadyThread
@@ -25,10 +24,8 @@ KILLED = "killed by SIGKILL"
 class Plans:
     """A `PlanWatch` without a thread."""
 
-    fd = 0
-
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._store, self.wakeup = store, SimpleNamespace(fd=0, drain=lambda: None)
 
     @property
     def newest(self) -> int:
@@ -37,9 +34,6 @@ class Plans:
             number += 1
         return number
 
-    def drain(self) -> None:
-        pass
-
     def stop(self) -> None:
         pass
 
@@ -47,8 +41,7 @@ class Plans:
 class Agent:
     """Of one node: workers without processes."""
 
-    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int, *, whole: bool = False) -> None:
-        """`whole`: whole nodes can be replaced, too, but no agent hears another one."""
+    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int) -> None:
         self.store, self.node, self.world = store, node, num_nodes * ranks
         self.own = range(node * ranks, (node + 1) * ranks)
         self.pages = {rank: Status(pid=100 + rank, phase=WorkerPhase.TRAINING, step=7, in_place=1) for rank in self.own}
@@ -60,20 +53,23 @@ class Agent:
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
         watch: Any = Plans(store)
-        nodes: Any = SimpleNamespace(host=None, line=None, node=node, num_nodes=num_nodes)
-        nodes.keeper = nodes.note_first_gone = lambda: None
-        nodes.note_lost = lambda lost: None
-        more: dict[str, Any] = {"nodes": nodes, "place": lambda: None} if whole else {}
-        self.recovery = (WholeNodesRecovery if whole else NodesRecovery)(
+        nodes: Any = SimpleNamespace(
+            server=None, heartbeat=None, node=node, num_nodes=num_nodes, name=f"machine {node}", is_out=False
+        )
+        nodes.keeper = nodes.note_first_lost = nodes.note_whole = nodes.drain = lambda: None
+        nodes.note_lost, nodes.lost_now = lambda lost: None, list
+        place: Any = None
+        self.recovery = NodesRecovery(
             workers,
             self.board,
             self.start,
             watch=watch,
+            nodes=nodes,
+            place=place,
             timeout_s=60.0,
             most=10,
             note=self.records.append,
             world_size=self.world,
-            **more,
         )
 
     def board(self, generation: int) -> Board:
@@ -92,8 +88,8 @@ class Agent:
             self.recovery.begin(end, KILLED)
 
     def hear(self) -> None:
-        if (rank := self.recovery.hear_others(is_stopping=False)) is not None:
-            self.told.append(rank)
+        news = self.recovery.hear_others(is_stopping=False)
+        self.told += [each.about for each in news if each.about is not None]
 
     def time_is_up(self) -> None:
         if self.recovery.is_active:
@@ -194,7 +190,7 @@ def test_a_hang_is_not_recovered_from(agents: list[Agent]) -> None:
 def test_a_node_that_was_given_up_calls_nothing_off_when_it_wakes_up() -> None:
     """Its agent sees its dead rank before it hears what it is itself: the plan says that as well."""
     store: Any = dist.HashStore()
-    first, woken = (Agent(store, node, 2, 1, whole=True) for node in range(2))
+    first, woken = (Agent(store, node, 2, 1) for node in range(2))
     plan = {"generation": 1, "rank": 1, "cause": "node 1 is lost", "node": 1, "name": "m, pid 5"}
     assert first.board(1).write("1/plan", plan) == plan
     woken.kill(1)
@@ -205,56 +201,17 @@ def test_a_node_that_was_given_up_calls_nothing_off_when_it_wakes_up() -> None:
 
 def test_a_node_that_hears_the_plan_of_its_own_loss_is_out() -> None:
     store: Any = dist.HashStore()
-    first, woken = (Agent(store, node, 2, 1, whole=True) for node in range(2))
+    first, woken = (Agent(store, node, 2, 1) for node in range(2))
     first.board(1).write("1/plan", {"generation": 1, "rank": 1, "cause": "x", "node": 1, "name": "m, pid 5"})
     woken.hear()
     assert woken.recovery.is_out and not first.recovery.is_out and not woken.told
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_all_agents_see_the_same_end_in_any_order(seed: int) -> None:
-    """Ranks die, report, give their word and come back, clocks run out, and each agent looks when it likes."""
-    dice, store = random.Random(seed), dist.HashStore()
-    agents = [Agent(store, node, 3, 1) for node in range(3)]
-    dead = {dice.randrange(3)}
-    agents[min(dead)].kill(min(dead))
-    for _ in range(60):
-        agent = dice.choice(agents)
-        rank, what = agent.own[0], dice.random()
-        if what < 0.03 and rank not in dead:
-            dead.add(rank)
-            agent.kill(rank)
-        elif what < 0.05:
-            agent.time_is_up()
-        elif what < 0.4:
-            agent.hear()
-            agent.recovery.look()
-        elif what < 0.6 and rank not in dead and agent.recovery.is_active:
-            agent.reports(rank)
-        elif what < 0.7 and agent.recovery.is_active:
-            verdict = agent.recovery._machine.verdict
-            if verdict is not None and verdict.donor == rank and rank not in dead:
-                agent.rank_writes("state", path="/shm/x")
-        elif agent.recovery.is_active and agent.recovery._machine.has_state:
-            agent.rank_writes(f"ready/{rank}", ready=1.0)
-    for agent in agents:  # nothing more comes
-        agent.hear()
-        agent.time_is_up()
-    for agent in agents:
-        agent.recovery.look()
-    phases = {agent.recovery.phase for agent in agents}
-    over = agents[0].board(1).read(["1/over"])["1/over"]
-    assert phases <= {Phase.RUN, Phase.FALLBACK}
-    if "done" not in over:
-        assert phases == {Phase.FALLBACK}
-        assert len({agent.recovery.must_kill for agent in agents}) == 1
 
 
 # --- the parts ---
 
 
 def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindx_elastic.agent.nodes._ANSWER_S", 0.05)
+    monkeypatch.setattr("mindx_elastic.agent.boards._ANSWER_S", 0.05)
     thread = ReadyThread("test")
     asked: list[int] = []
 
@@ -282,7 +239,7 @@ def test_a_plan_is_seen_by_the_watch() -> None:
     watch = PlanWatch(lambda: store, 2).start()
     try:
         store.set("1/plan", "{}")
-        assert select.select([watch.fd], [], [], 10.0)[0]
+        assert select.select([watch.wakeup.fd], [], [], 10.0)[0]
         assert watch.newest == 1
     finally:
         watch.stop()

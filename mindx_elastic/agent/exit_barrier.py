@@ -6,12 +6,12 @@ it for the lost node. Each node's entry is written once, by compare-and-set, so 
 
 * all have finished: the job has;
 * one meets the others again, because a rank of it has failed: all do;
-* one is lost, or has ended otherwise: the job has finished if its last boundary is on disk, else all meet again
-  (`Farewell.settle`: the first opinion counts for all).
+* one is lost, or has ended otherwise, and takes what its ranks had still to save with it: the job has finished if its
+  last boundary is on disk, else all meet again (`ExitBarrier.settle`: the first opinion counts for all).
 
 In the end each says that it has seen that, and waits a moment for the others' word: the store ends with its host.
 
-Before that, agents tell each other which ranks one of them has had to end after the training (`Farewell.tell`). The
+Before that, agents tell each other which ranks one of them has had to end after the training (`ExitBarrier.tell`). The
 ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their own.
 """
 
@@ -19,16 +19,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from mindx_elastic.agent.lifeline import SILENCE_S
-from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import printable
-from mindx_elastic.core.ready_thread import ReadyThread
+from torch.distributed.elastic.multiprocessing import SignalException
 
-__all__ = ["FINISHED", "LOST", "Farewell", "NodeEnd", "wait_for_all"]
+from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.failure_detector import SILENCE_S
+from mindx_elastic.agent.holder import flush, newest_on_disk
+from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.node_watch import NodeWatch
+from mindx_elastic.agent.rendezvous import Membership
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.status_page import Status
+
+__all__ = ["FINISHED", "LOST", "ExitBarrier", "NodeEnd", "Signs", "end_together", "wait_for_all"]
 
 FINISHED, LOST = "finished", "lost"
 """Outcomes of a node that matter here; the others are those of an attempt (`endings.Ending`)."""
@@ -60,7 +71,7 @@ class NodeEnd:
         return cls(printable(str(content["outcome"]), 40), cause, content["again"] is True)
 
 
-class Farewell:
+class ExitBarrier:
     """The store's side, for one node. One per attempt with several nodes. Main thread; each call blocks for a few
     seconds at most, and raises nothing: where the store does not answer, nothing is heard."""
 
@@ -68,7 +79,7 @@ class Farewell:
         """`store`: torch's, the same for all nodes of this attempt and for no other attempt."""
         self._store, self.node, self.num_nodes, self._world_size = store, node, num_nodes, world_size
         self._keys = [f"{_END}/{each}" for each in range(num_nodes)]
-        self._thread, self._opener = ReadyThread("mindx-farewell"), ReadyThread("mindx-farewell")
+        self._thread, self._opener = ReadyThread("mindx-exit-barrier"), ReadyThread("mindx-exit-barrier")
         self.is_lost = False
         """The store does not answer."""
 
@@ -76,7 +87,7 @@ class Farewell:
         """The same from now on, in the place of the old one, whose host or connection is lost."""
         self._store, self.is_lost = store, False
         self._thread.close(0.0)  # it may be stuck
-        self._thread = ReadyThread("mindx-farewell")
+        self._thread = ReadyThread("mindx-exit-barrier")
 
     def reopen(self, new_store: Callable[[], Any | None]) -> bool:
         """Use what `new_store` returns, if it comes to that in a few seconds. It may never return."""
@@ -158,7 +169,7 @@ class Farewell:
 
 
 def wait_for_all(
-    farewell: Farewell,
+    barrier: ExitBarrier,
     lost: Callable[[], Mapping[int, str]],
     new_store: Callable[[], Any | None],
     timeout_s: float,
@@ -171,16 +182,109 @@ def wait_for_all(
     it off.
     """
     own, missing = NodeEnd(FINISHED), dict[int, str]()
-    farewell.say(own)
+    barrier.say(own)
     until = time.monotonic() + timeout_s
-    while not farewell.has_all() and time.monotonic() < until:
+    while not barrier.has_all() and time.monotonic() < until:
         for node, cause in lost().items():
             if missing.setdefault(node, cause) is cause:
-                farewell.say(NodeEnd(LOST, cause), node)
-        if farewell.is_lost and farewell.reopen(new_store):
-            farewell.say(own)
-        elif farewell.is_lost:
+                barrier.say(NodeEnd(LOST, cause), node)
+        if barrier.is_lost and barrier.reopen(new_store):
+            barrier.say(own)
+        elif barrier.is_lost:
             # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.
             until = min(until, time.monotonic() + (0.0 if missing else _LOST_S))
-        time.sleep(_LOOK_S + _LOOK_S_PER_NODE * farewell.num_nodes)
-    return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {farewell.node: own} | farewell.ends()
+        time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
+    return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {barrier.node: own} | barrier.ends()
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Of life, from the other nodes."""
+
+    node: int
+    """This one."""
+    nodes: NodeWatch | None
+    """The connections between the agents; None: there are none."""
+    membership: Membership | None
+    """The heartbeats in the rendezvous."""
+
+    def missing(self) -> dict[int, str]:
+        """The nodes that give none, and the words for it. A connection counts for more than a heartbeat."""
+        silent = set[int]() if self.membership is None else set(self.membership.missing) - {self.node}
+        found = {node: f"node {node} gives no sign of life" for node in silent}
+        if self.nodes is None:
+            return found
+        found = {node: words for node, words in found.items() if node not in self.nodes.heard}
+        return found | self.nodes.lost | {lost.node: lost.words for lost in self.nodes.lost_now()}
+
+
+def end_together(
+    own: Ending,
+    statuses: Sequence[Status],
+    barrier: ExitBarrier,
+    signs: Signs,
+    *,
+    inbox: SignalInbox,
+    new_store: Callable[[], Any | None],
+    directories: Collection[Path],
+    world_size: int,
+    timeout_s: float,
+) -> Ending:
+    """How the attempt has ended for all nodes. Main thread; waits for the other nodes.
+
+    own: how it has ended here. statuses: the last pages of this node's ranks. new_store: see `wait_for_all`.
+    directories: the checkpoint directories of this node's ranks, as far as they are known.
+    """
+    ends: dict[int, NodeEnd] = {}
+    with suppress(SignalException), inbox.interrupting():
+        ends = wait_for_all(barrier, signs.missing, new_store, timeout_s)
+    again = {node: end for node, end in ends.items() if end.again}
+    if again:
+        node, end = min(again.items())
+        outcome = "failed" if end.outcome == "failed" else "membership"
+        return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=f"node {node}: {end.cause}", elsewhere=True)
+    lacking = {node: end for node, end in sorted(ends.items()) if end.outcome != FINISHED}
+    ending = own
+    if lacking:
+        step = max((status.step for status in statuses), default=-1)
+        for arena in sorted({Path(status.arena) for status in statuses if status.arena}):
+            for line in flush(arena).lines:
+                logger.info("from memory to disk: %s", line)
+        ending = _end_without(own, lacking, barrier, directories=directories, step=step, world_size=world_size)
+    if ending.outcome == FINISHED:
+        with suppress(SignalException), inbox.interrupting():
+            barrier.leave([node for node, end in ends.items() if end.outcome == FINISHED])
+    return ending
+
+
+def _end_without(
+    own: Ending,
+    lacking: Mapping[int, NodeEnd],
+    barrier: ExitBarrier,
+    *,
+    directories: Collection[Path],
+    step: int,
+    world_size: int,
+) -> Ending:
+    """Nodes are lost, or have left, before their ranks had ended. `step`: the last one of the training; -1: no guard
+    tells it."""
+    causes = "; ".join(_words(node, end, own=barrier.node) for node, end in lacking.items())
+    is_known = step >= 0 and bool(directories)
+    newest = newest_on_disk(directories, world_size) if is_known else None
+    is_whole = barrier.settle(not is_known or (newest is not None and newest >= step))
+    if is_whole and [*lacking] == [barrier.node]:
+        return own  # the others had given it up, which does no harm
+    where = ", ".join(sorted(map(str, directories))) or "the checkpoint directory"
+    end = f"step {step}, the end of the training, is" if step >= 0 else "the end of the training is"
+    if not is_whole:
+        cause = f"{causes}; {end} not complete in {where}"
+        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
+    which = f"node{'s' * (len(lacking) > 1)} {listed([str(node) for node in lacking], 8)}"
+    what = f"{end} complete in {where}, but " if is_known else ""
+    return replace(own, cause=f"{causes}; {what}what {which} did behind it (an export, say) may be missing")
+
+
+def _words(node: int, end: NodeEnd, *, own: int) -> str:
+    if node == own:
+        return "this node was taken for lost when its training ended"
+    return end.cause if end.outcome == LOST else f"node {node} has {end.outcome} ({end.cause})"

@@ -1,14 +1,13 @@
-"""What the agents tell each other in the store of torch's rendezvous; how another node takes the place of a lost one,
-without a meeting of all nodes.
+"""Standby nodes: how another node takes the place of a lost one, without a meeting of all nodes.
 
 The first node's agent offers the place in the store of the rendezvous: where the board of the recovery is, which ranks
-and how many. An agent that is started while the job runs (`Seeker`) does not go into the rendezvous, where all nodes
+and how many. An agent that is started while the job runs (`Standby`) does not go into the rendezvous, where all nodes
 would have to meet anew, but waits in front of it, and claims an offered place with a note on the board, which only the
 first of several can write. Then it puts itself in the lost node's place in the state of torch's rendezvous as well, so
 that the nodes are complete there, and the next restart finds it.
 
-What the agents of an attempt say of themselves (`Agent`) is there, too. Where this store is lost with its host no place
-can be offered, and who waits in front of the rendezvous ends as the job does: without it, nodes cannot meet.
+Where this store is lost with its host no place can be offered, and who waits in front of the rendezvous ends as the
+job does: without it, nodes cannot meet.
 
 None of it is sealed, as nothing that torch has in that store; the board is.
 """
@@ -31,16 +30,13 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 
 __all__ = [
-    "Agent",
-    "Seeker",
-    "Vacancy",
+    "NodePlace",
+    "Standby",
     "identify",
     "offer",
     "root_store",
     "round_store",
-    "say_who",
     "tell_nodes",
-    "who_is",
 ]
 
 _PREFIX = "mindx-elastic"
@@ -51,7 +47,7 @@ _MOST_CHARS = 4000
 
 
 @dataclass(frozen=True)
-class Vacancy:
+class NodePlace:
     """Of a lost node."""
 
     name: str
@@ -66,7 +62,7 @@ class Vacancy:
     port: int
     """Of the workers' store."""
     lifeline: int
-    """The port of the first agent's `lifeline.LifelineHost`."""
+    """The port of the first agent's `heartbeat.HeartbeatServer`."""
     scope: str
     generation: int
     attempt: int
@@ -75,7 +71,7 @@ class Vacancy:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Vacancy:
+    def from_json(cls, text: bytes | str) -> NodePlace:
         """Raises ValueError, KeyError, TypeError, RecursionError for anything else."""
         content = json.loads(text[:_MOST_CHARS])
         found: dict[str, Any] = {
@@ -96,7 +92,7 @@ def root_store(handler: RendezvousHandler) -> Any:
     return getattr(handler, "_store", None)
 
 
-def offer(store: Any, run_id: str, place: Vacancy | None) -> None:
+def offer(store: Any, run_id: str, place: NodePlace | None) -> None:
     """None: there is no place any more. Blocks; raises what torch raises."""
     store.set(f"{_PREFIX}/{run_id}/place", "" if place is None else place.to_json())
 
@@ -104,46 +100,6 @@ def offer(store: Any, run_id: str, place: Vacancy | None) -> None:
 def tell_nodes(store: Any, run_id: str, num_nodes: int) -> None:
     """How many nodes the attempt under way has. Blocks; raises what torch raises."""
     store.set(f"{_PREFIX}/{run_id}/nodes", str(num_nodes))
-
-
-@dataclass(frozen=True)
-class Agent:
-    """What a node's agent says of itself in an attempt."""
-
-    node: int
-    name: str
-    """Machine and process."""
-    address: str
-    lifeline: int
-    """The port of its `lifeline.LifelineHost`; 0: it has none."""
-    first: int
-    count: int
-    """Of its ranks, one after the other."""
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.count)
-
-
-def say_who(store: Any, run_id: str, scope: str, agent: Agent) -> None:
-    """The agent of a node in the attempt `scope`. Blocks; raises what torch raises."""
-    store.set(f"{_PREFIX}/{run_id}/agents/{scope}/{agent.node}", json.dumps(asdict(agent)))
-
-
-def who_is(store: Any, run_id: str, scope: str, node: int, *, patience_s: float = 0.0) -> Agent | None:
-    """The agent of a node; None: it has not said, not even after `patience_s`. Blocks; raises what torch raises,
-    ValueError, KeyError, TypeError, RecursionError."""
-    key, until = f"{_PREFIX}/{run_id}/agents/{scope}/{node}", time.monotonic() + patience_s
-    while not store.check([key]):
-        if time.monotonic() >= until:
-            return None
-        time.sleep(_LOOK_S)
-    content = json.loads(store.get(key)[:_MOST_CHARS])
-    numbers = {name: int(content[name]) for name in ("lifeline", "first", "count")}
-    found = Agent(node, printable(str(content["name"]), 200), str(content["address"])[:300], **numbers)
-    if not (0 <= found.lifeline < 1 << 16 and found.first >= 0 and 0 < found.count < 1 << 16):
-        raise ValueError(f"node {node} has {found.count} ranks from {found.first}")
-    return found
 
 
 def identify(store: Any, run_id: str) -> str:
@@ -166,7 +122,7 @@ class _Waiting:
     """It has been said that this node waits."""
 
 
-class Seeker:
+class Standby:
     """Waits in front of a rendezvous while its job runs without this node. Main thread.
 
     Uses torch's private attributes; where they are not as in the versions known here, nobody waits, and the rendezvous
@@ -176,8 +132,8 @@ class Seeker:
     def __init__(
         self,
         handler: RendezvousHandler,
-        claim: Callable[[Vacancy], bool],
-        why_not: Callable[[Vacancy], str],
+        claim: Callable[[NodePlace], bool],
+        why_not: Callable[[NodePlace], str],
         stand_by: Callable[[], None] = lambda: None,
     ) -> None:
         """`claim`: whether the place is this node's now; raises what a board raises. `why_not`: why this node cannot
@@ -187,7 +143,7 @@ class Seeker:
         self.was_out = False
         """This node was taken for lost: the others go on, and torch may not know yet that it is none of them."""
 
-    def seek(self) -> Vacancy | None:
+    def seek(self) -> NodePlace | None:
         """The place that is this node's now; None: go into the rendezvous."""
         needed = ("_store", "_state_holder", "_this_node", "_heartbeat_lock")
         if any(getattr(self._handler, name, None) is None for name in needed):
@@ -199,7 +155,7 @@ class Seeker:
                 return place
             time.sleep(_LOOK_S)
 
-    def _look(self, waiting: _Waiting) -> tuple[bool, Vacancy | None]:
+    def _look(self, waiting: _Waiting) -> tuple[bool, NodePlace | None]:
         """Whether the wait is over, and the place."""
         handler: Any = self._handler
         store, own, run_id = handler._store, handler._this_node, handler.get_run_id()
@@ -226,7 +182,7 @@ class Seeker:
             self._stand_by()
         return False, None
 
-    def next_rendezvous(self) -> tuple[Vacancy | None, RendezvousInfo | None]:
+    def next_rendezvous(self) -> tuple[NodePlace | None, RendezvousInfo | None]:
         """As `seek`, and where there is no place, a meeting: exactly one of the two. A node that has come to a meeting
         which is over without it waits in front of the next one."""
         while True:
@@ -265,13 +221,13 @@ class Seeker:
         names = ("closed", "complete", "participants", "wait_list", "last_heartbeats")
         return state if all(hasattr(state, name) for name in names) else None
 
-    def _offered(self, store: Any, run_id: str) -> Vacancy | None:
+    def _offered(self, store: Any, run_id: str) -> NodePlace | None:
         key = f"{_PREFIX}/{run_id}/place"
         text = store.get(key) if store.check([key]) else b""
         if not text:
             return None
         try:
-            place = Vacancy.from_json(text)
+            place = NodePlace.from_json(text)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             said = printable(f"{type(error).__name__}: {error}", 200)
             if said not in self._passed:
@@ -280,7 +236,7 @@ class Seeker:
             return None
         return None if place.name in self._passed else place
 
-    def _takes(self, place: Vacancy) -> bool:
+    def _takes(self, place: NodePlace) -> bool:
         self._passed.add(place.name)
         reason = self._why_not(place)
         try:
@@ -294,7 +250,7 @@ class Seeker:
             logger.info("the place of node %d is not taken: %s", place.node, reason)
         return not reason
 
-    def _register(self, place: Vacancy) -> bool:
+    def _register(self, place: NodePlace) -> bool:
         """In the state of torch's rendezvous this node is the lost one now."""
         handler: Any = self._handler
         holder, own = handler._state_holder, handler._this_node

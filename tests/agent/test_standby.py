@@ -15,12 +15,12 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from mindx_elastic.agent import vacancies
-from mindx_elastic.agent.vacancies import Seeker, Vacancy, offer, tell_nodes
+from mindx_elastic.agent import standby
+from mindx_elastic.agent.standby import NodePlace, Standby, offer, tell_nodes
 from tests.harness import wait_until
 
 _LIFE_S = 4.0
-PLACE = Vacancy(
+PLACE = NodePlace(
     name="n1",
     node=1,
     num_nodes=2,
@@ -52,18 +52,18 @@ class Meeting:
         self.handlers.append(made)
         return made
 
-    def seeker(self, claim: Callable[[Vacancy], bool] = lambda place: True, **more: Any) -> Seeker:
-        return Seeker(self.handler(), claim, more.pop("why_not", lambda place: ""), **more)
+    def standby(self, claim: Callable[[NodePlace], bool] = lambda place: True, **more: Any) -> Standby:
+        return Standby(self.handler(), claim, more.pop("why_not", lambda place: ""), **more)
 
     @property
     def store(self) -> Any:
         return self.handlers[0]._store
 
-    def all_meet(self, seekers: list[Seeker]) -> dict[int, Any]:
+    def all_meet(self, standbys: list[Standby]) -> dict[int, Any]:
         found: dict[int, Any] = {}
         threads = [
             threading.Thread(target=lambda n=n, s=s: found.__setitem__(n, s.next_rendezvous()), daemon=True)
-            for n, s in enumerate(seekers)
+            for n, s in enumerate(standbys)
         ]
         for thread in threads:
             thread.start()
@@ -100,10 +100,10 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 def test_a_node_takes_the_place_of_a_lost_one_in_torchs_rendezvous(meeting: Meeting) -> None:
     """Before that it stands by, although it has come to the same meeting: the others go on, and wait for nobody."""
     waits = threading.Event()
-    late = meeting.seeker(stand_by=waits.set)
-    first, lost = meeting.seeker(), meeting.seeker()
+    late = meeting.standby(stand_by=waits.set)
+    first, lost = meeting.standby(), meeting.standby()
     met = meeting.all_meet([first, lost])
-    ranks = {met[number][1].rank: seeker for number, seeker in enumerate([first, lost])}
+    ranks = {met[number][1].rank: standby for number, standby in enumerate([first, lost])}
     assert sorted(ranks) == [0, 1] and all(found[0] is None for found in met.values())
     thread, found = in_thread(late.next_rendezvous)
     assert waits.wait(30) and not found
@@ -134,7 +134,7 @@ def test_a_node_takes_the_place_of_a_lost_one_in_torchs_rendezvous(meeting: Meet
 
 def test_a_node_that_torch_has_put_aside_comes_out_of_its_wait(meeting: Meeting) -> None:
     """It looked before the meeting was complete, and came to it as the third of two."""
-    late = meeting.seeker()
+    late = meeting.standby()
     before = late.seek
     calls = []
 
@@ -143,7 +143,7 @@ def test_a_node_that_torch_has_put_aside_comes_out_of_its_wait(meeting: Meeting)
         return None if len(calls) == 1 else before()
 
     late.seek = seek_once  # type: ignore[method-assign]
-    meeting.all_meet([meeting.seeker(), meeting.seeker()])
+    meeting.all_meet([meeting.standby(), meeting.standby()])
     thread, found = in_thread(late.next_rendezvous)
     wait_until(lambda: len(calls) == 2, "its second look")
     offer(meeting.store, "job", PLACE)
@@ -156,14 +156,14 @@ def test_a_place_that_cannot_be_taken_is_passed_once(meeting: Meeting) -> None:
     """And the rendezvous that is closed meanwhile ends the wait, as ever."""
     asked: list[str] = []
 
-    def claim(place: Vacancy) -> bool:
+    def claim(place: NodePlace) -> bool:
         asked.append(place.name)
         if place.name == "n2":
             raise OSError("its store is gone")
         return False
 
-    late = meeting.seeker(claim, why_not=lambda place: "two processes" if place.ranks == 2 else "")
-    met = [meeting.seeker(), meeting.seeker()]
+    late = meeting.standby(claim, why_not=lambda place: "two processes" if place.ranks == 2 else "")
+    met = [meeting.standby(), meeting.standby()]
     meeting.all_meet(met)
     thread, found = in_thread(late.next_rendezvous)
     for number, (name, ranks) in enumerate((("n1", 1), ("n2", 1), ("n3", 2))):
@@ -179,25 +179,25 @@ def test_a_place_that_cannot_be_taken_is_passed_once(meeting: Meeting) -> None:
 
 def test_a_job_that_is_to_grow_lets_a_new_node_in() -> None:
     meeting = Meeting((1, 3))
-    first = meeting.seeker()
+    first = meeting.standby()
     first._handler.settings.timeout._last_call = first._handler.settings.timeout.join / 1000  # type: ignore[attr-defined]
     meeting.all_meet([first])
     tell_nodes(meeting.store, "job", 1)
-    assert meeting.seeker().seek() is None
+    assert meeting.standby().seek() is None
     tell_nodes(meeting.store, "job", 2)  # one of two is lost: a place may be offered in a moment
-    patience, vacancies._PATIENCE_S = vacancies._PATIENCE_S, 0.5
+    patience, standby._PATIENCE_S = standby._PATIENCE_S, 0.5
     try:
         began = time.monotonic()
-        assert meeting.seeker().seek() is None
+        assert meeting.standby().seek() is None
         assert time.monotonic() - began >= 0.5
     finally:
-        vacancies._PATIENCE_S = patience
+        standby._PATIENCE_S = patience
     assert first.seek() is None, "it takes part already"
     meeting.close()
 
 
 def test_a_place_is_read_as_it_was_written() -> None:
-    assert Vacancy.from_json(PLACE.to_json()) == PLACE
+    assert NodePlace.from_json(PLACE.to_json()) == PLACE
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_a_place_is_read_as_it_was_written() -> None:
 )
 def test_a_place_that_makes_no_sense_is_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a place"):
-        Vacancy.from_json(replace(PLACE, **wrong).to_json())
+        NodePlace.from_json(replace(PLACE, **wrong).to_json())

@@ -1,0 +1,383 @@
+"""How the agents of several nodes hear that the others live (`failure_detector` decides who does).
+
+Each other agent holds one connection to the first node's (`Heartbeat`) and says a word a second, which is answered; so
+the first node's agent hears all of them, and each of them hears it. A node that was put out is told so, at once or when
+it comes back (`is_out`): its place may be taken. The first node's agent decides which other nodes are lost. Its own
+loss restarts the job.
+
+Ranks of other nodes connect to it, too, and send their small records, which outlive their node here
+(`HeartbeatServer.records_of`, `rejoin.small_records`). So each agent has a `HeartbeatServer`; agents connect to the
+first node's only.
+
+The words are lines. The greeting is sealed with the job's key, if it has one (`agreement.sealed`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mindx_elastic.agent.failure_detector import FailureDetector, Lost
+from mindx_elastic.agent.wakeup import Wakeup
+from mindx_elastic.agreement.sealed import NotOursError, Seal
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
+from mindx_elastic.rejoin.lost_node import FIRST
+from mindx_elastic.rejoin.small_records import Kept
+
+__all__ = ["Heartbeat", "HeartbeatServer"]
+
+_BEAT_S, _POLL_S = 1.0, 0.2
+_CONNECT_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 0.2, 1.0, 0.05
+_MANY_TRIES = 150
+_MOST_BYTES, _PIECE_BYTES = 8192, 1 << 18
+_BEAT, _BYE, _OUT = b".", b"bye", b"out"
+_MOST_PENDING, _MOST_RANKS = 4096, 4096
+_DESCRIPTORS = 1 << 14
+_SHARE_OF_RANKS, _SHARE_OF_ALL = 0.5, 0.75  # of the descriptors that this process may have
+
+
+@dataclass
+class _Talk:
+    """One connection, and what has come over it."""
+
+    content: bytes = b""
+    agent: tuple[int, str] | None = None
+    """The node and the token of an agent."""
+    number: int = 0
+    """Of the agent's connection; see `FailureDetector.greet`."""
+    kept: Kept | None = None
+    """It is a rank's, which sends its small records."""
+
+
+class HeartbeatServer:
+    """The first node's side, and every other one's for small records. Main thread, where nothing else is said."""
+
+    def __init__(self, scope: str, key: bytes | None) -> None:
+        """`scope`: names the attempt. Raises OSError."""
+        self._seal = Seal(key, f"lifeline/{scope}", 0)
+        both = socket.has_dualstack_ipv6()
+        self._server = socket.create_server(
+            ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+        )
+        self._server.setblocking(False)
+        self.port = int(self._server.getsockname()[1])
+        descriptors = _raise_limit()
+        self._most_ranks = min(_MOST_RANKS, int(_SHARE_OF_RANKS * descriptors))
+        self._most = int(_SHARE_OF_ALL * descriptors)
+        self._num_ranks = self._num_refused = 0
+        """Connections of ranks."""
+        self._lock = threading.Lock()
+        self._agents = FailureDetector(time.monotonic())
+        self._talks: dict[socket.socket, _Talk] = {}
+        self._kept: dict[int, Kept] = {}
+        """By rank."""
+        self.is_out = False
+        """Another agent says that this node, the first one, was taken for lost, and must not go on."""
+        self.wakeup = Wakeup()
+        self._stopping = threading.Event()
+        self._says_bye = True
+        self._thread = threading.Thread(target=self._run, name="mindx-heartbeats", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> list[Lost]:
+        """The nodes that give no sign of life now, and have not been put out. Any thread."""
+        with self._lock:
+            return self._agents.lost(time.monotonic())
+
+    @property
+    def connected(self) -> list[int]:
+        """The nodes that there is a connection to. Any thread."""
+        with self._lock:
+            return self._agents.connected
+
+    def put_out(self, lost: Lost) -> None:
+        """This node does not belong to the job any more; it is told so when it can hear it."""
+        with self._lock:
+            self._agents.put_out(lost.node, lost.token)
+            for connection, talk in self._talks.items():
+                if talk.agent == (lost.node, lost.token):
+                    _say(connection, _OUT)
+
+    def expect(self, node: int, token: str) -> None:
+        """The agent with this token has taken the place of a lost node."""
+        with self._lock:
+            self._agents.expect(node, token, time.monotonic())
+
+    @property
+    def ranks_kept(self) -> list[int]:
+        """The ranks of which there are small records. Any thread."""
+        with self._lock:
+            return sorted(self._kept)
+
+    def records_of(self, rank: int) -> dict[str, Any] | None:
+        """What has come of this rank's small records; None: nothing. Any thread."""
+        with self._lock:
+            kept = self._kept.get(rank)
+            return None if kept is None else kept.to_json()
+
+    def close(self, *, says_bye: bool = True) -> None:
+        """At the end of the attempt: this node leaves by itself."""
+        self._says_bye = says_bye
+        self._stopping.set()
+        self._thread.join(2.0)
+        self._server.close()
+        if not self._thread.is_alive():
+            self.wakeup.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                ready = selector.select(_POLL_S)
+                with self._lock:
+                    self._agents.look(time.monotonic())
+                for event, _ in ready:
+                    connection = event.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if connection is self._server:
+                        if (new := self._accept()) is not None:
+                            self._talks[new] = _Talk()
+                            selector.register(new, selectors.EVENT_READ)
+                    elif not self._read(connection, self._talks[connection]):
+                        selector.unregister(connection)
+                        self._end(connection)
+                if self.lost():
+                    self.wakeup.ring()
+            for connection, talk in self._talks.items():
+                if self._says_bye and talk.agent is not None:
+                    _say(connection, _BYE)
+                connection.close()
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            new, _ = self._server.accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:  # no descriptor is left: the connection stays in the queue
+            logger.debug("a connection cannot be accepted: %s", error)
+            self._stopping.wait(_POLL_S)
+            return None
+        if len(self._talks) >= min(self._most, self._num_ranks + _MOST_PENDING + len(self._agents.nodes)):
+            new.close()
+            return None
+        new.setblocking(False)
+        return new
+
+    def _read(self, connection: socket.socket, talk: _Talk) -> bool:
+        """Whether the connection lives on."""
+        try:
+            content = connection.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not content:
+            return False
+        talk.content += content
+        if talk.agent is None and talk.kept is None:
+            line, ends, rest = talk.content.partition(b"\n")
+            if not ends:
+                return len(line) <= _MOST_BYTES
+            talk.content = rest
+            with self._lock:
+                if not self._greet(connection, talk, line):
+                    return False
+        if talk.kept is not None:
+            with self._lock:
+                talk.content, makes_sense = talk.kept.take(talk.content)
+            return makes_sense
+        assert talk.agent is not None
+        *words, talk.content = talk.content.split(b"\n")
+        if _OUT in words:
+            self.is_out = True
+            self.wakeup.ring()
+        if words:
+            with self._lock:
+                self._agents.hear(*talk.agent, time.monotonic(), goodbye=_BYE in words)
+            _say(connection, _BEAT)
+        return len(talk.content) <= _MOST_BYTES
+
+    def _greet(self, connection: socket.socket, talk: _Talk, line: bytes) -> bool:
+        try:
+            content = json.loads(self._seal.open("hello", line, limit=_MOST_BYTES))
+            if "rank" in content and type(content["rank"]) is int:
+                return self._greet_rank(talk, content["rank"])
+            node, token, first, count = (content[name] for name in ("node", "token", "first", "count"))
+            if not (type(node) is type(first) is type(count) is int and node >= 0 <= first and 0 < count < 1 << 16):
+                raise ValueError(f"node {node}, {count} ranks from {first}")
+            name, token = printable(str(content["name"]), 200), str(token)[:64]
+        except (NotOursError, ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.debug("a connection that is no agent's of this job: %s", error)
+            return False
+        ranks = tuple(range(first, first + count))
+        talk.number = self._agents.greet(node, token, time.monotonic(), name=name, ranks=ranks)
+        if talk.number:
+            talk.agent = node, token
+            if self._agents.is_out(node, token):
+                _say(connection, _OUT)
+        return talk.agent is not None
+
+    def _greet_rank(self, talk: _Talk, rank: int) -> bool:
+        if self._num_ranks >= self._most_ranks:
+            self._num_refused += 1
+            if self._num_refused == 1:
+                logger.warning(
+                    "small records of more than %d ranks are not kept: no more descriptors (ulimit -Hn)",
+                    self._most_ranks,
+                )
+            return False
+        self._num_ranks += 1
+        # A new process of the rank begins anew: it sends all that its ring has got since.
+        talk.kept = self._kept.setdefault(rank, Kept()) if len(self._kept) < _MOST_RANKS else Kept()
+        return True
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            talk = self._talks.pop(connection)
+            self._num_ranks -= talk.kept is not None
+            if talk.agent is not None:
+                self._agents.end(*talk.agent, time.monotonic(), connection=talk.number)
+        connection.close()
+
+
+def _say(connection: socket.socket, word: bytes) -> None:
+    with suppress(OSError):  # full: it does not read, and the answer is one of many
+        connection.send(word + b"\n")
+
+
+def _raise_limit() -> int:
+    """As many descriptors as this process may have, for a connection of each rank. Returns how many; its children get
+    the same."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+class Heartbeat:
+    """The side of every other node. Main thread."""
+
+    def __init__(
+        self, address: tuple[str, int], scope: str, key: bytes | None, *, node: int, token: str, ranks: Sequence[int]
+    ) -> None:
+        """`token`: of this agent, new for each attempt. `ranks`: of this node, one after the other."""
+        self._address = address
+        name = f"{socket.gethostname()}, pid {os.getpid()}"
+        hello = {"node": node, "token": token, "name": name, "first": ranks[0], "count": len(ranks)}
+        self._hello = Seal(key, f"lifeline/{scope}", node).close("hello", json.dumps(hello)).encode() + b"\n"
+        self.is_out = False
+        """This node was taken for lost, and must not go on."""
+        self.wakeup = Wakeup()
+        self._last_word = _BYE
+        self._is_connected, self._stopping = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._first = FailureDetector(time.monotonic())
+        """Knows the first node's agent alone."""
+        self._was_lost = False
+        self._thread = threading.Thread(target=self._run, name="mindx-heartbeat", daemon=True)
+
+    def start(self) -> bool:
+        """Whether the first node's agent can be reached."""
+        self._thread.start()
+        return self._is_connected.wait(_CONNECT_S)
+
+    def lost(self) -> Lost | None:
+        """The first node, where its agent gives no sign of life; of its name and ranks nothing is known here."""
+        with self._lock:
+            found = self._first.lost(time.monotonic())
+        return found[0] if found and not self.is_out else None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the first node's agent."""
+        with self._lock:
+            return bool(self._first.connected)
+
+    def close(self, *, says_bye: bool = True, says_out: bool = False) -> None:
+        """At the end of the attempt: this node leaves by itself. `says_out`: the other side was taken for lost, and
+        must not go on, in case that it ever wakes up."""
+        self._last_word = _OUT if says_out else _BYE if says_bye else b""
+        self._stopping.set()
+        self.wakeup.ring()
+        self._thread.join(_BEAT_S)
+        if not self._thread.is_alive():
+            self.wakeup.close()
+
+    def _run(self) -> None:
+        tries = 0  # since a connection that has lasted; who was cut off for hours must still hear that it is out
+        while not self._stopping.is_set() and not self.is_out:
+            tries += 1
+            began, number = math.inf, 0
+            try:
+                with socket.create_connection(self._address, _CONNECT_S) as connection:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    connection.sendall(self._hello)
+                    began = time.monotonic()
+                    with self._lock:
+                        number = self._first.greet(FIRST, "", began, name="", ranks=())
+                    self._is_connected.set()
+                    self._talk(connection)
+            except OSError as error:
+                logger.debug("%s:%d cannot be reached: %s", *self._address, error)
+            now = time.monotonic()
+            if now - began > _BEAT_S:
+                tries = 0
+            with self._lock:
+                self._first.go_on(now)  # a machine that is gone does not answer for some seconds
+                if number:
+                    self._first.end(FIRST, "", now, connection=number)
+            self._look()
+            if tries > 1:
+                self._stopping.wait(_AGAIN_S if tries < _MANY_TRIES else _LATER_S)
+
+    def _look(self) -> None:
+        """Is the other side lost?"""
+        with self._lock:
+            self._first.look(time.monotonic())
+        was, self._was_lost = self._was_lost, self.lost() is not None
+        if self._was_lost and not was:
+            self.wakeup.ring()
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Until the connection ends. Raises OSError."""
+        content = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(self.wakeup.fd, selectors.EVENT_READ)
+            beat = 0.0
+            while not self._stopping.is_set():
+                if time.monotonic() >= beat:
+                    connection.sendall(_BEAT + b"\n")
+                    beat = time.monotonic() + _BEAT_S
+                ready = [event.fileobj for event, _ in selector.select(max(0.0, beat - time.monotonic()))]
+                self._look()
+                if connection not in ready:
+                    self._stopping.wait(_PAUSE_S if ready else 0.0)  # it stays readable until it is drained
+                    continue
+                piece = connection.recv(_MOST_BYTES)
+                if not piece:
+                    return
+                *words, content = (content + piece).split(b"\n")
+                content = content[-_MOST_BYTES:]
+                if _OUT in words:
+                    self.is_out = True
+                    self.wakeup.ring()
+                    return
+                with self._lock:
+                    self._first.hear(FIRST, "", time.monotonic(), goodbye=_BYE in words)
+            if self._last_word:
+                connection.sendall(self._last_word + b"\n")

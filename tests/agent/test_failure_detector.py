@@ -1,0 +1,125 @@
+"""Which agents are alive, whatever was heard of them and when. `tests/simulation` has several nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.agent.failure_detector import (
+    BACK_S,
+    EXPECTED_S,
+    SILENCE_S,
+    STANDSTILL_S,
+    FailureDetector,
+    Lost,
+)
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(("greet", "word", "word", "bye", "end", "look", "nothing")),
+        st.floats(0.0, 1.5 * SILENCE_S),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+class Listener:
+    """A detector, one agent, and what has truly happened to it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.detector = FailureDetector(self.now)
+        self.connection = 0
+        self.told = self.looked = self.now
+        """When something last spoke for the agent; when the listener last looked."""
+        self.has_left = self.is_known = False
+
+    def wait(self, seconds: float, *, looks: bool) -> None:
+        """The listener looks twice a second meanwhile, or stands still."""
+        end = self.now + seconds
+        while looks and self.now < end:
+            self.now = min(end, self.now + STANDSTILL_S / 4)
+            self.look()
+        self.now = end
+
+    def look(self) -> None:
+        self.detector.look(self.now)
+        if self.now - self.looked > STANDSTILL_S:
+            self.told = self.now
+        self.looked = self.now
+
+    def do(self, what: str) -> None:
+        node, token = 1, "t"
+        if what == "greet":
+            self.look()  # as the thread does before it reads
+            self.connection, self.is_known = self.detector.greet(node, token, self.now, name="m", ranks=(2, 3)), True
+        elif what == "look":
+            self.look()
+            return
+        elif what == "nothing" or not self.connection:
+            return
+        elif what == "end":
+            self.look()
+            self.detector.end(node, token, self.now, connection=self.connection)
+            self.connection = 0
+        else:
+            self.look()
+            self.detector.hear(node, token, self.now, goodbye=what == "bye")
+            self.has_left = self.has_left or what == "bye"
+        self.told = self.now
+
+    @property
+    def lost(self) -> list[Lost]:
+        return self.detector.lost(self.now)
+
+
+@given(EVENTS)
+def test_an_agent_is_lost_when_nothing_spoke_for_it_for_so_long_and_the_listener_was_there(events: Any) -> None:
+    one = Listener()
+    for what, seconds, looks in events:
+        one.wait(seconds, looks=looks)
+        one.do(what)
+        patience_s = SILENCE_S if one.connection else BACK_S
+        was_there = one.now - one.looked <= STANDSTILL_S
+        is_lost = one.is_known and not one.has_left and was_there and one.now - one.told >= patience_s
+        assert bool(one.lost) == is_lost
+        for lost in one.lost:
+            assert (lost.node, lost.ranks, lost.is_silent) == (1, (2, 3), bool(one.connection))
+            assert lost.for_s == pytest.approx(one.now - one.told)
+        assert one.detector.connected == ([1] if one.connection else [])
+
+
+@given(EVENTS)
+def test_who_was_put_out_is_never_lost_again_and_the_next_one_in_its_place_is_judged_alone(events: Any) -> None:
+    one = Listener()
+    one.do("greet")
+    one.detector.put_out(1, "t")
+    one.detector.expect(1, "new", one.now)
+    expected = one.now
+    for what, seconds, looks in events:
+        one.wait(seconds, looks=looks)
+        one.do(what)
+        assert one.detector.is_out(1, "t") and not one.detector.is_out(1, "new")
+        assert all(lost.token == "new" for lost in one.lost), "it has not greeted"
+        if one.lost:
+            assert one.now >= expected + EXPECTED_S + BACK_S
+    one.look()
+    one.wait(EXPECTED_S + BACK_S + STANDSTILL_S, looks=True)
+    assert [lost.token for lost in one.lost] == ["new"]
+    assert one.detector.greet(1, "new", one.now, name="m", ranks=(2, 3)) and not one.lost
+
+
+def test_the_end_of_an_older_connection_says_nothing() -> None:
+    """A reset that only one side has heard of yet."""
+    one = Listener()
+    one.do("greet")
+    first = one.connection
+    one.do("greet")
+    one.detector.end(1, "t", one.now, connection=first)
+    assert one.detector.connected == [1]
+    one.wait(2 * BACK_S, looks=True)
+    assert not one.lost
