@@ -1,20 +1,16 @@
 """The command line of ``mindx-elastic run``: torchrun's options, read by its own parser, and ours.
 
-torchrun leaves options and script to argparse, with two effects that a launcher with more options must not have.
-Abbreviations (``--max-restart 2``) become ambiguous with each option that is added: here one that means something to
-torchrun means the same to us, and only what means nothing to torchrun can stand for an option of ours. And argparse
-looks for abbreviations among the script's arguments too (some versions of Python make torchrun refuse
-``train.py --rdzv x``): here they are not looked at. `split` divides the line before argparse sees it.
+Options have to be written out: what an abbreviation means would change with each option that torch or we add, and
+argparse would look for abbreviations among the script's arguments, too.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,18 +42,18 @@ from mindx_elastic.platforms.notices import Source, open_source
 __all__ = [
     "DEFAULT_MAX_RESTARTS",
     "AgentOptions",
-    "CommandLine",
     "Launch",
     "check_options",
     "own_actions",
     "parse",
-    "split",
     "torchrun_actions",
 ]
 
 
 DEFAULT_MAX_RESTARTS = 3
 _PROG = "mindx-elastic run"
+_UNKNOWN = "unrecognized arguments: "
+"""Argparse's words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +125,9 @@ def parse(
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory. on_run_dir: is called
     with the former as soon as it is there; what is refused after it may be noted in it.
     """
-    parser, ours = _parser()
-    line = split(parser, ours, arguments)
-    if line.wants_help:
-        show_help()
-        raise SystemExit(0)
-    args = line.parse(parser)
+    parser = _parser()
+    parser.print_help = lambda file=None: show_help()  # type: ignore[method-assign]
+    args = parser.parse_args([*arguments])
     run_dir = _make_run_dir(args.run_dir)
     on_run_dir(run_dir)
     settings = Settings.from_env()
@@ -162,22 +155,21 @@ def parse(
 def check_options(options: Sequence[str]) -> None:
     """Refuse, before any job is started, what `parse` would refuse of these options of a job of one node. Raises
     UsageError. Makes and prints nothing. The script is no part of them."""
-    parser, ours = _parser()
-    known = [name for action in parser._actions for name in action.option_strings]
+    parser = _parser()
 
     def refuse(message: str) -> NoReturn:
-        raise UsageError(message)
+        unknown = message.removeprefix(_UNKNOWN)
+        raise UsageError(message if unknown == message else f"{unknown.split()[0].partition('=')[0]}: no such option")
 
-    parser.error = refuse  # type: ignore[method-assign]
-    line = split(parser, ours, [*options, "script.py"])
-    for word in line.options:
-        if _is_option(word, known) and word.startswith("--") and word.partition("=")[0] not in known:
-            raise UsageError(f"{word.partition('=')[0]}: no such option")
-    if line.rest != ("script.py",):
-        raise UsageError(f"{line.rest[0]} is no option")
-    args = line.parse(parser)
-    if args.module or args.no_python or args.run_path or line.wants_help:
-        raise UsageError("-m, --no-python, --run-path and -h are no options of the agent here")
+    def refuse_help(file: object = None) -> NoReturn:
+        raise UsageError("-h is no option of the agent here")
+
+    parser.error, parser.print_help = refuse, refuse_help  # type: ignore[method-assign]
+    args = parser.parse_args([*options, "script.py"])
+    if args.training_script_args:
+        raise UsageError(f"{args.training_script} is no option")
+    if args.module or args.no_python or args.run_path:
+        raise UsageError("-m, --no-python and --run-path are no options of the agent here")
     _check_values(args)
     try:
         _, max_nodes = parse_min_max_nnodes(args.nnodes)
@@ -332,8 +324,8 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     )
 
 
-def _parser() -> tuple[ArgumentParser, frozenset[str]]:
-    """torchrun's parser with our options, and the names of those."""
+def _parser() -> ArgumentParser:
+    """torchrun's parser with our options."""
     try:
         parser = get_args_parser()
     except ValueError as error:  # a switch's variable, which torch reads with int()
@@ -345,10 +337,9 @@ def _parser() -> tuple[ArgumentParser, frozenset[str]]:
     if "PET_MASTER_PORT" not in os.environ:
         # Before torch 2.13 the default is a number, and could not be told from a port that the user has fixed.
         parser.set_defaults(master_port=None)
-    theirs = {name for action in parser._actions for name in action.option_strings}
+    parser.allow_abbrev = False
     _add_options(parser, hidden=True)
-    both = {name for action in parser._actions for name in action.option_strings}
-    return parser, frozenset(both - theirs)
+    return parser
 
 
 def torchrun_actions() -> Sequence[Action]:
@@ -544,88 +535,3 @@ def _snapshots(text: str) -> str:
     except UsageError as error:
         raise ArgumentTypeError(str(error)) from None
     return text
-
-
-_NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")  # argparse's own: no option, where no option looks like one
-
-
-class CommandLine:
-    """The two parts of a command line."""
-
-    def __init__(self, options: Sequence[str], rest: Sequence[str], *, wants_help: bool) -> None:
-        self.options = tuple(options)
-        """Options with their full names, and their values."""
-        self.rest = tuple(rest)
-        """The script and its arguments; a ``--`` may stand anywhere, as it was given."""
-        self.wants_help = wants_help
-        """``-h`` or ``--help`` is among the options."""
-
-    def parse(self, parser: ArgumentParser) -> Namespace:
-        """What torchrun's parser makes of it. Leaves with exit code 2 for what it refuses."""
-        # Numbers stand for the words, so that the parser can do to each "--" what its version of Python does.
-        masked = [word if word == "--" else str(index) for index, word in enumerate(self.rest)]
-        parser.allow_abbrev = False
-        args = parser.parse_args([*self.options, *masked])
-        args.training_script = self.rest[int(args.training_script)]
-        args.training_script_args = [
-            word if word == "--" else self.rest[int(word)] for word in args.training_script_args
-        ]
-        return args
-
-
-def split(parser: ArgumentParser, ours: Collection[str], arguments: Sequence[str]) -> CommandLine:
-    """Divide `arguments`. Leaves with exit code 2, and the candidates, for an ambiguous abbreviation.
-
-    parser: knows torchrun's options and ours. ours: the names of those that torchrun has not.
-    """
-    actions = {name: action for action in parser._actions for name in action.option_strings}
-    theirs = {name: action for name, action in actions.items() if name not in ours}
-    options: list[str] = []
-    wants_help, index = False, 0
-    while index < len(arguments):
-        word = arguments[index]
-        if word == "--" or not _is_option(word, actions):
-            break
-        name, equals, value = word.partition("=")
-        if word.startswith("--") and name not in actions:
-            name = _complete(parser, name, theirs) or _complete(parser, name, actions) or name
-        wants_help = wants_help or name in ("-h", "--help")
-        options.append(f"{name}{equals}{value}")
-        index += 1
-        if not equals and _takes_next(name, actions) and index < len(arguments):
-            options.append(arguments[index])
-            index += 1
-    return CommandLine(options, arguments[index:], wants_help=wants_help)
-
-
-def _is_option(word: str, actions: Collection[str]) -> bool:
-    """As argparse sees it: a negative number, or a word with a space that is no known option, is an argument."""
-    if len(word) < 2 or not word.startswith("-"):
-        return False
-    return word.partition("=")[0] in actions or not (_NEGATIVE_NUMBER.match(word) or " " in word.partition("=")[0])
-
-
-def _complete(parser: ArgumentParser, name: str, actions: dict[str, Action]) -> str:
-    """The full name that `name` abbreviates; empty where there is none. Two spellings of one option are one option."""
-    found: dict[int, str] = {}
-    for full, action in actions.items():
-        if full.startswith(name):
-            found.setdefault(id(action), full)
-    if len(found) > 1:
-        parser.error(f"ambiguous option: {name} could match {', '.join(found.values())}")
-    return next(iter(found.values()), "")
-
-
-def _takes_next(name: str, actions: dict[str, Action]) -> bool:
-    """Whether the next word is the option's value. Short options may be joined: ``-mr 3``, ``-r3``."""
-    if name in actions:
-        return actions[name].nargs is None
-    if name.startswith("--"):
-        return False
-    for position, letter in enumerate(name[1:], start=2):
-        action = actions.get(f"-{letter}")
-        if action is None:
-            return False
-        if action.nargs is None:
-            return position == len(name)
-    return False

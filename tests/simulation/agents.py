@@ -2,8 +2,8 @@
 
 What decides is the code that runs: `NodesRecovery` with its `Coordinator`, `Board` and the rules of `lost_node`, and a
 `FailureDetector` on both ends of each connection. Simulated are what is around it: time, the store, the connections
-between agents, the ranks' processes, and agents that wait for a place. A node may crash, stand still, or be cut off from
-the first one; a rank may die at any moment; connections end and come back, words come late.
+between agents, the processes of ranks, and agents that wait for a place. A node may crash, stand still, or be cut off
+from the first one; a rank may die at any moment; connections end and come back, words come late.
 """
 
 from __future__ import annotations
