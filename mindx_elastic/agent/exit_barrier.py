@@ -83,12 +83,6 @@ class ExitBarrier:
         self.is_lost = False
         """The store does not answer."""
 
-    def use(self, store: Any) -> None:
-        """The same from now on, in the place of the old one, whose host or connection is lost."""
-        self._store, self.is_lost = store, False
-        self._thread.close(0.0)  # it may be stuck
-        self._thread = ReadyThread("mindx-exit-barrier")
-
     def reopen(self, new_store: Callable[[], Any | None]) -> bool:
         """Use what `new_store` returns, if it comes to that in a few seconds. It may never return."""
         if self._opener.busy:
@@ -99,7 +93,9 @@ class ExitBarrier:
             logger.debug("the store of the rendezvous cannot be reached: %s: %s", type(error).__name__, error)
             return False
         if store is not None:
-            self.use(store)
+            self._store, self.is_lost = store, False
+            self._thread.close(0.0)  # it may be stuck
+            self._thread = ReadyThread("mindx-exit-barrier")
         return store is not None
 
     def close(self) -> None:

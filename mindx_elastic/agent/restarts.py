@@ -201,41 +201,41 @@ def _cleared(suspect: Failure, failure: Failure) -> bool:
     return failure.step == suspect.step or not failure.boundaries
 
 
+def _text(headline: str, **rows: str) -> str:
+    """For the person who finds the job in the morning."""
+    return "\n".join([headline, *(f"  {name.replace('_', ' ') + ':':<12}{row}" for name, row in rows.items())])
+
+
 def _explain_refusal(failure: Failure) -> str:
-    lines = [
+    return _text(
         "The guard has refused the training: a checkpoint would lack part of its state. So would every attempt.",
-        f"  what:       {failure.cause}",
-        f"  where:      {_place(failure)}; {_ranks([failure])}",
-        '  to go on:   correct the program as it says, or Guard(unmanaged="warn") (MINDX_UNMANAGED=warn)',
-    ]
-    return "\n".join(lines)
+        what=failure.cause,
+        where=f"{_place(failure)}; {_ranks([failure])}",
+        to_go_on='correct the program as it says, or Guard(unmanaged="warn") (MINDX_UNMANAGED=warn)',
+    )
 
 
 def _explain_loop(row: Sequence[Failure]) -> str:
     last = row[-1]
-    lines = [
+    return _text(
         f"{_times(row)} the same way at the same step. Another restart would do so too, so the job is stopped.",
-        f"  what:       {last.cause}",
-        f"  where:      {_place(last)}; {_ranks(row)}",
-        f"  how often:  {len(row)} attempts in a row; {_origins(row)}",
-        f"  look at:    {advice(last.cause, last.rank, last.step)}",
-    ]
-    return "\n".join([*lines, f"  to go on:   {_way_on(last)}"])
+        what=last.cause,
+        where=f"{_place(last)}; {_ranks(row)}",
+        how_often=f"{len(row)} attempts in a row; {_origins(row)}",
+        look_at=advice(last.cause, last.rank, last.step),
+        to_go_on=_way_on(last),
+    )
 
 
 def _explain_set_aside(row: Sequence[Failure]) -> str:
     last = row[-1]
-    causes = list(dict.fromkeys(failure.cause for failure in row))
     origin = f"right after they had gone on from the checkpoint of step {last.resumed_step}"
-    now = "set aside (moved, not deleted); an older one is tried, once. If that fails too, the job is stopped"
-    return "\n".join(
-        [
-            f"{_times(row)} {origin}, before they passed a single step.",
-            f"  what:       {'; then '.join(causes)}",
-            f"  where:      {_ranks(row)}",
-            f"  checkpoint: {last.resumed_path}",
-            f"  now:        {now}",
-        ]
+    return _text(
+        f"{_times(row)} {origin}, before they passed a single step.",
+        what="; then ".join(dict.fromkeys(failure.cause for failure in row)),
+        where=_ranks(row),
+        checkpoint=last.resumed_path,
+        now="set aside (moved, not deleted); an older one is tried, once. If that fails too, the job is stopped",
     )
 
 
@@ -246,17 +246,15 @@ def _explain_cleared(suspect: Failure, failure: Failure) -> str:
         tried = f"the older checkpoint of step {failure.resumed_step} fails in the same way"
     else:
         tried = f"another file of step {failure.resumed_step} fails in the same way"
-    where = "at the same step" if failure.step == suspect.step else "before its first step"
+    when = "at the same step" if failure.step == suspect.step else "before its first step"
     verdict = "the cause is the program, the data or the machine, not the checkpoint. The job is stopped"
-    return "\n".join(
-        [
-            f"The checkpoint of step {suspect.resumed_step} was set aside, and {tried} {where}: {verdict}.",
-            f"  what:       {failure.cause}",
-            f"  where:      {_place(failure)}; {_ranks([failure])}",
-            f"  set aside:  {suspect.resumed_path} (this does not speak against it: move it back to keep its steps)",
-            f"  look at:    {advice(failure.cause, failure.rank, failure.step)}",
-            f"  to go on:   {_way_on(failure)}",
-        ]
+    return _text(
+        f"The checkpoint of step {suspect.resumed_step} was set aside, and {tried} {when}: {verdict}.",
+        what=failure.cause,
+        where=f"{_place(failure)}; {_ranks([failure])}",
+        set_aside=f"{suspect.resumed_path} (this does not speak against it: move it back to keep its steps)",
+        look_at=advice(failure.cause, failure.rank, failure.step),
+        to_go_on=_way_on(failure),
     )
 
 

@@ -236,35 +236,34 @@ class _Trials:
 
     def __init__(self, pause_s: float, folder: Path) -> None:
         """`pause_s`: until the first trial of all lost places; with each trial it doubles, until no place is lost.
-        0: never.
-        `folder`: what the processes print goes there."""
+        0: never. `folder`: what the processes print goes there."""
         self._first_s = self._pause_s = pause_s
-        self.folder = folder
-        """What the processes print goes there."""
+        self._folder = folder
         self._due: float | None = None
-        self._waiting: list[int] = []
-        self._running: tuple[int, Any, float] | None = None
-        self._found: list[int] = []
+        self._running: dict[int, Any] = {}
+        """The processes, by place."""
+        self._deadline = 0.0
 
     def look(self, lost: Collection[int], start: Callable[[int, str], Any], longest_s: float) -> list[int]:
         """Twice a second while fewer ranks train: the places that work again, when all lost ones have been tried.
 
-        `start`: starts the process of a place, which prints to a file. `longest_s`: it may take so long."""
+        `start`: starts the process of a place, which prints to a file. `longest_s`: they may take so long."""
         now = time.monotonic()
         if not self._first_s or not lost:
             return []
         if self._due is None:
             self._due = now + self._pause_s
-        if self._running is not None:
-            self._look_at_running(now)
-        elif self._waiting:
-            self._start(self._waiting.pop(0), start, now + longest_s)
-        elif self._found:
-            found, self._found = self._found, []
-            return found
-        elif now >= self._due:
+        if self._running:
+            return self._look_at_running(now)
+        if now >= self._due:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            self._due, self._waiting = now + self._pause_s, sorted(lost)
+            self._due, self._deadline = now + self._pause_s, now + longest_s
+            for place in sorted(lost):
+                try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._running[place] = start(place, str(self._output(place)))
+                except (OSError, RuntimeError) as error:
+                    logger.info("place %d cannot be tried: %s", place, error)
         return []
 
     def begin_anew(self) -> None:
@@ -273,35 +272,28 @@ class _Trials:
 
     def close(self) -> None:
         """No trial goes on."""
-        if self._running is not None:
-            self._end(self._running[1])
-        self._running, self._due, self._waiting, self._found = None, None, [], []
-
-    def _start(self, place: int, start: Callable[[int, str], Any], deadline: float) -> None:
-        file = self.folder / f"place_{place}.log"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._running = place, start(place, str(file)), deadline
-        except (OSError, RuntimeError) as error:
-            logger.info("place %d cannot be tried: %s", place, error)
-
-    def _look_at_running(self, now: float) -> None:
-        assert self._running is not None
-        place, process, deadline = self._running
-        code = process.poll()
-        if code is None and now < deadline:
-            return
-        self._running = None
-        if code == WORKS:
-            self._found.append(place)
-            return
-        if code is None:
+        for process in self._running.values():
             self._end(process)
-        ended = "has not come to its guard" if code is None else f"ended with exit code {code}"
-        logger.info(
-            "place %d does not work yet: a process that tried it %s (%s); once more in %.0f s",
-            *(place, ended, self.folder / f"place_{place}.log", max(0.0, (self._due or now) - now)),
-        )
+        self._running, self._due = {}, None
+
+    def _output(self, place: int) -> Path:
+        return self._folder / f"place_{place}.log"
+
+    def _look_at_running(self, now: float) -> list[int]:
+        codes = {place: process.poll() for place, process in self._running.items()}
+        if None in codes.values() and now < self._deadline:
+            return []
+        for place, code in codes.items():
+            if code is None:
+                self._end(self._running[place])
+            if code != WORKS:
+                ended = "has not come to its guard" if code is None else f"ended with exit code {code}"
+                logger.info(
+                    "place %d does not work yet: a process that tried it %s (%s); once more in %.0f s",
+                    *(place, ended, self._output(place), max(0.0, (self._due or now) - now)),
+                )
+        self._running = {}
+        return [place for place, code in codes.items() if code == WORKS]
 
     @staticmethod
     def _end(process: Any) -> None:

@@ -112,16 +112,6 @@ class _Redundant(Exception):
     """The rendezvous is complete without this node."""
 
 
-@dataclass
-class _Waiting:
-    """In front of a rendezvous."""
-
-    short_since: float | None = None
-    """`time.monotonic` since which the job has fewer nodes than it had."""
-    is_told: bool = False
-    """It has been said that this node waits."""
-
-
 class Standby:
     """Waits in front of a rendezvous while its job runs without this node. Main thread.
 
@@ -148,39 +138,34 @@ class Standby:
         needed = ("_store", "_state_holder", "_this_node", "_heartbeat_lock")
         if any(getattr(self._handler, name, None) is None for name in needed):
             return None
-        waiting = _Waiting()
-        while True:
-            is_over, place = self._look(waiting)
-            if is_over:
-                return place
-            time.sleep(_LOOK_S)
-
-    def _look(self, waiting: _Waiting) -> tuple[bool, NodePlace | None]:
-        """Whether the wait is over, and the place."""
         handler: Any = self._handler
         store, own, run_id = handler._store, handler._this_node, handler.get_run_id()
-        state = self._state(handler._state_holder)
-        if state is None or state.closed or not state.complete:
-            return True, None
-        place = self._offered(store, run_id)
-        if place is not None and self._takes(place):
-            return True, place
-        num_nodes = self._num_nodes(store, run_id)
-        if own in state.participants and not (self.was_out and len(state.participants) == num_nodes):
-            return True, None  # this is a restart
-        if len(state.participants) >= getattr(getattr(handler, "settings", None), "max_nodes", 0):
-            waiting.short_since = None
-        elif len(state.participants) >= num_nodes:
-            return True, None  # none is lost: the job is to have one node more
-        else:
-            waiting.short_since = waiting.short_since or time.monotonic()
-            if time.monotonic() - waiting.short_since > _PATIENCE_S:
-                return True, None
-        if not waiting.is_told:
-            waiting.is_told = True
-            logger.info("the job runs on %d nodes; this one waits for a place", len(state.participants))
-            self._stand_by()
-        return False, None
+        most = getattr(getattr(handler, "settings", None), "max_nodes", 0)
+        short_since: float | None = None  # the job has had fewer nodes than it had
+        is_told = False
+        while True:
+            state = self._state(handler._state_holder)
+            if state is None or state.closed or not state.complete:
+                return None
+            place = self._offered(store, run_id)
+            if place is not None and self._takes(place):
+                return place
+            present, num_nodes = len(state.participants), self._num_nodes(store, run_id)
+            if own in state.participants and not (self.was_out and present == num_nodes):
+                return None  # this is a restart
+            if present >= most:
+                short_since = None
+            elif present >= num_nodes:
+                return None  # none is lost: the job is to have one node more
+            else:
+                short_since = short_since or time.monotonic()
+                if time.monotonic() - short_since > _PATIENCE_S:
+                    return None
+            if not is_told:
+                is_told = True
+                logger.info("the job runs on %d nodes; this one waits for a place", present)
+                self._stand_by()
+            time.sleep(_LOOK_S)
 
     def next_rendezvous(self) -> tuple[NodePlace | None, RendezvousInfo | None]:
         """As `seek`, and where there is no place, a meeting: exactly one of the two. A node that has come to a meeting

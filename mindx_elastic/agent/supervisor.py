@@ -484,30 +484,20 @@ class Supervisor(LocalElasticAgent):
                     raise RendezvousError(problem) from error
                 logger.warning("what the store of the rendezvous holds makes no sense (%s); once more", what)
         if (worker_group.group_world_size or 1) > 1:
-            self._agree_on_restarts(worker_group)
+            # TORCHELASTIC_RESTART_COUNT is the same on all nodes: an agent that first hears of another one's restart
+            # takes it for a change of the nodes, and workers with different counts would do different things.
+            most = worker_group.spec.max_restarts
+            restarts = agree_on_highest(worker_group, "restarts", most - self._remaining_restarts, most)
+            self._remaining_restarts = most - restarts
         if isinstance(self._rdzv_handler, HostedStoreRendezvous):
+            # Part of what the workers write into the store that they share; a later agent has counted fewer.
             self._scope = self._rdzv_handler.scope
-            self._least_number = self._agree_on_number(worker_group)
+            self._least_number = agree_on_highest(worker_group, "attempts", self._number + 1, _MOST_ATTEMPTS)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, *more: Any) -> Any:
         if not isinstance(self._rdzv_handler, HostedStoreRendezvous):  # which has done it
             await_nodes(self._rdzv_handler, store, group_rank, group_world_size)
         return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
-
-    def _agree_on_restarts(self, group: WorkerGroup) -> None:
-        """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.
-
-        An agent that first hears of another one's restart takes it for a change of the nodes and does not count it;
-        workers with different counts would do different things.
-        """
-        most = group.spec.max_restarts
-        own = most - self._remaining_restarts
-        self._remaining_restarts = most - agree_on_highest(group, "restarts", own, most)
-
-    def _agree_on_number(self, group: WorkerGroup) -> int:
-        """The attempt's number is the same on all nodes whose workers share a store: the highest. Theirs is part of
-        what they write there, and an agent that was started later has counted fewer."""
-        return agree_on_highest(group, "attempts", self._number + 1, _MOST_ATTEMPTS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._folder.forget_workers() and self._held is not None:
