@@ -296,6 +296,7 @@ class Job:
     """Some nodes, and what happens to them."""
 
     def __init__(self, seed: int, *, num_nodes: int = 3, ranks: int = 1) -> None:
+        self.seed = seed
         self.dice, self.clock, self.content = random.Random(seed), Clock(), dict[str, bytes]()
         self.num_nodes, self.ranks, self.world_size = num_nodes, ranks, num_nodes * ranks
         self.story: list[str] = []
@@ -479,4 +480,4 @@ class Job:
         assert ranks == list(range(self.world_size)), self.tale(f"ranks {ranks} go on")
 
     def tale(self, words: str) -> str:
-        return "\n".join([words, *self.story])
+        return "\n".join([f"seed {self.seed}: {words}", *self.story])
