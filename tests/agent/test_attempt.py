@@ -90,6 +90,9 @@ class Workers:
         if code is not None:
             self.end(rank, code)
 
+    def call(self, rank: int) -> None:
+        self.send(rank, ORDER)
+
     def kill(self, rank: int) -> None:
         self.sent[rank].append(KILL)
         self.end(rank, -KILL)
@@ -343,7 +346,8 @@ class Nodes:
     """Stands in for `Membership`."""
 
     def __init__(self, inbox: SignalInbox, *, waiting: int = 0, lost: str = "") -> None:
-        self.fd, self.num_waiting, self.lost = inbox.fd, waiting, lost
+        self.num_waiting, self.lost = waiting, lost
+        self.wakeup = SimpleNamespace(fd=inbox.fd, drain=lambda: None)
 
     def ask(self) -> int:
         return self.num_waiting

@@ -83,7 +83,7 @@ def node() -> Node:
 def test_a_dead_rank_gets_a_new_process_at_once_and_the_survivors_hear_of_it(node: Node) -> None:
     assert node.recovery.begin(node.end(1), KILLED)
     assert node.started == [(1, 1)]
-    assert node.read("1/plan") == {"generation": 1}
+    assert node.read("1/plan") == {"generation": 1, "rank": 1, "cause": KILLED}
     note = node.read("1/out/1")
     assert note.pop("dead") is True
     assert InMemory.from_json(note).snapshots == (), "nothing of it is in memory"

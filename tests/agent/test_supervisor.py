@@ -12,6 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.ledger import print_block
+from mindx_elastic.agent.rendezvous import agree_on_highest
 from mindx_elastic.agent.supervisor import Supervisor
 
 
@@ -29,10 +30,10 @@ class Store:
         return [self.values[key] for key in keys]
 
 
-def supervisor(num_nodes: int = 1, left: int = 1) -> Any:
+def supervisor(num_nodes: int = 1) -> Any:
     made: Any = object.__new__(Supervisor)
     made._inbox = SimpleNamespace(interrupting=nullcontext)
-    made._num_nodes, made._remaining_restarts = num_nodes, left
+    made._num_nodes, made._remaining_restarts = num_nodes, 1
     made._rdzv_handler, made._number = None, -1
     return made
 
@@ -41,28 +42,18 @@ def group(store: Store, node: int) -> Any:
     return SimpleNamespace(store=store, group_rank=node, group_world_size=2, spec=SimpleNamespace(max_restarts=3))
 
 
-def test_the_highest_count_of_restarts_counts() -> None:
-    agent = supervisor()
-    agent._agree_on_restarts(group(Store(mindx_restarts_1="3"), 0))
-    assert agent._remaining_restarts == 0
-
-
 @pytest.mark.parametrize(("told", "wanted"), [("3", 3), ("0", 1), ("x", 1), ("9" * 30, 1)])
-def test_the_highest_number_of_an_attempt_counts(told: str, wanted: int) -> None:
-    agent = supervisor()
-    agent._number = 0
-    store = Store()
-    store.values["mindx/attempts/1"] = told.encode()
-    assert agent._agree_on_number(group(store, 0)) == wanted
+def test_the_highest_count_of_all_nodes_counts(told: str, wanted: int) -> None:
+    store = Store(mindx_attempts_1=told)
+    assert agree_on_highest(group(store, 0), "attempts", 1, 10**9 - 1) == wanted
+    assert agree_on_highest(group(store, 1), "attempts", 1, 10**9 - 1) == wanted
 
 
 @pytest.mark.parametrize("planted", ["", "4", "-1", "{}", "\xff\x1b[31m", "9" * 10_000, "3.0"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_planted_count_of_restarts_is_not_believed(planted: str, node: int) -> None:
-    agent = supervisor()
+def test_a_planted_count_is_not_believed(planted: str, node: int) -> None:
     store = Store(mindx_restarts_1=planted) if node == 0 else Store(mindx_restarts=planted)
-    agent._agree_on_restarts(group(store, node))
-    assert agent._remaining_restarts == 1
+    assert agree_on_highest(group(store, node), "restarts", 2, 3) == 2
 
 
 def test_nonsense_where_the_nodes_meet_does_not_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

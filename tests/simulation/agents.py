@@ -328,17 +328,16 @@ class Job:
         node.connection.words.append((max(last, self.clock.now + delay_s), to, word))
 
     def _connect(self, node: Node) -> None:
-        now, line, first = self.clock.now, node.connection, self.nodes[0]
-        mine = first.agents.greet(node.node, node.token, now, name=node.name, ranks=tuple(node.own))
-        theirs = node.agents.greet(0, "", now, name="", ranks=())
-        line.stands, line.numbers, line.words = True, (mine, theirs), []
-        if first.agents.is_out(node.node, node.token):
-            self.send(node, "other", b"out")
+        """The first machine takes the connection also where its agent stands still, and has not read the greeting."""
+        theirs = node.agents.greet(0, "", self.clock.now, name="", ranks=())
+        line = node.connection
+        line.stands, line.numbers, line.words = True, (0, theirs), [(self.clock.now, "first", b"hello")]
 
     def break_connection(self, node: Node, retry_s: float) -> None:
         line, now = node.connection, self.clock.now
         if line.stands:
-            self.nodes[0].agents.end(node.node, node.token, now, connection=line.numbers[0])
+            if line.numbers[0]:
+                self.nodes[0].agents.end(node.node, node.token, now, connection=line.numbers[0])
             node.agents.end(0, "", now, connection=line.numbers[1])
         line.stands, line.words, line.retry_at = False, [], now + retry_s
 
@@ -349,7 +348,7 @@ class Job:
                 self.break_connection(node, 0.0)
             return
         if not line.stands:
-            if now >= line.retry_at and not (node.is_still or first.is_still or node.outcome or first.outcome):
+            if now >= line.retry_at and not (node.is_still or node.outcome or first.outcome):
                 self._connect(node)
             return
         if now >= line.beat_at and not (node.is_still or node.outcome):
@@ -361,7 +360,14 @@ class Job:
             if side.is_still:
                 continue
             line.words.remove(word)
-            if to == "first":
+            if what == b"hello":
+                first.agents.look(now)
+                ranks = tuple(node.own)
+                mine = first.agents.greet(node.node, node.token, now, name=node.name, ranks=ranks)
+                line.numbers = mine, line.numbers[1]
+                if first.agents.is_out(node.node, node.token):
+                    self.send(node, "other", b"out")
+            elif to == "first":
                 first.agents.look(now)
                 first.agents.hear(node.node, node.token, now, goodbye=what == b"bye")
                 first.is_out = first.is_out or what == b"out"

@@ -69,3 +69,18 @@ def test_agents_that_settle_nothing_between_them_are_found_out(monkeypatch: pyte
     monkeypatch.setattr(Recovery, "_settle", lambda self, opinion: opinion)
     with pytest.raises(AssertionError, match=r"never ends|go on"):
         play_all(range(_BLOCK))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_first_node_that_only_stood_still_puts_nobody_out(seed: int) -> None:
+    """A connection was reset meanwhile, and has had no time to come back when it looks again."""
+    job = Job(seed)
+    job.run(2.0)
+    job.nodes[0].is_still = True
+    job.run(5.0)
+    job.break_connection(job.nodes[1], 0.5)
+    job.run(3.0)
+    job.heal()
+    job.run(_CALM_S)
+    job.check_end()
+    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale("a node was put out")
