@@ -38,10 +38,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatServer]:
     made.close()
 
 
-def beat_to(server: HeartbeatServer, node: int = 1, token: str = "t1", key: bytes | None = KEY) -> Heartbeat:
+def beat_to(
+    server: HeartbeatServer, node: int = 1, token: str = "t1", key: bytes = KEY, *, waits: bool = True
+) -> Heartbeat:
+    """`waits`: for its greeting."""
     made = Heartbeat(("127.0.0.1", server.port), "scope", key, node=node, token=token, ranks=range(2, 4))
     assert made.start()
-    if key == KEY:
+    if waits:
         wait_until(lambda: node in server.connected, "the greeting")
     return made
 
@@ -104,7 +107,7 @@ def test_a_node_that_was_put_out_is_told_so_at_once_and_when_it_comes_back(serve
     wait_until(lambda: bool(server.lost()), "the loss")
     (lost,) = server.lost()
     server.put_out(lost)
-    back = beat_to(server)
+    back = beat_to(server, waits=False)  # it ends as soon as it has heard
     wait_until(lambda: back.is_out, "the word")
     back.close()
     server.expect(1, "t9")
@@ -156,7 +159,7 @@ def test_after_a_reset_of_a_connection_that_has_lasted_the_tries_begin_anew(monk
 
 
 def test_strangers_are_no_nodes(server: HeartbeatServer) -> None:
-    line = beat_to(server, key=b"another key, which is long enough too")
+    line = beat_to(server, key=b"another key, which is long enough too", waits=False)
     with closing(socket.create_connection(("127.0.0.1", server.port))) as stranger:
         stranger.sendall(b'{"node":1,"token":"x","name":"me","first":2,"count":2}\n')
         stranger.settimeout(20)
