@@ -71,19 +71,7 @@ class _Notes(Witness):
         self._from = seen.position.step
         self._stack = stack.enter_context(ExitStack())
         self.watch(self._stack, seen)
-        position = seen.position
-        self.write(
-            "enter",
-            series=0,
-            directory="",
-            prefix="",
-            resumed=seen.resumed,
-            rank=seen.ranks.rank,
-            world_size=seen.ranks.world_size,
-            epoch=position.epoch,
-            step=position.step,
-            end=self.entry(),
-        )
+        self.note_entry(seen)
 
     def write(self, event: str, **content: Any) -> None:
         self.lines.append(json.dumps({"event": event, "series": 0, **content}) + "\n")

@@ -106,23 +106,9 @@ class ProofWitness(Witness):
             atexit.register(_at_exit, os.getpid())
         _entered[self._series] = self
         self.watch(stack, seen)
-        position = seen.position
         if self._injector is not None:
-            self._injector.entered(self._series, position.step, self._signal, self._modules)
-        self.write(
-            "enter",
-            pid=os.getpid(),
-            directory=str(seen.directory),
-            prefix=seen.prefix,
-            resumed=seen.resumed,
-            path=None if seen.resumed_path is None else seen.resumed_path.name,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            epoch=position.epoch,
-            step=position.step,
-            num_batches=position.batch_num,
-            end=self.entry(),
-        )
+            self._injector.entered(self._series, seen.position.step, self._signal, self._modules)
+        self.note_entry(seen, pid=os.getpid())
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
         """The block is over. `notes`: what the guard knows against an exact resume."""

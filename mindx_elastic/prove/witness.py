@@ -136,9 +136,20 @@ class Witness:
     def _everything(self) -> dict[str, Any]:
         return self._changes({**self._state(), **self._options(), **self._flags(), **self._variables()})
 
-    def entry(self) -> dict[str, Any]:
+    def note_entry(self, seen: Observed, **more: Any) -> None:
         """All that the guard saves, and the program's variables, as they are once the state is back."""
-        return self._changes({**self._state(), **self._options(), **self._variables()})
+        self.write(
+            "enter",
+            directory=str(seen.directory),
+            prefix=seen.prefix,
+            resumed=seen.resumed,
+            rank=seen.ranks.rank,
+            world_size=seen.ranks.world_size,
+            epoch=seen.position.epoch,
+            step=seen.position.step,
+            end=self._changes({**self._state(), **self._options(), **self._variables()}),
+            **more,
+        )
 
     # --- what there is to see: "kind|name" -> digest ---
 

@@ -345,7 +345,7 @@ def test_witnesses_go_with_their_checkpoints(tmp_path: Path) -> None:
     assert witness_in(tmp_path).read_text() and not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("place", ["entry", "note_step", "_streams"])
+@pytest.mark.parametrize("place", ["note_entry", "note_step", "_streams"])
 def test_a_look_that_raises_ends_nothing_but_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
