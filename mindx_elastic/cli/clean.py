@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +24,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover
+    from mindx_elastic.memory.leftovers import ArenaLeftover, ProcessLeftover
 
 __all__ = ["clean_command"]
 
@@ -100,21 +99,15 @@ def _default_base() -> Path:
 
 
 def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
-    from mindx_elastic.memory.folders import remove_unused, remove_unused_proof
     from mindx_elastic.memory.leftovers import find_leftovers
 
     try:
         found = find_leftovers(base)
     except OSError as error:
         fail(str(error))
-    agents = [
-        {**_entry(each, f"agent {each.pid} is gone", dry_run, remove_unused), "pid": each.pid} for each in found.agents
-    ]
-    proofs = [
-        {**_entry(each, f"proof {each.pid} is gone", dry_run, remove_unused_proof), "pid": each.pid}
-        for each in found.proofs
-    ]
-    arenas = [{**_entry(each, _why(each, everything), dry_run, remove_unused), **_about(each)} for each in found.arenas]
+    agents = [{**_entry(each, f"agent {each.pid} is gone", dry_run), "pid": each.pid} for each in found.agents]
+    proofs = [{**_entry(each, f"proof {each.pid} is gone", dry_run), "pid": each.pid} for each in found.proofs]
+    arenas = [{**_entry(each, _why(each, everything), dry_run), **_about(each)} for each in found.arenas]
     done = [entry for entry in [*agents, *arenas, *proofs] if entry["action"] in (_REMOVED, _WOULD)]
     return {
         "schema": JSON_SCHEMA,
@@ -145,11 +138,10 @@ def _about(arena: ArenaLeftover) -> dict[str, Any]:
     }
 
 
-def _entry(
-    found: AgentLeftover | ArenaLeftover, why: str, dry_run: bool, remove: Callable[[Path], bool]
-) -> dict[str, Any]:
-    """What is done with it. `why`: it is to be removed; empty: it is kept. `remove`: False where a job has begun to use
-    it."""
+def _entry(found: ProcessLeftover | ArenaLeftover, why: str, dry_run: bool) -> dict[str, Any]:
+    """What is done with it. `why`: it is to be removed; empty: it is kept."""
+    from mindx_elastic.memory.folders import remove_unused
+
     action = _WOULD
     if found.in_use:
         action, why = _IN_USE, found.in_use
@@ -157,7 +149,7 @@ def _entry(
         action = _KEPT
     elif not dry_run:
         try:
-            action, why = (_REMOVED, why) if remove(found.path) else (_IN_USE, "a job has begun to use it")
+            action, why = (_REMOVED, why) if remove_unused(found.path) else (_IN_USE, "a job has begun to use it")
         except OSError as error:
             action, why = _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or found.path)}"
     content = {"path": str(found.path), "action": action, "why": why}

@@ -159,12 +159,12 @@ def _how_it_is(run: AgentRun) -> str:
 def _check_folder(folder: Path, run: AgentRun) -> None:
     """The folder is the agent's own, and this user's: its path comes out of a file that others may write."""
     from mindx_elastic.core.posix import is_private_folder, read_json_object, start_ticks
-    from mindx_elastic.memory.folders import AGENT_FILE
+    from mindx_elastic.memory.folders import MAKER_FILE
 
     if folder.exists() and not is_private_folder(folder):
         fail(f"{folder} is not this user's: give the command as the user who has started the job")
     try:
-        identity = read_json_object(folder / AGENT_FILE)
+        identity = read_json_object(folder / MAKER_FILE)
     except (OSError, ValueError) as error:
         fail(f"{folder}: the agent's folder cannot be used: {error}")
     if identity.get("pid") != run.pid or identity.get("started") != start_ticks(run.pid or 0):

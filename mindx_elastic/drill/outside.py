@@ -17,6 +17,7 @@ from typing import Any
 from mindx_elastic.core.posix import read_stat
 from mindx_elastic.drill.inject import NOTES
 from mindx_elastic.errors import CheckpointError
+from mindx_elastic.memory.folders import MAKER_FILE
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.storage import QUARANTINE, TEMP_SUFFIX
 
@@ -110,7 +111,7 @@ class Leftovers:
         """Files that a job which has come to its end must not leave."""
         found = [str(path.relative_to(directories)) for path in sorted(directories.rglob(f"*{TEMP_SUFFIX}"))]
         if memory is not None:
-            found += [str(path) for path in sorted(memory.rglob("*")) if path.is_file() and path.name != "prove.json"]
+            found += [str(path) for path in sorted(memory.rglob("*")) if path.is_file() and path != memory / MAKER_FILE]
         for pid in set(pids):
             found += [str(path) for path in sorted(Path("/dev/shm").glob(f"torch_{pid}_*"))]
         return found

@@ -26,7 +26,7 @@ from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.progress import Progress
 from mindx_elastic.memory.agent_folder import CONTROL_FILE, modules_path
-from mindx_elastic.memory.folders import AGENT_FILE
+from mindx_elastic.memory.folders import MAKER_FILE
 
 __all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
 
@@ -71,7 +71,7 @@ class AgentLink:
         found = read_stat(info.pid) if info.pid > 0 else None
         identity: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            content = read_json_object(self._folder / AGENT_FILE)
+            content = read_json_object(self._folder / MAKER_FILE)
             identity = content if content.get("pid") == info.pid else {}
         if identity and identity.get("space") != json.loads(own_identity())["space"]:
             return

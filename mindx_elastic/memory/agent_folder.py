@@ -10,14 +10,13 @@
         job.key                                          of a job of one node, see `agreement.job_key`
 
 Removed at the agent's end. The next agent of the same user removes what a killed one has left, at its start, and again
-at its end: the workers may have been saving until then (`folders.remove_dead_agents`).
+at its end: the workers may have been saving until then (`folders.remove_dead`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import tempfile
 from contextlib import suppress
@@ -29,12 +28,12 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import is_alive, is_own_folder, read_stat
 from mindx_elastic.core.status_page import read_page
 from mindx_elastic.memory.folders import (
-    AGENT_FILE,
-    agent_pid,
-    make_user_folder,
-    maker_of_agent,
-    remove_agent,
-    remove_dead_agents,
+    MAKER_FILE,
+    make_own_folder,
+    maker_in,
+    maker_of,
+    remove_dead,
+    remove_own,
     user_folders,
 )
 
@@ -64,18 +63,16 @@ class AgentFolder:
         """base: a memory file system, as a rule /dev/shm; if it cannot be used, the temporary folder is. Raises OSError
         when neither can.
         """
-        identity = own_identity()
         try:
-            self.path = _create(base)
+            self.path = make_own_folder(base, "agent")
         except OSError as error:
             fallback = Path(tempfile.gettempdir())
             logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
-            self.path = _create(fallback)
-        self._identity, self._has_key = identity, False
-        (self.path / AGENT_FILE).write_text(identity)
+            self.path = make_own_folder(fallback, "agent")
+        self._has_key = False
         for parent in user_folders(self.path.parent.parent):
             _let_stopped_go_on(parent)
-            remove_dead_agents(parent)
+            remove_dead(parent)
         self._sequence = 0
 
     def order(
@@ -118,9 +115,9 @@ class AgentFolder:
                 if not is_own_folder(folder):
                     raise LostFolderError(f"the agent's folder was removed, and {folder} is no folder of this user's")
             has_key = not self._has_key or (self.path / _KEY).exists()
-            if has_key and (self.path / AGENT_FILE).exists():
+            if has_key and (self.path / MAKER_FILE).exists():
                 return False
-            (self.path / AGENT_FILE).write_text(self._identity)
+            (self.path / MAKER_FILE).write_text(own_identity())
             if not has_key:
                 self.make_key()
         except LostFolderError:
@@ -132,8 +129,8 @@ class AgentFolder:
 
     def remove(self) -> None:
         """Never raises: the next agent removes what is left."""
-        remove_dead_agents(self.path.parent)
-        remove_agent(self.path)
+        remove_dead(self.path.parent)
+        remove_own(self.path)
 
 
 def _let_stopped_go_on(parent: Path) -> None:
@@ -143,8 +140,8 @@ def _let_stopped_go_on(parent: Path) -> None:
     that a debugger holds.
     """
     for folder in parent.glob("agent-*"):
-        agent = agent_pid(folder)
-        if agent is None or not is_own_folder(folder) or maker_of_agent(folder, agent):
+        agent = maker_in(folder)
+        if agent is None or not is_own_folder(folder) or maker_of(folder):
             continue
         for path in folder.glob("rank_*.page"):
             with suppress(OSError):
@@ -152,17 +149,6 @@ def _let_stopped_go_on(parent: Path) -> None:
                 stat = read_stat(page.pid) if page is not None and is_alive(page.pid, made_at) else None
                 if page is not None and stat is not None and stat.state == "T":
                     logger.warning(
-                        "worker %d of agent %d, which was killed, is stopped: it gets SIGCONT", page.pid, agent
+                        "worker %d of agent %d, which was killed, is stopped: it gets SIGCONT", page.pid, agent[1]
                     )
                     os.kill(page.pid, signal.SIGCONT)
-
-
-def _create(base: Path) -> Path:
-    for _ in range(5):  # the last rank of another job may take the empty parent away in between
-        with suppress(FileNotFoundError):
-            folder = make_user_folder(base) / f"agent-{os.getpid()}-{secrets.token_hex(4)}"
-            folder.mkdir(mode=0o700)
-            return folder
-        if not base.is_dir():
-            break
-    raise FileNotFoundError(2, "No such file or directory", str(base))

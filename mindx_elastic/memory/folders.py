@@ -1,9 +1,8 @@
 """This user's folders in shared memory: where they are, who uses them, and how they are removed.
 
 All folders and files that are removed from a memory file system by name go through the functions at the end of this
-module: a rank's when its training has ended well (`remove_rank`), an agent's at its end (`remove_agent`), those that
-killed agents have left (`remove_dead_agents`), a proof's (`remove_proof`, `remove_dead_proofs`), and what
-`mindx-elastic clean` removes (`remove_unused`, `remove_unused_proof`).
+module: a rank's when its training has ended well (`remove_rank`), an agent's or a proof's at its end (`remove_own`),
+those that killed ones have left (`remove_dead`), and what `mindx-elastic clean` removes (`remove_unused`).
 """
 
 from __future__ import annotations
@@ -36,37 +35,31 @@ from mindx_elastic.core.posix import (
 from mindx_elastic.core.status_page import read_page
 
 __all__ = [
-    "AGENT_FILE",
+    "MAKER_FILE",
     "OWNER_FILE",
-    "agent_pid",
     "job_folder",
-    "make_proof_folder",
+    "make_own_folder",
     "make_user_folder",
-    "maker_of_agent",
-    "proof_folders",
+    "maker_in",
+    "maker_of",
     "rank_folders",
     "read_owner",
-    "remove_agent",
-    "remove_dead_agents",
-    "remove_dead_proofs",
-    "remove_proof",
+    "remove_dead",
+    "remove_own",
     "remove_rank",
     "remove_unused",
-    "remove_unused_proof",
     "squatted_folder",
     "user_folder",
     "user_folders",
-    "user_of_agent",
+    "user_of",
     "user_of_job",
-    "user_of_proof",
 ]
 
-AGENT_FILE = "agent.json"
-"""In an agent's folder: its pid, start time and process-id namespace."""
+MAKER_FILE = "agent.json"
+"""In a folder of `make_own_folder`: its maker's pid, start time and process-id namespace."""
 OWNER_FILE = "owner.json"
-_AGENT = re.compile(r"agent-(\d+)-.+")
-_PROOF = re.compile(r"mindx-prove-(\d+)-[0-9a-f]+")
-_PROOF_FILE = "prove.json"
+_OWN = re.compile(r"(agent|prove)-(\d+)-.+")
+_TRIES = 5
 _LOCK_S = 5.0
 _YOUNG_S = 60.0
 
@@ -161,69 +154,60 @@ def read_owner(job: Path) -> dict[str, Any]:
     return read_json_object(job / OWNER_FILE)
 
 
-def agent_pid(folder: Path) -> int | None:
-    """The process id in the name of an agent's folder; None for a folder of another kind."""
-    match = _AGENT.fullmatch(folder.name)
-    return None if match is None else int(match[1])
+def make_own_folder(base: Path, kind: str) -> Path:
+    """A new private folder of this process, an agent or a proof (`kind`: ``agent``, ``prove``), in the folder of its
+    user. Raises OSError."""
+    for _ in range(_TRIES):  # the last rank of another job may take the empty parent away in between
+        with suppress(FileNotFoundError):
+            folder = make_user_folder(base) / f"{kind}-{os.getpid()}-{secrets.token_hex(4)}"
+            folder.mkdir(mode=0o700)
+            (folder / MAKER_FILE).write_text(own_identity())
+            return folder
+        if not base.is_dir():
+            break
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(base))
 
 
-def make_proof_folder(base: Path) -> Path:
-    """A private memory file system for the runs of one `mindx-elastic prove`, below `base`. Raises OSError."""
-    folder = base / f"mindx-prove-{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir(mode=0o700)
-    (folder / _PROOF_FILE).write_text(own_identity())
-    return folder
-
-
-def proof_folders(base: Path) -> dict[Path, int]:
-    """This user's folders that `make_proof_folder` has made below `base`, and the process ids in their names."""
-    found = ((path, _PROOF.fullmatch(path.name)) for path in sorted(base.glob("mindx-prove-*")))
-    return {path: int(match[1]) for path, match in found if match is not None and is_own_folder(path)}
+def maker_in(folder: Path) -> tuple[str, int] | None:
+    """The kind and the process id in the name that `make_own_folder` gives; None for a folder of another kind."""
+    match = _OWN.fullmatch(folder.name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 # --- who uses them ---
 
 
-def maker_of_agent(path: Path, pid: int) -> str:
-    """That the agent `pid`, whose folder this is, still runs, in words; empty: it does not."""
-    return _maker(path, AGENT_FILE, "agent", pid)
+def maker_of(path: Path) -> str:
+    """That the agent or proof whose folder this is still runs, in words; empty: it does not."""
+    found = maker_in(path)
+    assert found is not None
+    made, own, who = {}, json.loads(own_identity()), f"{'proof' if found[0] == 'prove' else found[0]} {found[1]}"
+    with suppress(OSError, ValueError):
+        made = read_json_object(path / MAKER_FILE)
+    space, ticks = made.get("space"), made.get("started")
+    if isinstance(space, str) and space != own["space"]:
+        return f"{who} is one of another container; whether it runs cannot be seen from here"
+    if not has_ended(found[1], ticks) if isinstance(ticks, str) else is_alive(found[1], path.lstat().st_mtime):
+        return f"{who} runs"
+    return ""
 
 
-def user_of_agent(path: Path, pid: int) -> str:
-    """Who uses the folder of the agent `pid`, in words; empty: it is a dead agent's."""
-    if maker := maker_of_agent(path, pid):
+def user_of(path: Path) -> str:
+    """Who uses a folder in a user's folder, in words; empty: it is a dead agent's, proof's or job's."""
+    found = maker_in(path)
+    if found is None:
+        return user_of_job(path)
+    if maker := maker_of(path):
         return maker
     for page in sorted(path.glob("rank_*.page")):
         status = read_page(page)
         if status is not None and is_alive(status.pid, time.time()):
-            return f"agent {pid} is gone, its worker {status.pid} still runs"
+            return f"agent {found[1]} is gone, its worker {status.pid} still runs"
+    for folder in (each for user in user_folders(path) for each in sorted(user.iterdir())):
+        if user := user_of(folder):
+            return f"proof {found[1]} is gone, its job is not: {user}"
     with _locks(path) as free:
         return "" if free else "a process has locked it"
-
-
-def user_of_proof(path: Path, pid: int) -> str:
-    """Who uses the folder of the proof `pid`, in words; empty: it is a dead one's, and its jobs have ended, too."""
-    if maker := _maker(path, _PROOF_FILE, "proof", pid):
-        return maker
-    for folder in (each for user in user_folders(path) for each in sorted(user.iterdir())):
-        agent = agent_pid(folder)
-        if user := user_of_agent(folder, agent) if agent is not None else user_of_job(folder):
-            return f"proof {pid} is gone, its job is not: {user}"
-    return ""
-
-
-def _maker(path: Path, file: str, what: str, pid: int) -> str:
-    """Whether the process that has made the folder, and has named itself in `file`, still runs, in words; empty: it
-    does not."""
-    made, own = {}, json.loads(own_identity())
-    with suppress(OSError, ValueError):
-        made = read_json_object(path / file)
-    space, ticks = made.get("space"), made.get("started")
-    if isinstance(space, str) and space != own["space"]:
-        return f"{what} {pid} is one of another container; whether it runs cannot be seen from here"
-    if not has_ended(pid, ticks) if isinstance(ticks, str) else is_alive(pid, path.lstat().st_mtime):
-        return f"{what} {pid} runs"
-    return ""
 
 
 def user_of_job(path: Path) -> str:
@@ -284,56 +268,32 @@ def remove_rank(folder: Path, release: Callable[[], None]) -> None:
         release()  # other ranks, or other jobs, are still there
 
 
-def remove_agent(folder: Path) -> None:
-    """Remove the folder of this agent. Never raises: the next agent removes what is left."""
+def remove_own(folder: Path) -> None:
+    """Remove the folder of this process. Never raises: the next process of its kind removes what is left."""
     shutil.rmtree(folder, ignore_errors=True)
     _remove_empty(folder.parent)
 
 
-def remove_dead_agents(parent: Path) -> list[Path]:
-    """Remove the folders of this user's dead agents below `parent` and return them. Never raises.
+def remove_dead(parent: Path) -> list[Path]:
+    """Remove the folders of this user's dead agents and proofs in `parent` and return them. Never raises.
 
-    Leaves those of agents in other process-id namespaces (containers that share /dev/shm), whose life cannot be seen
-    from here, and those whose workers may still be saving.
+    Leaves those of other process-id namespaces (containers that share /dev/shm), whose life cannot be seen from here,
+    and those whose workers may still be saving.
     """
     removed = []
-    for folder in parent.glob("agent-*"):
-        pid = agent_pid(folder)
+    for folder in parent.glob("*-*"):
         with suppress(OSError, ValueError):
-            if pid is None or not is_own_folder(folder) or not read_json_object(folder / AGENT_FILE).get("space"):
-                continue
-            if not user_of_agent(folder, pid):
-                shutil.rmtree(folder)
+            known = maker_in(folder) is not None and is_own_folder(folder)
+            if known and read_json_object(folder / MAKER_FILE).get("space") and remove_unused(folder):
                 removed.append(folder)
-                logger.debug("removed %s, left by an agent that was killed", folder)
+                logger.debug("removed %s, left by a process that was killed", folder)
     return removed
 
 
-def remove_proof(folder: Path) -> None:
-    """Remove the folder of this proof, whose runs have ended. Never raises: the next proof removes what is left."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_dead_proofs(base: Path) -> None:
-    """Remove the folders of this user's dead proofs below `base`. Never raises."""
-    for folder in proof_folders(base):
-        with suppress(OSError):
-            remove_unused_proof(folder)
-
-
-def remove_unused_proof(folder: Path) -> bool:
-    """Remove a folder of a dead proof. False: it is in use. Raises OSError when it cannot be removed."""
-    pid = proof_folders(folder.parent).get(folder)
-    if pid is None or user_of_proof(folder, pid):
-        return False
-    shutil.rmtree(folder)
-    logger.debug("removed %s, left by a proof that was killed", folder)
-    return True
-
-
 def remove_unused(folder: Path) -> bool:
-    """Remove a folder of a dead agent or job, for ``mindx-elastic clean``. False: it is in use. Raises OSError when it
-    cannot be removed."""
+    """Remove a folder of a dead agent, proof or job. False: it is in use. Raises OSError when it cannot be removed."""
+    if maker_in(folder) is not None and user_of(folder):
+        return False
     with _locks(folder) as free:
         if not free:
             return False

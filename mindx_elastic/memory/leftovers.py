@@ -16,25 +16,22 @@ from typing import Any
 from mindx_elastic.core.posix import is_own_folder
 from mindx_elastic.memory.arena import read_records
 from mindx_elastic.memory.folders import (
-    agent_pid,
-    proof_folders,
+    maker_in,
     rank_folders,
     read_owner,
     squatted_folder,
     user_folders,
-    user_of_agent,
-    user_of_job,
-    user_of_proof,
+    user_of,
 )
 
-__all__ = ["AgentLeftover", "ArenaLeftover", "Leftovers", "ProofLeftover", "find_leftovers"]
+__all__ = ["ArenaLeftover", "Leftovers", "ProcessLeftover", "find_leftovers"]
 
 _ARENA = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class AgentLeftover:
-    """The private folder of an agent."""
+class ProcessLeftover:
+    """The private folder of an agent, or of one `mindx-elastic prove`."""
 
     path: Path
     pid: int
@@ -42,11 +39,6 @@ class AgentLeftover:
     """Who uses it, in words; empty: no living process."""
     size: int
     age_s: float
-
-
-@dataclass(frozen=True)
-class ProofLeftover(AgentLeftover):
-    """The private memory file system of one `mindx-elastic prove`."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +62,9 @@ class ArenaLeftover:
 class Leftovers:
     """What `find_leftovers` has found."""
 
-    agents: list[AgentLeftover] = field(default_factory=list)
+    agents: list[ProcessLeftover] = field(default_factory=list)
     arenas: list[ArenaLeftover] = field(default_factory=list)
-    proofs: list[ProofLeftover] = field(default_factory=list)
+    proofs: list[ProcessLeftover] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     """What else is there, or in the place of the user's folder: not ours."""
 
@@ -84,17 +76,15 @@ def find_leftovers(base: Path) -> Leftovers:
     if squatted is not None:  # if it is ours, others have got access to it: what is in it may go
         (folders if is_own_folder(squatted) else found.others).append(squatted)
     for path in [path for folder in folders for path in sorted(folder.iterdir())]:
-        pid, own = agent_pid(path), is_own_folder(path)
-        if own and pid is not None:
+        maker, own = maker_in(path), is_own_folder(path)
+        if own and maker is not None:
             age_s = time.time() - path.lstat().st_mtime
-            found.agents.append(AgentLeftover(path, pid, user_of_agent(path, pid), _size(path), age_s))
+            its_kind = found.agents if maker[0] == "agent" else found.proofs
+            its_kind.append(ProcessLeftover(path, maker[1], user_of(path), _size(path), age_s))
         elif own and _ARENA.fullmatch(path.name):
             found.arenas.append(_look_at_arena(path))
         else:
             found.others.append(path)
-    for path, pid in proof_folders(base).items():
-        age_s = time.time() - path.lstat().st_mtime
-        found.proofs.append(ProofLeftover(path, pid, user_of_proof(path, pid), _size(path), age_s))
     return found
 
 
@@ -112,7 +102,7 @@ def _look_at_arena(path: Path) -> ArenaLeftover:
         run_id=run_id if isinstance(run_id, str) else "",
         ranks=tuple(rank_folders(path)),
         newest_step=_newest_step(path),
-        in_use=user_of_job(path),
+        in_use=user_of(path),
         size=_size(path),
         age_s=time.time() - began,
     )

@@ -13,7 +13,7 @@ import pytest
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.status_page import StatusPage, page_path
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
-from mindx_elastic.memory.folders import job_folder, make_proof_folder, make_user_folder, user_folder
+from mindx_elastic.memory.folders import MAKER_FILE, job_folder, make_own_folder, make_user_folder, user_folder
 from tests.cli.terminal import run_in_terminal
 
 
@@ -108,9 +108,10 @@ def test_the_folder_of_a_dead_agent_is_removed(run: Callable[..., Any], base: Pa
 
 
 def test_the_folder_of_a_dead_proof_is_removed(run: Callable[..., Any], base: Path, dead_pid: int) -> None:
-    living, dead = make_proof_folder(base), base / f"mindx-prove-{dead_pid}-00ff"
+    living = make_own_folder(base, "prove")
+    dead = living.with_name(f"prove-{dead_pid}-00ff")
     dead.mkdir(mode=0o700)
-    others = [base / "mindx-prove-notes", base / f"mindx-prove-{dead_pid}-00fe"]
+    others = [living.with_name("prove-notes"), living.with_name(f"prove-{dead_pid}-00fe")]
     others[0].mkdir()
     others[1].symlink_to(dead)
     actions = {entry["path"]: entry["action"] for entry in clean(run, base, "--dry-run")["proofs"]}
@@ -120,9 +121,9 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Callable[..., Any], base: Pa
         str(dead): ("removed", f"proof {dead_pid} is gone"),
         str(living): ("in use", f"proof {os.getpid()} runs"),
     }
-    assert sorted(base.iterdir()) == sorted([living, *others])
+    assert sorted(living.parent.iterdir()) == sorted([living, *others])
     assert f"in use  {living}: proof {os.getpid()} runs" in run("clean", "--base", base, "--yes").stdout
-    identity = living / "prove.json"
+    identity = living / MAKER_FILE
     identity.write_text(json.dumps({**json.loads(identity.read_text()), "started": "1"}))
     make_user_folder(living)
     make_agent(living, os.getpid())

@@ -13,6 +13,7 @@ import torch
 from mindx_elastic.drill.inject import NOTES
 from mindx_elastic.drill.outside import Leftovers, flip_bit, note_fired, read_notes
 from mindx_elastic.errors import CorruptCheckpointError
+from mindx_elastic.memory.folders import MAKER_FILE
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.checkpoint_files import write_step
 
@@ -52,7 +53,7 @@ def test_files_that_a_finished_job_must_not_leave(tmp_path: Path) -> None:
     for path in (directories / "rank_0", memory / "agent-1-x"):
         path.mkdir(parents=True)
     (directories / "rank_0" / "a.safetensors").write_text("")
-    (memory / "prove.json").write_text("")
+    (memory / MAKER_FILE).write_text("")
     assert Leftovers().files(directories, memory, []) == []
     (directories / "rank_0" / ".a.012345.mindx-tmp").write_text("")
     (memory / "agent-1-x" / "slot_0").write_text("")

@@ -22,7 +22,7 @@ from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink
 from mindx_elastic.memory.agent_folder import CONTROL_FILE
-from mindx_elastic.memory.folders import AGENT_FILE
+from mindx_elastic.memory.folders import MAKER_FILE
 from tests.harness import wait_until
 
 ORDER = {"kind": "fault", "reason": "card 3 is broken", "grace_s": 20.0, "exit_code": 75, "seq": 1}
@@ -226,7 +226,7 @@ def test_a_dying_agent_whose_other_thread_adopts_the_worker(tmp_path: Path) -> N
 def test_an_agent_that_died_before_the_guard_was_entered(agent: Agent, change: str) -> None:
     pid, started = (os.getpid(), "12345") if change == "reused" else (2**22 + 1, "12345")
     identity = {**json.loads(own_identity()), "pid": pid, "started": started}
-    (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
+    (agent.folder / MAKER_FILE).write_text(json.dumps(identity))
     link = agent.link(pid=pid)
     assert link.agent_fd == -1 and link.is_orphan()
     link.close()
@@ -234,7 +234,7 @@ def test_an_agent_that_died_before_the_guard_was_entered(agent: Agent, change: s
 
 def test_an_agent_in_another_namespace_is_not_looked_for_by_its_number(agent: Agent) -> None:
     identity = {**json.loads(own_identity()), "space": "boot/pid:[1]", "started": "12345"}
-    (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
+    (agent.folder / MAKER_FILE).write_text(json.dumps(identity))
     link = agent.link(pid=os.getpid())
     assert link.agent_fd == -1 and not link.is_orphan()
     link.close()

@@ -16,7 +16,7 @@ from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.status_page import StatusPage, page_path
 from mindx_elastic.memory.agent_folder import AgentFolder
-from mindx_elastic.memory.folders import remove_dead_agents, user_folder
+from mindx_elastic.memory.folders import remove_dead, user_folder
 
 
 def test_it_is_private_and_goes_with_the_agent(tmp_path: Path) -> None:
@@ -155,6 +155,6 @@ def test_what_may_live_is_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "target"
     make_dead(tmp_path, "target")
     (place / "agent-6-ff").symlink_to(target)
-    assert remove_dead_agents(place) == []
+    assert remove_dead(place) == []
     for path in (alive.path, other_container, unreadable, saving, target / "agent.json"):
         assert path.exists()

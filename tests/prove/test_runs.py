@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.core.posix import start_ticks
 from mindx_elastic.errors import UsageError
+from mindx_elastic.memory.folders import MAKER_FILE, make_user_folder
 from mindx_elastic.prove.control import read_control
 from mindx_elastic.prove.runs import Command, Runs
 from tests.prove.started import ROOT
@@ -57,7 +60,7 @@ def test_a_run_has_places_of_its_own_and_none_of_a_job_around_it(
         said = dict(line.split(" = ", 1) for line in outcome.log.read_text().splitlines() if " = " in line)
         control = read_control(Path(said["MINDX_PROVE"]))
         assert (control.steps, control.directories) == (4, chain.directories)
-        assert Path(said["MINDX_ARENA_DIR"]).parent == memory and "MINDX_AGENT_DIR" not in said
+        assert Path(said["MINDX_ARENA_DIR"]).parent.parent == memory and "MINDX_AGENT_DIR" not in said
         folder = runs.folder
         runs.drop(chain)
         assert not chain.directories.exists()
@@ -74,8 +77,9 @@ def test_a_run_that_does_nothing_is_ended(tmp_path: Path) -> None:
 def test_what_a_killed_proof_has_left_is_removed(tmp_path: Path, memory: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    left = memory / f"mindx-prove-{ended.pid}-00ff"
+    left = make_user_folder(memory) / f"prove-{ended.pid}-00ff"
     left.mkdir(mode=0o700)
+    (left / MAKER_FILE).write_text(own_identity().replace(start_ticks(os.getpid()), "1"))
     with Runs(write(tmp_path, ""), fresh=True):
         assert not left.exists() and len(list(memory.iterdir())) == 1
     assert not list(memory.iterdir())
