@@ -38,7 +38,6 @@ _FETCH_S = 1500.0  # less than the other ranks wait for this one at the start
 _DRAIN_S = 600.0
 _FIRST_ANSWER_S = 5.0
 _FLUSH_S = 120.0
-_KNOCK_S = 1.0
 _QUIET_S = 5.0
 
 
@@ -369,16 +368,7 @@ class Mirror:
         for channel in self._presence:
             channel.close()
         if self._server is not None:
-            deadline = time.monotonic() + timeout_s
-            self._server.wait_for_sources(deadline, quiet_s=quiet_s, is_alive=self._is_alive)
-
-    def _is_alive(self, rank: int) -> bool:
-        try:
-            with self._ask(rank, "knock", deadline=time.monotonic() + _KNOCK_S) as channel:
-                channel.answer()
-            return True
-        except OSError:
-            return False
+            self._server.wait_for_sources(time.monotonic() + timeout_s, quiet_s=quiet_s)
 
     def close(self) -> None:
         """Break off all copies under way. Main thread."""

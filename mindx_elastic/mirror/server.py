@@ -7,27 +7,27 @@ folders of the guard's own directories, and nothing else.
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError
-from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, header_digest, rank_of
+from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, Request, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint, read_header
 
 __all__ = ["Server"]
 
 _FIRST_WORD_S = 10.0
 _MAX_CONNECTIONS = 256  # the ranks of a node that has far more of them than ours, and their retries
-_RECHECK_S = 1.0
 
 
 class Server:
@@ -87,14 +87,17 @@ class Server:
     def _serve(self, channel: Channel) -> None:
         try:
             with channel:
-                request = channel.receive()
-                if not hmac.compare_digest(str(request.get("token")).encode(), self._token.encode()):
+                content = channel.receive()
+                if not hmac.compare_digest(str(content.get("token")).encode(), self._token.encode()):
                     logger.debug("a connection without the right token is ended")
                     return
                 channel.deadline = float("inf")  # its waits are bounded one by one
                 try:
-                    self._answer(channel, request)
-                except (CheckpointError, OSError) as error:
+                    request = read(Request, content)
+                    {"here": self._here, "put": self._put, "get": self._get, "drop": self._drop}[request.op](
+                        channel, request
+                    )
+                except (CheckpointError, OSError, ValueError) as error:
                     channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
         except OSError as error:
             logger.debug("a connection has ended: %s", error)
@@ -105,20 +108,7 @@ class Server:
                 self._channels.discard(channel)
                 self._changed.notify_all()
 
-    def _answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
-        operations: dict[object, Callable[[Channel, Mapping[str, Any]], None]] = {
-            "here": self._here,
-            "put": self._put,
-            "get": self._get,
-            "drop": self._drop,
-            "knock": lambda channel, request: channel.send({}),
-        }
-        operation = operations.get(str(request.get("op")))
-        if operation is None:
-            raise OSError(f"there is no operation {request.get('op')!r}")
-        operation(channel, request)
-
-    def _here(self, channel: Channel, request: Mapping[str, Any]) -> None:
+    def _here(self, channel: Channel, request: Request) -> None:
         source = self._source(request)
         with self._changed:
             self._present[source] = channel
@@ -129,7 +119,7 @@ class Server:
                 del self._present[source]
             self._changed.notify_all()
 
-    def _put(self, channel: Channel, request: Mapping[str, Any]) -> None:
+    def _put(self, channel: Channel, request: Request) -> None:
         path, source = self._path(request), self._source(request)
         if self._has(path, request):
             channel.send({"have": True})
@@ -137,7 +127,7 @@ class Server:
         with self._changed:
             self._receiving += 1
         try:
-            with Incoming(path, request.get("size")) as incoming:
+            with Incoming(path, request.size) as incoming:
                 channel.send({"send": True})
                 incoming.receive(channel, rank=source, world_size=self._ranks.world_size)
         finally:
@@ -147,66 +137,57 @@ class Server:
                 self._changed.notify_all()
         channel.send({})
 
-    def _has(self, path: Path, request: Mapping[str, Any]) -> bool:
+    def _has(self, path: Path, request: Request) -> bool:
         """The very same file is there: sent before, or written by its owner to a disk that the nodes share."""
         with suppress(OSError, CheckpointError), open_checkpoint(path, self._trust.of(path)) as (fd, header):
-            return (header.file_size, header_digest(fd, header)) == (request.get("size"), request.get("header"))
+            return (header.file_size, header_digest(fd, header)) == (request.size, request.header)
         return False
 
-    def _get(self, channel: Channel, request: Mapping[str, Any]) -> None:
+    def _get(self, channel: Channel, request: Request) -> None:
         path = self._path(request)
         # The rank that fetches it writes it as its own file: a file of another user would become one of ours.
         with open_checkpoint(path, self._trust.of(path)) as (fd, header):
             channel.send({"size": header.file_size})
             channel.send_file(fd, header.file_size)
 
-    def _drop(self, channel: Channel, request: Mapping[str, Any]) -> None:
+    def _drop(self, channel: Channel, request: Request) -> None:
         """Delete a copy of a periodic or final file of the same run, as its owner has done with its own."""
         path, source = self._path(request), self._source(request)
         with suppress(FileNotFoundError):
             info = read_header(path).info
             kept = info.kind not in ("periodic", "final")
-            if kept or (info.run_id, info.rank) != (request.get("run_id"), source):
+            if kept or (info.run_id, info.rank) != (request.run_id, source):
                 raise OSError(f"{path.name} is no periodic or final file of rank {source} and this run")
             path.unlink()
         channel.send({})
 
-    def _path(self, request: Mapping[str, Any]) -> Path:
-        root, name = request.get("root"), request.get("name")
-        rank = rank_of(name)
-        if rank is None or not isinstance(name, str) or rank >= self._ranks.world_size:
-            raise OSError(f"{name!r} is no place for a checkpoint file")
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < len(self._roots):
-            raise OSError(f"there is no directory {root!r}")
-        return self._roots[root] / name
+    def _path(self, request: Request) -> Path:
+        rank = rank_of(request.name)
+        if rank is None or rank >= self._ranks.world_size:
+            raise OSError(f"{request.name!r} is no place for a checkpoint file")
+        if not 0 <= request.root < len(self._roots):
+            raise OSError(f"there is no directory {request.root}")
+        return self._roots[request.root] / request.name
 
-    def _source(self, request: Mapping[str, Any]) -> int:
+    def _source(self, request: Request) -> int:
         """The rank that asks. Its files must be kept here, and a path must be its own."""
-        rank = request.get("rank")
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in self._sources:
-            raise OSError(f"rank {rank!r} has its copies elsewhere")
-        if "name" in request and rank_of(request["name"]) != rank:
-            raise OSError(f"{request['name']!r} is not a file of rank {rank}")
-        return rank
+        if request.rank not in self._sources:
+            raise OSError(f"rank {request.rank} has its copies elsewhere")
+        if request.name and rank_of(request.name) != request.rank:
+            raise OSError(f"{request.name!r} is not a file of rank {request.rank}")
+        return request.rank
 
-    def wait_for_sources(self, deadline: float, *, quiet_s: float, is_alive: Callable[[int], bool]) -> None:
-        """Wait until no source has anything more to send; at most until `deadline`.
-
-        A source that is not ``is_alive(rank)`` is not waited for; nor is any when nothing has come in for `quiet_s`.
-        """
+    def wait_for_sources(self, deadline: float, *, quiet_s: float) -> None:
+        """Wait until no source has anything more to send; at most until `deadline`, and not when nothing has come in
+        for `quiet_s`."""
         began = time.monotonic()
-        while True:
-            with self._changed:
-                self._changed.wait_for(self._is_idle, max(0.0, min(_RECHECK_S, deadline - time.monotonic())))
-                now = time.monotonic()
-                quiet = not self._receiving and now >= max(began, self._last_received) + quiet_s
-                if self._is_idle() or quiet or now >= deadline:
+        with self._changed:
+            while not self._is_idle():
+                quiet_at = math.inf if self._receiving else max(began, self._last_received) + quiet_s
+                left = min(deadline, quiet_at) - time.monotonic()
+                if left <= 0:
                     return
-                waiting = [] if self._receiving else list(self._present)
-            for source in waiting:
-                if not is_alive(source):
-                    with self._changed:
-                        self._present.pop(source, None)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
     def _is_idle(self) -> bool:
         return not self._present and not self._receiving

@@ -12,15 +12,13 @@ Every connection carries one request and its answers:
 ``op``     further fields                             then
 =========  =========================================  ============================================================
 ``here``                                              ``{}``; the connection stays open for as long as files come
-``knock``                                             ``{}``
 ``put``    ``root, name, size, header``               ``{"have": true}``, or ``{"send": true}``, a file, ``{}``
 ``get``    ``root, name``                             ``{"size": n}`` and a file
 ``drop``   ``root, name, run_id``                     ``{}``
 =========  =========================================  ============================================================
 
-A file is its bytes and the 16 bytes of their xxh3-128. Each request has ``token`` (the one that the server has
-published) and ``rank`` (who asks); an answer with ``error`` is the end. ``header`` is the xxh3-128 of the bytes before
-the data section, which hold the digests of all tensors: it names the content. No object is ever built from a message.
+A file is its bytes and the 16 bytes of their xxh3-128. An answer with ``error`` is the end. No object but `Request` is
+ever built from a message.
 
 Where the job has a key, the store does not hold the token itself: only what the ranks derive it from
 (`Exchange.derive`).
@@ -37,13 +35,14 @@ import struct
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import xxhash
 
+from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
@@ -64,6 +63,7 @@ __all__ = [
     "Channel",
     "Endpoint",
     "Incoming",
+    "Request",
     "ask",
     "header_digest",
     "rank_of",
@@ -77,9 +77,9 @@ CONNECT_S = 3.0
 
 _MAGIC = b"MXC1"
 _LONGEST_ENDPOINT = 1000
-_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
 _PREFIX = struct.Struct(">4sI")
 _PIECE_BYTES = 1 << 20
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}  # seconds, and how often
 _RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
 _FILE_NAME = re.compile(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}\.safetensors")
 
@@ -107,23 +107,36 @@ def header_digest(fd: int, header: Header) -> str:
 class Endpoint:
     """Where a rank's server listens."""
 
-    host: str
-    port: int
-    token: str
+    host: Annotated[str, Text(255, r"[A-Za-z0-9_.:%-]+")]
+    port: Annotated[int, Between(1, 65535)]
+    token: Annotated[str, Text(64, "[A-Za-z0-9]+")]
 
     def encode(self) -> str:
-        return json.dumps({"host": self.host, "port": self.port, "token": self.token})
+        return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Endpoint:
         """Raises ValueError for anything but what `encode` makes."""
-        content = json.loads(text) if len(text) <= _LONGEST_ENDPOINT else None
-        if isinstance(content, dict):
-            host, port, token = content.get("host"), content.get("port"), content.get("token")
-            named = isinstance(host, str) and _HOST.fullmatch(host) and isinstance(token, str) and token.isalnum()
-            if named and type(port) is int and 0 < port < 1 << 16:
-                return cls(str(host), port, str(token))
-        raise ValueError("no host, port and token")
+        return read(cls, json.loads(text) if len(text) <= _LONGEST_ENDPOINT else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a rank asks for."""
+
+    op: Literal["here", "put", "get", "drop"]
+    token: str
+    """The one that the server has published."""
+    rank: int
+    """Who asks."""
+    root: int = -1
+    """Number of the directory."""
+    name: str = ""
+    """Relative path of the file."""
+    size: int = 0
+    header: str = ""
+    """xxh3-128 of the bytes before the data section, which hold the digests of all tensors: it names the content."""
+    run_id: str = ""
 
 
 class Channel:
@@ -209,8 +222,12 @@ class Channel:
         os.fsync(fd)
 
     def wait_for_end(self) -> None:
-        """Block until the other side, or `abort`, ends the connection. The only wait here without a bound."""
+        """Block until the other side, or `abort`, ends the connection, or its machine answers no more. The only wait
+        here without a bound."""
         self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         with suppress(OSError):
             self._socket.recv(1)
 
@@ -240,7 +257,7 @@ class Channel:
 
 
 def ask(endpoint: Endpoint, rank: int, op: str, *, deadline: float = math.inf, **fields: Any) -> Channel:
-    """Connect and send a request; the caller reads the answer and closes. Raises OSError."""
+    """Connect and send a `Request`; the caller reads the answer and closes. Raises OSError."""
     connect_s = min(CONNECT_S, deadline - time.monotonic())
     if connect_s <= 0:
         raise TimeoutError("no time is left")
@@ -258,7 +275,7 @@ class Incoming:
 
     def __init__(self, path: Path, size: object) -> None:
         """Raises OSError when there is no room, or for a size that cannot be."""
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= MAX_FILE_BYTES:
+        if type(size) is not int or not 0 < size <= MAX_FILE_BYTES:
             raise OSError(f"{size!r} is no size of a file")
         self._path, self._size = path, size
         make_directory_durable(path.parent)
