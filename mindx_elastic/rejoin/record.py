@@ -1,17 +1,17 @@
 """What a recovery in place was: who died, who stood in, how long each stage took, and how it ended.
 
 Each is one event `rejoin`, written by the agent, or in a dynamic cluster by the rank whose state was taken.
-`as_event` and `from_event` are its two sides. What is read is not trusted: values of the wrong type are unknown.
+`as_event` and `from_event` are its two sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
 
+from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.core.values import real, text, whole
 
 __all__ = [
     "BY_HAND",
@@ -43,7 +43,8 @@ STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
 _OUTCOMES = (IN_PLACE, RESTART, STOPPED, FINISHED)
-_MOST_RANKS, _MOST_LINES, _LONGEST = 4096, 20, 150
+_MOST_LINES, _LONGEST = 20, 150
+_Words = Annotated[str, Text(1 << 16)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +65,17 @@ class RecoveryRecord:
     generation: int
     """Its number within the attempt, from 1."""
     outcome: str
-    cause: str = ""
+    cause: _Words = ""
     """What became of the rank, for a person."""
-    reason: str = ""
+    reason: _Words = ""
     """Why it was not in place; empty: it was."""
     ranks: tuple[int, ...] = ()
     """Whose processes were gone."""
     stood_in: tuple[StandIn, ...] = ()
     behind: tuple[int, ...] = ()
     """Survivors that took the donor's state as well."""
-    donor: int | None = None
+    donor: Annotated[int, Between(-1, 1 << 60)] | None = None
+    """-1: nobody's state was taken."""
     step: int | None = None
     """The boundary that all go on from."""
     steps_lost: int | None = None
@@ -111,68 +113,23 @@ def stages_of(notes: Sequence[Mapping[str, Any]], began: float, noticed: float) 
 
 def as_event(record: RecoveryRecord) -> dict[str, Any]:
     """The arguments of `EventLog.emit` behind the event's name."""
-    return {
-        "step": record.step,
-        "reason": record.reason or record.cause or None,
-        "duration_s": record.duration_s,
-        "outcome": record.outcome,
-        "generation": record.generation,
-        "cause": record.cause or None,
-        "ranks": list(record.ranks),
-        "stood_in": [{"rank": each.rank, "pid": each.pid, "by": each.by} for each in record.stood_in],
-        "behind": list(record.behind),
-        "donor": record.donor,
-        "steps_lost": record.steps_lost,
-        **({"node": record.node, "taken_by": record.taken_by or None} if record.node else {}),
-        "stages": dict(record.stages),
-    }
+    found = asdict(record)
+    del found["attempt"], found["time"]  # the log's own
+    if not record.node:
+        del found["node"], found["taken_by"]
+    reason = record.reason or record.cause
+    return {name: value if value != "" else None for name, value in found.items()} | {"reason": reason or None}
 
 
 def from_event(line: Mapping[str, Any]) -> RecoveryRecord | None:
     """The record in an event of any version; None: it makes no sense."""
-    attempt, generation, outcome = (
-        whole(line.get("attempt")),
-        whole(line.get("generation")),
-        line.get("outcome"),
-    )
-    if attempt is None or generation is None or outcome not in _OUTCOMES:
+    try:
+        found = read(RecoveryRecord, {name: value for name, value in line.items() if value is not None})
+    except ValueError:
         return None
-    reason, cause = text(line.get("reason")), text(line.get("cause"))
-    stages = line.get("stages")
-    known = {name: real(stages.get(name)) for name in STAGES} if isinstance(stages, dict) else {}
-    return RecoveryRecord(
-        attempt=attempt,
-        generation=generation,
-        outcome=outcome,
-        cause=cause or (reason if outcome == IN_PLACE else ""),
-        reason="" if outcome == IN_PLACE else reason,
-        ranks=_ranks(line.get("ranks")),
-        stood_in=_stand_ins(line.get("stood_in")),
-        behind=_ranks(line.get("behind")),
-        donor=whole(line.get("donor")),
-        step=whole(line.get("step")),
-        steps_lost=whole(line.get("steps_lost")),
-        node=text(line.get("node")),
-        taken_by=text(line.get("taken_by")),
-        stages={name: value for name, value in known.items() if value is not None},
-        duration_s=real(line.get("duration_s")),
-        time=real(line.get("time")),
-    )
-
-
-def _stand_ins(value: Any) -> tuple[StandIn, ...]:
-    found = []
-    for each in value[:_MOST_RANKS] if isinstance(value, list) else ():
-        if isinstance(each, dict):
-            rank, pid, by = whole(each.get("rank")), whole(each.get("pid")), text(each.get("by"))
-            if rank is not None and pid is not None:
-                found.append(StandIn(rank=rank, pid=pid, by=by))
-    return tuple(found)
-
-
-def _ranks(value: Any) -> tuple[int, ...]:
-    found = value[:_MOST_RANKS] if isinstance(value, list) else []
-    return tuple(rank for rank in map(whole, found) if rank is not None)
+    if found.outcome not in _OUTCOMES:
+        return None
+    return replace(found, cause=found.cause or found.reason, reason="") if found.outcome == IN_PLACE else found
 
 
 # --- for a person ---
