@@ -48,7 +48,7 @@ class WorkerEnd:
 
     def __init__(self, connection: SchedulerConnection, env: Mapping[str, str]) -> None:
         """`env`: the environment with which the program was started. Main thread, before the program has changed
-        anything that ``exec`` should not carry over."""
+        anything that ``exec`` should not carry over, and before the connection is begun."""
         self._connection, self._env = connection, dict(env)
         number = env.get(_ANEW, "")
         self._num_anew = int(number) if number.isdecimal() else 0
@@ -57,6 +57,7 @@ class WorkerEnd:
         self._code: object = None
         self._once = threading.Lock()
         self._pid = os.getpid()
+        connection.listener = self
 
     def watch(self) -> None:
         """From now on the scheduler is told how this process ends. Main thread."""
@@ -64,8 +65,6 @@ class WorkerEnd:
         self._exit, sys.exit = sys.exit, self._note_exit
         atexit.register(self._at_exit)
         add_last_act(self._last_act)
-        self._connection.listener = self
-        self.hear_death()
 
     # --- what the connection's thread hears ---
 
