@@ -16,9 +16,9 @@ random numbers, buffers           never: how many more would have been drawn is 
 parameters, through ``.data``     never: no counter tells whether they have changed (`hidden_changes`)
 ================================  =====================================================================================
 
-The first steps of a process are looked at, then two in fifty up to about step 1000, then two in 1000 (two, because
-some programs count from 0), so that what is done only now and then is seen too; the others cost nothing. Code of the
-window that has never run in a step that was looked at stays unknown.
+Steps 5 to 8 of a process are looked at (other looks are at the first ones), then two in fifty up to about step 1000, then
+two in 1000 (two, because some programs count from 0), so that what is done only now and then is seen too; the others
+cost nothing. Code of the window that has never run in a step that was looked at stays unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mindx_elastic.core.printable import listed
 
 __all__ = ["UpdateWindow"]
 
-_FIRST, _EVERY = 4, 50
+_FIRST, _LAST, _EVERY = 5, 8, 50
 _MANY, _RARELY = 40, 1000
 _ENOUGH = 2
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -64,7 +64,6 @@ class _Middle:
 class _Learned:
     """What changes in the window, as far as the looks have shown."""
 
-    num_windows: int = 0
     draws: bool = False
     buffers: set[str] = field(default_factory=set)
     hidden: int = 0
@@ -84,6 +83,8 @@ class UpdateWindow:
         self._collector, self._gate = collector, gate
         self._samples = WeightSamples(collector)
         self._learned = _Learned()
+        self.num_windows = 0
+        """How many were looked at."""
         self._boundaries = 0
         self._middle: _Middle | None = None
         self._blocks: dict[str, BufferBlock] = {}
@@ -93,11 +94,6 @@ class UpdateWindow:
         self._base: Sequence[Any] = collector.copies()
         self._before: Sequence[Any] = self._base  # around the last step with updates
         self._after: Sequence[Any] = self._base
-
-    @property
-    def num_windows(self) -> int:
-        """How many were looked at."""
-        return self._learned.num_windows
 
     def at_boundary(self, step: int, sample: Mapping[str, WeightSample] | None) -> None:
         """Boundary `step` has just been copied. Learns from the look into this step and plans the next one. `sample`:
@@ -112,10 +108,10 @@ class UpdateWindow:
                 self._learn(middle, self._by_name(before), sample)
             except Exception as error:  # an object that cannot be compared does not end the training
                 self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
-        if self._boundaries <= _FIRST:
-            wanted = True
+        if (coming := self._boundaries + 1) <= _LAST:
+            wanted = coming >= _FIRST
         else:
-            wanted = (step + 1) % (_EVERY if self._learned.num_windows < _MANY else _RARELY) in (0, 1)
+            wanted = (step + 1) % (_EVERY if self.num_windows < _MANY else _RARELY) in (0, 1)
         self._gate.at_last_update = self._look if wanted and self._broken is None else None
 
     def standing(self) -> list[str]:
@@ -153,8 +149,8 @@ class UpdateWindow:
             f"{names.get(key, 'an optimizer')} has stepped {done} times, in the steps before {usual}"
             for key, done, usual in gate.unusual_updates(names)
         ]
-        if learned.num_windows < _ENOUGH:
-            found.append(f"only {learned.num_windows} steps before could tell what belongs to a step")
+        if self.num_windows < _ENOUGH:
+            found.append(f"only {self.num_windows} steps before could tell what belongs to a step")
         found += self._raised_in(None if error is None else error.__traceback__)
         if found:
             return found
@@ -173,7 +169,7 @@ class UpdateWindow:
             if missing:
                 found.append(f"{name} has not moved yet ({_some(missing)})")
             elif (
-                learned.num_moves[name] < learned.num_windows
+                learned.num_moves[name] < self.num_windows
                 and not self._is_scheduled(name)
                 and not learned.moved[name] & _differing(base[name], now[name])
             ):
@@ -219,7 +215,7 @@ class UpdateWindow:
 
     def _learn(self, middle: _Middle, before: Mapping[str, Any], sample: Mapping[str, WeightSample] | None) -> None:
         learned, collector, base = self._learned, self._collector, self._by_name(self._base)
-        learned.num_windows += 1
+        self.num_windows += 1
         learned.draws |= not equal_rng(middle.rng, collector.rng)
         if middle.sample is not None:
             learned.hidden = self._samples.num_hidden(middle.sample, sample)

@@ -7,14 +7,14 @@ loader; attributes, ``isinstance`` and ``repr`` are as before. Copies and pickle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from mindx_elastic.core.looks import asked, attributes_of
 from mindx_elastic.data.function import FunctionLoader
@@ -52,7 +52,7 @@ class Adoption:
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
             sampler = self.resumable._sampler
-            sampler.source = _Order(loader.batch_sampler)
+            sampler.source = loader.batch_sampler
             given = not is_torchdata(type(loader.sampler)) and asked(loader.sampler, "generator") is not None
             self._own_seed = not (given or asked(loader.sampler, "num_replicas") is not None)
             if asked(loader.sampler, "num_replicas") is None:
@@ -149,24 +149,6 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Adopted, name, getattr(kind, name))
     return Adopted
-
-
-class _Order:
-    """See `data.sampler.OrderSource`."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-
-    def get(self) -> dict[str, Any]:
-        batches, sampler = self._batches, self._batches.sampler
-        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
-        return {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "shuffle": shuffle}
-
-    def put(self, settings: Mapping[str, Any]) -> None:
-        batches, sampler = self._batches, self._batches.sampler
-        batches.batch_size, batches.drop_last = settings["batch_size"], settings["drop_last"]
-        if hasattr(sampler, "shuffle"):
-            sampler.shuffle = settings["shuffle"]
 
 
 def _take_over(loader: DataLoader[Any], resumable: ResumableLoader) -> None:

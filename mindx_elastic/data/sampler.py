@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler
 
 from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.data.permutation import Permutation, mix, mix_array
 from mindx_elastic.data.position import Cursor
 from mindx_elastic.errors import UsageError
 
-__all__ = ["EpochPlan", "Key", "OrderSource", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
+__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
 
 Key: TypeAlias = Any  # (seed of the sample, index) when augmentation is seeded, else the bare index
 
@@ -180,14 +181,6 @@ def _piece(begin: int, end: int, number: int, count: int) -> tuple[int, int]:
     return first, first + size + (number < more)
 
 
-class OrderSource(Protocol):
-    """Reads and sets batch_size, drop_last and shuffle on samplers of the program."""
-
-    def get(self) -> Mapping[str, Any]: ...
-
-    def put(self, settings: Mapping[str, Any]) -> None: ...
-
-
 class ResumableBatchSampler(Sampler[list[Key]]):
     """Yields this rank's batches from the cursor's position on; each `iter` reads the position anew.
 
@@ -220,8 +213,8 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.seeded = seeded
         self.whole_rounds = whole_rounds
         self.filled_rounds = False
-        self.source: OrderSource | None = None
-        """The samplers of the program that this one stands for."""
+        self.source: Any = None
+        """The batch sampler of the program that this one stands for: what is set there counts."""
         self.parts: list[tuple[int, EpochPlan]] = []
         """Of the newest pass: how many batches came before each plan. One, unless the program changes `batch_size`."""
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
@@ -258,18 +251,21 @@ class ResumableBatchSampler(Sampler[list[Key]]):
 
     def settings(self) -> dict[str, Any]:
         """What the program may set at any time, and a position depends on."""
-        if self.source is not None:
-            self._take_over()
+        self._take_over()
         return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def put(self, settings: Mapping[str, Any]) -> None:
         vars(self).update(settings)
-        if self.source is not None:
-            self.source.put(settings)
+        if (batches := self.source) is not None:
+            batches.batch_size, batches.drop_last = settings["batch_size"], settings["drop_last"]
+            if hasattr(batches.sampler, "shuffle"):
+                batches.sampler.shuffle = settings["shuffle"]
 
     def _take_over(self) -> None:
-        if self.source is not None:
-            vars(self).update(self.source.get())
+        if (batches := self.source) is not None:
+            sampler = batches.sampler
+            self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+            self.shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
 
     def _plan_from(self, samples: int, batch: int) -> EpochPlan:
         """From that batch of the epoch on, with the size that it has."""
@@ -290,7 +286,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         while not is_at_end:
             first, plan = parts[-1]
             is_at_end = True
-            for keys in self._of_plan(plan, rank, order, prefix):
+            for keys in chain.from_iterable(self._of_plan(plan, rank, order, prefix)):
                 self._take_over()
                 now = plan.batch_size if self.drop_last else self.cursor.size_of(begin + done, self.batch_size)
                 if now != plan.batch_size:
@@ -300,23 +296,24 @@ class ResumableBatchSampler(Sampler[list[Key]]):
                 yield keys
                 done += 1
 
-    def _of_plan(self, plan: EpochPlan, rank: int, order: Permutation | None, prefix: int) -> Iterator[list[Key]]:
+    def _of_plan(
+        self, plan: EpochPlan, rank: int, order: Permutation | None, prefix: int
+    ) -> Iterator[Iterator[list[Key]]]:
+        """The batches, many at once."""
         width = plan.batch_size
         steps_at_once = max(1, _BLOCK // width)
         own = plan.start + rank * width + np.arange(width, dtype=np.int64)
         full = min(plan.even, plan.full * plan.world_size // plan.num_ranks)
         for first in range(0, full, steps_at_once):
             batches = np.arange(first, min(first + steps_at_once, full), dtype=np.int64)
-            yield from self._keys(batches[:, None] * (width * plan.num_ranks) + own, order, prefix)
+            yield self._keys(batches[:, None] * (width * plan.num_ranks) + own, order, prefix)
         for batch in range(full, plan.num_batches):
             positions = np.arange(*plan.share(batch, rank), dtype=np.int64) % plan.num_samples
-            yield from self._keys(positions[None, :], order, prefix)
+            yield self._keys(positions[None, :], order, prefix)
 
     def _keys(self, positions: npt.NDArray[np.int64], order: Permutation | None, prefix: int) -> Iterator[list[Key]]:
         indices = positions if order is None else order(positions)
         if not self.seeded:
-            yield from indices.tolist()
-            return
+            return iter(indices.tolist())
         seeds = mix_array(prefix, indices.astype(np.uint64))
-        for seed_row, index_row in zip(seeds.tolist(), indices.tolist(), strict=True):
-            yield list(zip(seed_row, index_row))  # noqa: B905  # of one shape
+        return map(list, map(zip, seeds.tolist(), indices.tolist()))

@@ -38,7 +38,8 @@ class Track:
         """`now`: the loader's position."""
         self._marks: deque[Mark] = deque([now])  # after batch number `_oldest`, and after each one since
         self._oldest = 0
-        self._keeps_marks = True
+        self.keeps_marks = True
+        """`use_all` has something to do."""
         self.handed = self.iterations = self._asked = 0
         """Batches handed out, and the number of the newest iteration."""
         self._exhausted = False
@@ -55,6 +56,8 @@ class Track:
         """Called once, when the training thread asks for another batch of this iteration."""
         self.at_fetch: Callable[[], None] | None = None
         """Called in the training thread before a batch is made, or taken from the workers."""
+        self.at_made: Callable[[], None] | None = None
+        """Called there behind that."""
         self.at_batch: Callable[[Any], None] | None = None
         """Called in the training thread with each batch that it gets."""
         self.at_every_ask: Callable[[], None] | None = None
@@ -94,13 +97,10 @@ class Track:
         number, self._handed_before = self.handed - self._handed_before, self.handed
         return number
 
-    def use_all(self) -> int:
-        """At each boundary all batches are used, and no older position will be asked for. Returns how many were handed
-        out."""
-        if self._keeps_marks or self._marks:
-            self._keeps_marks = False
-            self._marks.clear()
-        return self.handed
+    def use_all(self) -> None:
+        """From here on all batches are used at each boundary, and no older position will be asked for."""
+        self.keeps_marks = False
+        self._marks.clear()
 
     @property
     def batches_of_epoch(self) -> int:
@@ -144,18 +144,21 @@ class Track:
 
     def see(self, batch: Any) -> None:
         """The next batch to be handed out."""
-        if self.batches_of_epoch < _FIRST:
-            if not self.batches_of_epoch:
+        if (number := self.handed - self._handed_at_begin) < _FIRST:
+            if not number:
                 self._first_batches.clear()
             tensor = _some_tensor(batch)
             if tensor is not None:
                 self._first_batches.append(weakref.ref(tensor))
-        if self.at_batch is not None and threading.get_ident() == self._thread:
-            self.at_batch(batch)
+        if (self.at_made is not None or self.at_batch is not None) and threading.get_ident() == self._thread:
+            if self.at_made is not None:
+                self.at_made()
+            if self.at_batch is not None:
+                self.at_batch(batch)
 
     def hand_out(self, mark: Callable[[], Mark]) -> None:
         """`mark` gives the position after this batch."""
-        if self._keeps_marks:
+        if self.keeps_marks:
             self._marks.append(mark())
         self.handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used

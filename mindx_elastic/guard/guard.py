@@ -535,7 +535,7 @@ class Guard(LayeredGuard):
 
     def _save_if_due(self) -> None:
         for policy in self._periodic:
-            if self._cut and policy.due(self._loops.position):
+            if self._cut and policy.due(self._collector.position):
                 self.save_periodic(policy)
 
     # --- between two steps ---

@@ -40,7 +40,7 @@ class Changes:
         }
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
         self._hooks, self._num_boundaries = CommHooks(targets, ddp, unmanaged), 0
-        self.is_looking = True
+        self.is_looking = bool(self._hooks.watched)
         """Else `at_boundary` has something to do only where `Collector.structure_is_new`."""
 
     def at_boundary(self) -> None:

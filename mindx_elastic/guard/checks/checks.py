@@ -182,11 +182,12 @@ class Checks:
         self._generators.watch(seen, kept)
 
     def _look_again(self, frame: FrameType | None) -> None:
-        self._collector.devices.wait_for_update()  # a look reads from them
+        if self._collector.devices.is_used:
+            self._collector.devices.wait_for_update()  # a look reads from them
         self._compare()
         if self._boundaries > _FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
             self._search(frame)
-        if self._boundaries not in (2, 4):  # it goes through all variables
+        if self._boundaries not in (2, 3):  # it goes through all variables
             self._rebound.look(frame)
         if self._modules:
             self.refreshed.watch([one.reference() for one in self._modules.values()], self._targets.values())
@@ -325,11 +326,12 @@ class Checks:
         """Compare what is watched with the look before, unless an evaluation came between. Raises
         UnmanagedStateError."""
         tells, self._is_stale = not self._is_stale, False
-        for watched, scaler in _alive(self._scalers):
+        for watched, scaler in _alive(self._scalers) if self._scalers else ():
             before, watched.look = watched.look, _scale_of(scaler)
             if tells and watched.look != before and None not in (before, watched.look):
                 self._unmanaged.certain(f"scaler {watched.name} is used and not named", watched.remedy)
-        self._generators.compare(self._epoch(), tells=tells)
+        if self._generators.watched:
+            self._generators.compare(self._epoch(), tells=tells)
         if self._modules:
             self._compare_modules(tells=tells)
 

@@ -31,7 +31,7 @@ class CommHooks:
     def __init__(self, targets: Mapping[str, Any], ddp: DdpModules, unmanaged: Unmanaged) -> None:
         """Raises UnmanagedStateError for a hook of torch's with state that is not named."""
         self._unmanaged = unmanaged
-        self._watched: list[tuple[str, Any, Any]] = []
+        self.watched: list[tuple[str, Any, Any]] = []
         """Place, state of a kind that may be none, and what it was."""
         named = {id(target) for target in targets.values()}
         for place, module in ddp:
@@ -41,14 +41,14 @@ class CommHooks:
                 if any(kind.__name__ in _KNOWN for kind in type(state).__mro__):
                     self._refuse(place, state)
                 elif (seen := _look(state)) is not None:
-                    self._watched.append((place, state, seen))
+                    self.watched.append((place, state, seen))
 
     def look(self) -> None:
         """Whether the state of a hook of the program's own changes. A few times, early in the run."""
-        for place, state, seen in list(self._watched):
+        for place, state, seen in list(self.watched):
             now = _look(state)
             if now is None or not same_tree(now, seen):
-                self._watched.remove((place, state, seen))
+                self.watched.remove((place, state, seen))
                 self._refuse(place, state)
 
     def _refuse(self, place: str, state: object) -> None:

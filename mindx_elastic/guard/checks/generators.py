@@ -78,21 +78,22 @@ class Generators:
 
     def __init__(self, unmanaged: Unmanaged, remedies: Remedies) -> None:
         self._unmanaged, self._remedies = unmanaged, remedies
-        self._watched: dict[int, _Watched] = {}
+        self.watched: dict[int, _Watched] = {}
+        """`compare` has something to do."""
         self._global = _global_generators()
         self._told: list[str] = []
 
     def watch(self, seen: Seen, kept: Kept) -> None:
         """Watch those of `seen` that are not kept. The next comparison is the first look at a new one."""
-        before, self._watched = self._watched, {}
+        before, self.watched = self.watched, {}
         own = [(k, f) for k, f in seen.generators.items() if k not in self._global and not kept.has_object(f.value)]
         for key, found in own[:_MOST]:
-            self._watched[key] = before.get(key) or _Watched(found, self._remedies.how_to_keep(found))
+            self.watched[key] = before.get(key) or _Watched(found, self._remedies.how_to_keep(found))
 
     def compare(self, epoch: int, *, tells: bool) -> None:
         """With the look before. Raises UnmanagedStateError."""
         often = []
-        for watched in self._watched.values():
+        for watched in self.watched.values():
             old, old_epoch = watched.look, watched.epoch
             watched.look, watched.epoch = _look_at(watched.found.value), epoch
             if not tells or old is None or watched.look is None or old_epoch != epoch:

@@ -20,7 +20,7 @@ step with the stopped process shows that its batch is another one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -68,11 +68,10 @@ class DataSettings:
         self._begun: Mapping[_Key, Any] = {}
         self._loaded: Mapping[str, Any] | None = None
         self._epoch_loaded = 0
-        self._seen = [*map(dict.copy, self._tables)]  # at the last boundary
-        self._seen_ids = _ids_in(self._seen)
-        self._before: list[dict[str, Any]] | None = None  # while code that makes samples may run
+        self._see()  # what the attributes hold
         self._contents: list[tuple[dict[str, Any], str, Any]] = []  # of lists, dicts and sets at the last look
         self._is_changed = False  # by the program, since the last look
+        self._is_making = False  # code that makes samples may run
         self.tell: Callable[[str, str], None] | None = None
         """Called with what a resumed run has otherwise, and a remedy."""
 
@@ -85,7 +84,7 @@ class DataSettings:
 
     def state(self) -> dict[str, Any] | None:
         """What to save; None: nothing is set. At each boundary."""
-        now = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]  # as `_ids_in`, without a call
+        now = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
         if self._is_changed or now != self._seen_ids or (self._contents and self._are_other_contents()):
             self._look()
         counted = {
@@ -116,7 +115,7 @@ class DataSettings:
 
     def _look(self) -> dict[_Key, Any]:
         """Find what the program has set. Returns all values."""
-        self._see([*map(dict.copy, self._tables)])
+        self._see()
         self._is_changed = False
         values = self._values()
         for key, value in values.items():
@@ -131,8 +130,9 @@ class DataSettings:
         ]
         return values
 
-    def _see(self, held: list[dict[str, Any]]) -> None:
-        self._seen, self._seen_ids = held, _ids_in(held)
+    def _see(self) -> None:
+        self._seen = [*map(dict.copy, self._tables)]
+        self._seen_ids = [*map(id, chain.from_iterable(map(dict.values, self._seen)))]
 
     # --- an iteration ---
 
@@ -151,16 +151,19 @@ class DataSettings:
 
     def begin_making(self) -> None:
         """Code that makes samples may run from here on, up to `end_making`."""
-        self._before = [*map(dict.copy, self._tables)]
+        self._is_making = True
+        if [*map(id, chain.from_iterable(map(dict.values, self._tables)))] != self._seen_ids:
+            self._is_changed = True
+            self._see()
 
     def end_making(self) -> None:
         """What has changed since is the data set's own affair."""
-        before, self._before = self._before, None
-        if before is None or _ids_in(self._tables) == (ids := _ids_in(before)):
+        was_making, self._is_making = self._is_making, False
+        if not was_making or [*map(id, chain.from_iterable(map(dict.values, self._tables)))] == self._seen_ids:
             return
-        self._is_changed |= ids != self._seen_ids
-        self._see(now := [*map(dict.copy, self._tables)])
-        for path, held, had in zip(self._paths, now, before, strict=True):
+        before = self._seen
+        self._see()
+        for path, held, had in zip(self._paths, self._seen, before, strict=True):
             self._made |= {(path, name) for name, value in held.items() if had.get(name, _OTHER) is not value}
 
     def at_opened(self, epoch: int) -> None:
@@ -310,11 +313,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
         table[name] = value
     else:
         object.__setattr__(owner, name, value)
-
-
-def _ids_in(held: Iterable[dict[str, Any]]) -> list[int]:
-    """Of all that attributes hold, of which none is asked."""
-    return [*map(id, chain.from_iterable(map(dict.values, held)))]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -112,7 +112,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
         ahead = self.look_ahead.ahead
-        state = self._position_of_used() if ahead and not self._is_over else self.loader.state_dict()
+        state = self._position_of_used() if ahead and not self._is_over else self.loader.state_at(self.engine.cursor)
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
         if self._is_over:
@@ -189,16 +189,10 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         if self.look_ahead.ahead is None:
             self._first_use = FirstUse(modules)
         if self.settings is not None:
-            self.track.at_fetch = self.settings.begin_making
-        self.track.at_batch = self._at_batch
+            self.track.at_fetch, self.track.at_made = self.settings.begin_making, self.settings.end_making
+        self.track.at_batch = None if self._first_use is None else self._first_use.see
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
         self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
-
-    def _at_batch(self, batch: Any) -> None:
-        if self.settings is not None:
-            self.settings.end_making()
-        if self._first_use is not None:
-            self._first_use.see(batch)
 
     def _at_begin(self) -> None:
         self._is_over = False
@@ -250,7 +244,9 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         assert track is not None
         self.engine.cursor.loaded = None
         if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
-            look_ahead.used = track.use_all()
+            look_ahead.used = track.handed
+            if track.keeps_marks:
+                track.use_all()
             return True
         was_known = look_ahead.ahead is not None
         seen, before = track.fetches, look_ahead.used
@@ -259,7 +255,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         is_known = look_ahead.at_boundary(seen)
         if self._first_use is not None and (look_ahead.ahead is not None or not is_known):
             self._first_use.end()
-            self._first_use = None
+            self._first_use = track.at_batch = None
         if not is_known:
             return False
         track.forget_before(look_ahead.used)

@@ -64,8 +64,14 @@ class Loaders:
             partial(num_batches, self.first) if followed is None else followed.num_batches
         )
         """Batches of one epoch on one rank where the loader knows it, else 0."""
+        self._of_epochs = self._followed[0] if self._followed and len(self._followed) == len(self.named) else None
+        """The first one where all are ours: others cannot be told to begin their next epoch."""
         self._fetches_ahead, self._knows_ends = True, False
-        self._first_used = 0  # batches of the first loader, if it is one of ours, in the last step
+        self.epoch_used = 0
+        """The epoch of the first loader whose batches the last step has used; 0: none, or it fetches ahead."""
+        self.passes_of_others: frozenset[tuple[str, int]] = frozenset()
+        """At the last boundary: the names of the loaders behind the first one that are gone through then, and the
+        numbers of their iterations."""
 
     def expect_no_look_ahead(self) -> None:
         """The loop is known to use each batch before it fetches the next one."""
@@ -117,10 +123,11 @@ class Loaders:
                 loader.worker_grace_s = worker_grace_s
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
-        self._watch = LoaderWatch(unmanaged, adopted, self._now)
-        self._watch.kept = self.own
-        self._watch.has_named = bool(self.named)
-        self._watch.enter(stack)
+        self.watch = LoaderWatch(unmanaged, adopted, self._now)
+        """Sees batches of loaders that are not named."""
+        self.watch.kept = self.own
+        self.watch.has_named = bool(self.named)
+        self.watch.enter(stack)
         self._has_fetched = self._told_idle = self._has_ended = False
         self._idle_after_end = 0
         self._steps_after_end: dict[str, int] = {}
@@ -181,20 +188,6 @@ class Loaders:
         first = self.first
         return first is not None and not (isinstance(first, FunctionLoader) and first.batches_per_epoch is None)
 
-    def passes_of_others(self) -> frozenset[tuple[str, int]]:
-        """Names of the loaders behind the first one that are gone through now, and the numbers of their iterations."""
-        if len(self._followed) < 2:
-            return frozenset()
-        live = (each for each in self._followed[1:] if each.track is not None and each.engine.cursor.live)
-        return frozenset((each.name, each.track.iterations) for each in live if each.track is not None)
-
-    def is_at_own_pace(self, epoch: int) -> bool:
-        """Whether the step that has ended used a batch of the first loader that is of another epoch."""
-        if not self._first_used:
-            return False
-        followed = self._followed[0]
-        return followed.look_ahead.ahead == 0 and followed.engine.cursor.epoch != epoch
-
     def let_first_go_on(self) -> None:
         """Its next iteration is the epoch behind the one it is in, whatever the loop has told it."""
         self._followed[0].engine.cursor.requested = None
@@ -206,22 +199,14 @@ class Loaders:
         followed = self._followed[0]
         return followed.engine.cursor.is_at_end or (followed.track is not None and followed.track.fetches.exhausted)
 
-    def note_end(self, *, ends_epoch: bool) -> None:
-        """At a boundary: whether it is the last one of an epoch that is a number of steps."""
-        self._watch.ends_epoch = ends_epoch
-
-    def at_evaluation(self, look: Callable[[], None]) -> None:
-        """Have `look` called when an evaluation begins right after a boundary, in mid-epoch."""
-        self._watch.at_evaluation = look
-
     @contextmanager
     def outside(self) -> Iterator[None]:
         """In here batches are for an evaluation."""
-        was, self._watch.is_outside = self._watch.is_outside, True
+        was, self.watch.is_outside = self.watch.is_outside, True
         try:
             yield
         finally:
-            self._watch.is_outside = was
+            self.watch.is_outside = was
 
     def shutdown(self) -> None:
         """End the workers: a stuck one would delay the exit."""
@@ -246,28 +231,20 @@ class Loaders:
     def at_end_of_epoch(self) -> tuple[bool, bool]:
         """At a boundary: whether its step has used the last batch of an epoch, and whether the first loader knows that
         before the next one is asked for."""
-        followed = self._first_of_epochs()
+        followed = self._of_epochs
         if followed is None or followed.look_ahead.ahead != 0:
             return False, True
         return self._has_ended, followed.foresees_end()
 
-    def _first_of_epochs(self) -> FollowedLoader | None:
-        """Where all are ours: others cannot be told to begin their next epoch."""
-        if len(self._followed) != len(self.named) or not self._followed:
-            return None
-        return self._followed[0]
-
     def at_unforeseen_end(self, look: Callable[[], None]) -> None:
         """Have `look` called when an epoch of the first loader ends behind the last boundary."""
-        followed = self._first_of_epochs()
-        if followed is not None and followed.track is not None:
-            followed.track.at_exhaustion = look
+        if self._of_epochs is not None and self._of_epochs.track is not None:
+            self._of_epochs.track.at_exhaustion = look
 
     def at_next_batch(self, look: Callable[[], None]) -> None:
         """Have `look` called when the first loader has given another batch of its epoch."""
-        followed = self._first_of_epochs()
-        if followed is not None and followed.track is not None:
-            followed.track.at_next_batch = look
+        if self._of_epochs is not None and self._of_epochs.track is not None:
+            self._of_epochs.track.at_next_batch = look
 
     def at_every_ask(self, look: Callable[[], None]) -> None:
         """Have `look` called in the training thread whenever a batch is asked for."""
@@ -312,6 +289,7 @@ class Loaders:
         """
         known, fetched, idle = True, 0, bool(self._followed)
         ended: list[FollowedLoader] = []
+        passes: list[tuple[str, int]] = []
         self._has_ended = False
         for followed in self._followed:
             track = followed.track
@@ -319,14 +297,16 @@ class Loaders:
             before = followed.look_ahead.used
             known = followed.at_boundary() and known
             number = track.at_boundary()
+            cursor = followed.engine.cursor
             if followed.loader is self.first:
-                self._first_used = number
+                self.epoch_used = cursor.epoch if number and followed.look_ahead.ahead == 0 else 0
+            elif cursor.live:
+                passes.append((followed.name, track.iterations))
             if number > 0:
                 fetched += number
-                cursor = followed.engine.cursor
                 # As `is_at_end`, without a call at each boundary.
                 self._has_ended |= cursor.finished or (cursor.size is not None and cursor.is_at_end)
-            elif track.handed and not followed.engine.cursor.live:
+            elif track.handed and not cursor.live:
                 ended.append(followed)
             look_ahead = followed.look_ahead
             idle = idle and look_ahead.used == before
@@ -334,7 +314,8 @@ class Loaders:
                 track.left_early = False
             if track.left_early or track.other_thread is not None or look_ahead.is_doubtful:
                 followed.tell(self._unmanaged)
-        self._watch.at_boundary()
+        self.passes_of_others = frozenset(passes)
+        self.watch.at_boundary()
         if fetched:
             self._has_fetched = True
             for followed in ended:

@@ -131,7 +131,7 @@ class Loops:
         """Called when an epoch's first batch is asked for."""
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, is_resumed=self._is_resuming)
-        self._loaders.at_evaluation(self.watch_tail)
+        self._loaders.watch.at_evaluation = self.watch_tail
         self._weights_in_front: Mapping[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
@@ -181,9 +181,9 @@ class Loops:
         """A step has ended."""
         current = self._loaders.epoch()
         if self._in_epoch:
-            if not self._goes_on() and self._loaders.is_at_own_pace(self.epoch):
+            if self._loaders.epoch_used not in (0, self.epoch) and not self._goes_on():
                 self._let_loader_go_on()
-            others = self._loaders.passes_of_others()
+            others = self._loaders.passes_of_others
             if 0 < self._pass_of_epoch < current and not others & self._passes_of_others:  # few data beside many
                 self._repeats = True
             self._pass_of_epoch, self._passes_of_others = current, others
@@ -455,7 +455,7 @@ class Loops:
             self._tell_of_trainer()
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
-            self._loaders.note_end(ends_epoch=bool(ends))
+            self._loaders.watch.ends_epoch = bool(ends)
             self.tail.at_boundary(sys._getframe(1), ends=ends)
         if self.step in self._tail_steps:
             self.watch_tail(sample)
