@@ -16,9 +16,9 @@ random numbers, buffers           never: how many more would have been drawn is 
 parameters, through ``.data``     never: no counter tells whether they have changed (`hidden_changes`)
 ================================  =====================================================================================
 
-Steps 5 to 8 of a process are looked at (other looks are at the first ones), then two in fifty up to about step 1000, then
-two in 1000 (two, because some programs count from 0), so that what is done only now and then is seen too; the others
-cost nothing. Code of the window that has never run in a step that was looked at stays unknown.
+Steps 5 to 8 of a process are looked at (other looks are at the first ones), then two in fifty up to about step 1000,
+then two in 1000 (two, because some programs count from 0), so that what is done only now and then is seen too; the
+others cost nothing. Code of the window that has never run in a step that was looked at stays unknown.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class UpdateWindow:
             missing = {
                 leaf
                 for leaf in learned.moved[name]
-                if not _moved_alike(
+                if leaf in before[name]  # else it came in the last step, which the length shows as well
+                and not _moved_alike(
                     (before[name].get(leaf), after[name].get(leaf)), (base[name].get(leaf), now[name].get(leaf))
                 )
             }

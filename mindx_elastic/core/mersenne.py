@@ -27,16 +27,9 @@ from functools import cache
 from typing import Any
 
 __all__ = [
-    "NO_GAUSS",
-    "NUM_WORDS",
-    "LiveTwister",
     "NumpyState",
     "PythonState",
     "have_moved",
-    "is_numpy_plain",
-    "is_python_plain",
-    "live_numpy",
-    "live_python",
     "numpy_state",
     "put_back_numpy",
     "put_back_python",
@@ -44,31 +37,13 @@ __all__ = [
     "torch_state",
 ]
 
-NUM_WORDS = 624
-_WORDS, _INDEX = struct.Struct(f"={NUM_WORDS}I"), struct.Struct("=i")
+_NUM_WORDS = 624
+_WORDS, _INDEX = struct.Struct(f"={_NUM_WORDS}I"), struct.Struct("=i")
 _RAW_BYTES = _WORDS.size + _INDEX.size
 _RawTwister = ctypes.c_char * _RAW_BYTES
 _PYTHON_GAUSS = struct.Struct("=?d")  # whether one is kept back, and it
 _GAUSS = struct.Struct("@id")  # whether one is kept back, and it
 _RawGauss = ctypes.c_char * _GAUSS.size
-NO_GAUSS = _GAUSS.pack(False, 0.0)
-"""`NumpyState.gauss` where none is kept back."""
-
-
-class LiveTwister:
-    """One of the global twisters in place: what is written here is what it draws from. For one thread."""
-
-    __slots__ = ("generator", "has_gauss", "index", "words")
-
-    def __init__(self, generator: Any, words: memoryview, index: memoryview, has_gauss: memoryview | None) -> None:
-        self.generator = generator
-        """What the memory belongs to. Of Python's, `gauss_next` is the normal deviate that is kept back, or None."""
-        self.words = words
-        """All of them, 4 bytes each."""
-        self.index = index
-        """Of the next word, alone in it. After the last word the twister makes new ones, and begins at 0 again."""
-        self.has_gauss = has_gauss
-        """Of numpy's: whether a normal deviate is kept back, alone in it."""
 
 
 # --- Python's ---------------------------------------------------------------------------------------------------------
@@ -123,14 +98,6 @@ class _PythonAccess:
         self.owner: Any = getattr(getstate, "__self__", None)
         self.is_plain = type(self.owner) is random.Random and getstate.__func__ is random.Random.getstate
         self.block = _python_block(self.owner) if self.is_plain and _python_is_as_expected() else None
-        self._live: LiveTwister | None = None
-
-    @property
-    def live(self) -> LiveTwister | None:
-        if self._live is None and self.block is not None:
-            memory = _words_of(self.block)
-            self._live = LiveTwister(self.owner, memory[1:], memory[:1], None)
-        return self._live
 
 
 _python = _PythonAccess(None)
@@ -165,30 +132,6 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
         access.owner.gauss_next = state.gauss
     else:
         random.setstate(state.as_tuple())
-
-
-def live_python() -> LiveTwister | None:
-    """Python's global one; None: only the functions above will do. The same object again while it is the same one."""
-    return _python_access().live
-
-
-def is_python_plain() -> bool:
-    """Whether Python's global generator is the library's own twister, of which `PythonState` is the whole state."""
-    return _python_access().is_plain and random.setstate == random.getstate.__self__.setstate  # type: ignore[attr-defined]
-
-
-def _python_access() -> _PythonAccess:
-    global _python
-    if _python.getstate is not random.getstate:  # the first time, or it was replaced since
-        _python = _PythonAccess(random.getstate)
-    return _python
-
-
-def _words_of(block: Any) -> memoryview:
-    """The memory of `block`, 4 bytes at a time."""
-    import numpy
-
-    return numpy.frombuffer(block, dtype=numpy.uint32).data
 
 
 def _python_block(generator: Any) -> Any:
@@ -264,7 +207,7 @@ class NumpyState:
         """The same as ``numpy.random.get_state(legacy=False)`` gives it."""
         import numpy
 
-        key = numpy.frombuffer(self.raw, dtype=numpy.uint32, count=NUM_WORDS).copy()
+        key = numpy.frombuffer(self.raw, dtype=numpy.uint32, count=_NUM_WORDS).copy()
         (index,) = _INDEX.unpack_from(self.raw, _WORDS.size)
         has_gauss, gauss = self.as_pair()
         words = {"key": key, "pos": index}
@@ -287,15 +230,6 @@ class _NumpyAccess:
         if offset is not None:
             self.words = _RawTwister.from_address(bits.ctypes.state_address)
             self.gauss = _RawGauss.from_address(id(owner) + offset)
-        self._live: LiveTwister | None = None
-
-    @property
-    def live(self) -> LiveTwister | None:
-        if self._live is None and self.words is not None:
-            memory, gauss = _words_of(self.words), _words_of(self.gauss)
-            owner = self._owner, self.bits
-            self._live = LiveTwister(owner, memory[:NUM_WORDS], memory[NUM_WORDS:], gauss[:1])
-        return self._live
 
 
 _numpy: _NumpyAccess | None = None
@@ -337,16 +271,6 @@ def put_back_numpy(state: NumpyState | dict[str, Any]) -> None:
     import numpy
 
     numpy.random.set_state(state.as_dict() if isinstance(state, NumpyState) else state)
-
-
-def live_numpy() -> LiveTwister | None:
-    """numpy's global one; as `live_python`."""
-    return _numpy_access().live
-
-
-def is_numpy_plain() -> bool:
-    """Whether numpy's global generator is the twister that it has from the start."""
-    return _numpy_access().is_plain
 
 
 @cache

@@ -33,9 +33,8 @@ from mindx_elastic.data.position import (
     check_unchanged,
     whole_number,
 )
-from mindx_elastic.data.random_streams import SeededDataset, StreamUse, as_collated
+from mindx_elastic.data.random_streams import VERSION, SeededDataset, StreamUse, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
-from mindx_elastic.data.sample_starts import VERSION
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, length_of
-from mindx_elastic.data.sample_starts import VERSION
+from mindx_elastic.data.random_streams import VERSION
 from mindx_elastic.data.track import Mark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 

@@ -2,7 +2,7 @@
 
 torch seeds a worker once and lets its streams run on, so augmentation depends on the number of workers and cannot be
 resumed without replaying it (torchdata's StatefulDataLoader restores the indices only). Here the streams are seeded
-for each sample, with a number that is a function of the sample; this takes about 8 us a sample.
+for each sample by the libraries' own functions, with a number that is a function of the sample; this takes about 6 us.
 
 Many data sets draw nothing, or a few numbers from one stream, and loading a small sample takes 2 us. So in the training
 process only those streams are seeded that the data set has drawn from so far, and the streams are looked at around each
@@ -35,16 +35,9 @@ from mindx_elastic.core.mersenne import (
 )
 from mindx_elastic.data.generators import find_generators, may_read_streams, seed_generators, set_state, state_of
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.sample_starts import (
-    NUMPY,
-    PYTHON,
-    SEEDERS,
-    TORCH,
-    Start,
-    make_start,
-)
 
 __all__ = [
+    "VERSION",
     "SeededDataset",
     "SeparateStreams",
     "StreamUse",
@@ -57,15 +50,29 @@ __all__ = [
     "seed_streams",
 ]
 
+VERSION = 4
+"""Of what samples draw, a part of each position: where it changes, a resumed epoch draws otherwise, and says so."""
+PYTHON, NUMPY, TORCH = range(3)
 _COLLATE = 3
-_ALL = frozenset((PYTHON, NUMPY, TORCH))
 _States = tuple[Any, Any, torch.Tensor]
 
 
-def seed_streams(seed: int) -> None:
-    """Seed Python's, numpy's and torch's CPU global streams from one 64-bit number."""
-    for seed_one in SEEDERS:
-        seed_one(seed)
+def _seed_numpy(seed: int) -> None:
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed >> 32)  # torch.manual_seed() seeds every accelerator and takes 100 us
+
+
+def seed_streams(seed: int, streams: Iterable[int] = (PYTHON, NUMPY, TORCH)) -> None:
+    """Seed these of Python's, numpy's and torch's CPU global streams from one 64-bit number."""
+    if PYTHON in streams:
+        random.seed(seed)
+    if NUMPY in streams:
+        _seed_numpy(seed)
+    if TORCH in streams:
+        _seed_torch(seed)
 
 
 def capture_streams() -> dict[str, Any]:
@@ -206,7 +213,6 @@ class SeededDataset(Dataset[Any]):
         self.wrapped = wrapped
         self.collate_fn = collate_fn
         self._use = use
-        self._starts: dict[int, Start] = {}
         self._is_watched: bool | None = None  # None: the first batch is not loaded
         self._notes = False  # while it is found out which streams it draws from
         self._seeded_to: _States | None = None  # then: what the last seed has given
@@ -222,7 +228,6 @@ class SeededDataset(Dataset[Any]):
             "_own": None,
             "_complete": False,
             "_use": None,
-            "_starts": {},
             "_notes": False,
             "_is_watched": None,
             "_seeded_to": None,
@@ -249,53 +254,37 @@ class SeededDataset(Dataset[Any]):
         last, drawn = self._last, use.drawn  # what has not moved since is taken over, not copied
         before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
-        starts = [self._start(stream) for stream in drawn]
         try:
-            batch = self._load_watched(keys, starts)
+            batch = self._load_watched(keys, drawn)
         except BaseException as error:
-            moved = self._to_seed(before, drawn, starts)
+            moved = _moved(before, drawn)
             _put_back(before)
             if not moved or not isinstance(error, Exception):
                 raise
         else:
-            moved = self._to_seed(before, drawn, starts)
+            moved = _moved(before, drawn)
             _put_back(before, drawn | moved)
             if not moved:
                 return batch
         use.drawn |= moved
         return self._kept(self._load_batch, keys)
 
-    def _to_seed(self, before: _States, drawn: frozenset[int], starts: list[Start]) -> frozenset[int]:
-        """The streams that a batch has moved without a seed, and those whose generator it has replaced."""
-        replaced = {stream for stream, start in zip(drawn, starts, strict=True) if not start.fits()}
-        return _moved(before, drawn) | replaced
-
-    def _start(self, stream: int) -> Start:
-        start = self._starts.get(stream)
-        if start is None or not start.fits():
-            start = self._starts[stream] = make_start(stream)
-        return start
-
-    def _load_watched(self, keys: list[tuple[int, Any]], starts: list[Start]) -> Any:
-        """As `_load_batch`, and only the streams of `starts` are seeded."""
+    def _load_watched(self, keys: list[tuple[int, Any]], drawn: frozenset[int]) -> Any:
+        """As `_load_batch`, and only the streams `drawn` are seeded."""
         dataset = self.wrapped
-        if not starts:
-            if self._loads_batches:
-                return self.collate_fn(dataset.__getitems__([index for _, index in keys]))
-            return self.collate_fn([dataset[index] for _, index in keys])
         first_seed = keys[0][0] if keys else 0
-        seeds = [first_seed] if self._loads_batches else [seed for seed, _ in keys]
-        seeds.append(mix(first_seed, _COLLATE))
-        begin = _begin_all(starts, seeds)
         if self._loads_batches:
-            begin(0)
+            seed_streams(first_seed, drawn)
             samples = dataset.__getitems__([index for _, index in keys])
+        elif not drawn:
+            samples = [dataset[index] for _, index in keys]
         else:
             samples = []
-            for number, (_, index) in enumerate(keys):
-                begin(number)
+            for seed, index in keys:
+                seed_streams(seed, drawn)
                 samples.append(dataset[index])
-        begin(len(seeds) - 1)
+        if drawn:
+            seed_streams(mix(first_seed, _COLLATE), drawn)
         return self.collate_fn(samples)
 
     def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
@@ -333,15 +322,12 @@ class SeededDataset(Dataset[Any]):
 
     def _seed(self, seed: int) -> None:
         self._note_draws()
-        self._begin_all([seed])(0)
+        seed_streams(seed)
         own = self._generators()
         if own:
             seed_generators(own, seed)
         if self._notes:
             self._seeded_to = _now()
-
-    def _begin_all(self, seeds: list[int]) -> Callable[[int], None]:
-        return _begin_all([self._start(stream) for stream in _ALL], seeds)
 
     def _seeded(self, seed: int, load: Callable[[], Any]) -> Any:
         """What `load` gives under `seed`. The first time again if it has made the data set create generators."""
@@ -364,40 +350,10 @@ class SeededDataset(Dataset[Any]):
         first_seed = keys[0][0] if keys else 0
         if _loads_batches(dataset):
             samples = self._seeded(first_seed, lambda: dataset.__getitems__([index for _, index in keys]))
-        elif self._complete and not self._notes:
-            return self._load_many(keys, mix(first_seed, _COLLATE))
         else:
             samples = [self._seeded(seed, functools.partial(dataset.__getitem__, index)) for seed, index in keys]
         self._seed(mix(first_seed, _COLLATE))
         return self.collate_fn(samples)
-
-    def _load_many(self, keys: list[tuple[int, Any]], last_seed: int) -> Any:
-        dataset, own = self.wrapped, self._generators()
-        begin = self._begin_all([*(seed for seed, _ in keys), last_seed])
-        samples = []
-        for number, (seed, index) in enumerate(keys):
-            begin(number)
-            if own:
-                seed_generators(own, seed)
-            samples.append(dataset[index])
-        begin(len(keys))
-        if own:
-            seed_generators(own, last_seed)
-        return self.collate_fn(samples)
-
-
-def _begin_all(starts: list[Start], seeds: list[int]) -> Callable[[int], None]:
-    """What lets all of them begin for the sample of this number."""
-    for start in starts:
-        start.prepare(seeds)
-    if len(starts) == 1:
-        return starts[0].begin
-
-    def begin(number: int) -> None:
-        for start in starts:
-            start.begin(number)
-
-    return begin
 
 
 def _draws_nothing(dataset: Any, collate_fn: object) -> bool:

@@ -31,13 +31,13 @@ from mindx_elastic.data.position import (
     whole_number,
 )
 from mindx_elastic.data.random_streams import (
+    VERSION,
     SeededDataset,
     SeparateStreams,
     advance_streams,
     as_collated,
     capture_streams,
 )
-from mindx_elastic.data.sample_starts import VERSION
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator

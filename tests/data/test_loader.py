@@ -382,7 +382,7 @@ def test_a_position_of_a_later_version_is_refused() -> None:
     source = loader()
     before = source.state_dict()
     with pytest.raises(MismatchError, match=r"streams=4.*newer"):
-        source.load_state_dict({**before, "streams": 4})
+        source.load_state_dict({**before, "streams": 5})
     assert source.state_dict() == before
 
 
