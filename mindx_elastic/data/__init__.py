@@ -5,7 +5,6 @@ from mindx_elastic.data.function import from_function as from_function
 from mindx_elastic.data.loader import ResumableLoader as ResumableLoader
 from mindx_elastic.data.loader import from_loader as from_loader
 from mindx_elastic.data.position import PositionedLoader as PositionedLoader
-from mindx_elastic.data.prefetch import prefetch as prefetch
 from mindx_elastic.data.replay import ReplayLoader as ReplayLoader
 
 __all__ = [
@@ -15,5 +14,4 @@ __all__ = [
     "ResumableLoader",
     "from_function",
     "from_loader",
-    "prefetch",
 ]

@@ -44,14 +44,9 @@ class Iteration(Iterator[Any]):
         announce: Callable[[], None] | None,
         workers: WorkerSet | None,
         shared: bool,
-        can_be_read_beside: bool = False,
     ) -> None:
         self._cursor = cursor
         self.loader: weakref.ref[Any] = weakref.ref(loader)
-        self.can_be_read_beside = can_be_read_beside
-        """Whether another thread may fetch beside the training: it draws from no stream of this process."""
-        self._source: Any = batches
-        self._reader: Any = None
         self._token = cursor.token
         self._batches: Iterator[Any] | None = batches
         self._progress = progress
@@ -62,10 +57,6 @@ class Iteration(Iterator[Any]):
         self._stopped = False
         self.outdated: Callable[[], None] | None = None
         """Called before each batch of an iterator that was made before its guard was entered."""
-
-    def read_ahead(self, make: Callable[[Iterator[Any]], Any]) -> None:
-        """Fetch through the reader that `make` gives for the batches; it is closed with the iteration."""
-        self._reader = self._batches = make(self._source)
 
     def __next__(self) -> Any:
         batches = self._batches
@@ -117,13 +108,10 @@ class Iteration(Iterator[Any]):
 
     def _end(self, *, exhausted: bool, grace_s: float = _CLOSE_GRACE_S) -> None:
         batches, self._batches = self._batches, None
-        source, self._source = self._source, None
         if batches is not None:
             self._cursor.end(self._token, exhausted=exhausted)
-            if self._reader is not None:
-                self._reader.close(grace_s)
             if self._workers is not None:
-                self._workers.end(getattr(source, "wrapped", source), grace_s=grace_s)
+                self._workers.end(getattr(batches, "wrapped", batches), grace_s=grace_s)
 
     def stop(self) -> None:
         """End the workers now; from then on asking for a batch is an error."""
@@ -170,7 +158,6 @@ class Engine:
         loader: Any,
         progress: Progress,
         announce: Callable[[], None] | None,
-        can_be_read_beside: bool = False,
     ) -> Iteration:
         batches, workers = opened
         shared = batches is self._torch_iterator
@@ -182,7 +169,6 @@ class Engine:
             announce=announce,
             workers=workers,
             shared=shared,
-            can_be_read_beside=can_be_read_beside,
         )
         if (older := self.live) is not None and self.at_overlap is not None:
             older.outdated = self.at_overlap

@@ -180,13 +180,7 @@ class ResumableLoader(DataLoader[Any]):
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(
-            opened,
-            loader=self,
-            progress=partial(_progress, parts),
-            announce=self._announce,
-            can_be_read_beside=self.num_workers > 0,
-        )
+        return self._engine.iterate(opened, loader=self, progress=partial(_progress, parts), announce=self._announce)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""

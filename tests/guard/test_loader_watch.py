@@ -97,7 +97,7 @@ def cycled(run: Run, loader: Any) -> None:
     [
         (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=loader"),
         (after_the_step, r"moves after guard.step_end\(\).*outside_step"),
-        (thread, r"batches of loader are fetched in another thread.*prefetch"),
+        (thread, r"batches of loader are fetched in another thread.*prefetch_factor"),
         (cycled, r"itertools.cycle\(loader\) keeps the batches"),
     ],
 )
@@ -128,12 +128,10 @@ def ours(kind: str) -> Callable[[Run, Any], None]:
             "function": lambda: mx_data.from_function(drawn, BATCHES),
             "replay": lambda: mx_data.from_loader([drawn() for _ in range(BATCHES)]),
             "resumable": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True),
-            "prefetched": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True, num_workers=1),
         }
         batches = makers[kind]()
-        own = mx_data.prefetch(batches) if kind == "prefetched" else batches
         for _ in run.guard.epochs(EPOCHS):
-            for batch in own:
+            for batch in batches:
                 run.train(batch)
 
     return endless if kind == "endless" else one
@@ -145,7 +143,6 @@ def ours(kind: str) -> Callable[[Run, Any], None]:
         ("function", r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=loader, ...\)"),
         ("replay", r"a ReplayLoader over list"),
         ("resumable", r"a ResumableLoader over Pictures"),
-        ("prefetched", r"a ResumableLoader over Pictures"),
         ("endless", r"a FunctionLoader of drawn\(\)"),
     ],
 )
@@ -380,12 +377,6 @@ def peeks(run: Run, loader: Any) -> None:
     plain(run, loader)
 
 
-def prefetched(run: Run, loader: Any) -> None:
-    for _ in run.guard.epochs(EPOCHS):
-        for batch in mx_data.prefetch(loader, 3):
-            run.train(batch)
-
-
 def functional(run: Run, loader: Any) -> None:
     batches = iter(loader)
     batch = next(batches)
@@ -401,7 +392,7 @@ def silent(run: Run) -> bool:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("form", [evaluates, epochs_of_steps, skips, peeks, prefetched])
+@pytest.mark.parametrize("form", [evaluates, epochs_of_steps, skips, peeks])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_false_alarm(form: Callable[[Run, Any], None], workers: int, tmp_path: Path) -> None:
     run, _ = run_loop(form, tmp_path / "silent", workers=workers)

@@ -303,7 +303,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             unmanaged.certain(
                 f"batches of {self.name} are fetched in another thread ({name}), so which of them a step has used is "
                 "not known",
-                "Iterate `mindx_elastic.data.prefetch(loader)`, which fetches in a thread and knows it",
+                "Iterate it in the thread that trains; its workers load ahead (num_workers=, prefetch_factor=)",
             )
         if self.look_ahead.is_doubtful:
             self.look_ahead.is_doubtful = False
