@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from mindx_elastic.data.generators import find_generators, seed_generators
-from mindx_elastic.data.iteration import Engine
+from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import device_generators, preserved_streams, seed_streams
@@ -22,7 +21,7 @@ _KIND = "function"
 _BATCH = 8  # keeps its hashes apart
 
 
-class FunctionLoader:
+class FunctionLoader(EngineLoader):
     """Gives the batches that a function makes, and knows its position.
 
     The function draws from the global streams (Python's, numpy's, torch's on the CPU and on CUDA devices) and from
@@ -44,13 +43,8 @@ class FunctionLoader:
         if batches_per_epoch is not None:
             self.batches_per_epoch = whole_number("batches_per_epoch", batches_per_epoch, low=1)
         self.seed = whole_number("seed", seed)
-        self.on_iterator_ready: Callable[[], None] | None = None
+        self.on_iterator_ready = None
         self._engine = Engine()
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the running iteration, or else of the next one."""
-        return self._engine.cursor.next_epoch
 
     def __len__(self) -> int:
         if self.batches_per_epoch is None:
@@ -84,16 +78,8 @@ class FunctionLoader:
     def _seed_of(self, epoch: int, number: int) -> int:
         return mix(self.seed, epoch, number, rank_and_world_size(None, None)[0], _BATCH)
 
-    def _announce(self) -> None:
-        if self.on_iterator_ready is not None:
-            self.on_iterator_ready()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position: plain numbers and strings, a new dict each time."""
-        return self.state_at(self._engine.cursor)
-
     def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
-        """The same for an earlier position. `later`: those after it, up to the present one."""
+        """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         return {
             "kind": _KIND,
             "seed": self.seed,
@@ -108,14 +94,6 @@ class FunctionLoader:
         check_unchanged(_KIND, state, {"seed": self.seed})
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
-
-    def set_aside(self) -> AbstractContextManager[None]:
-        """See `ResumableLoader.set_aside`."""
-        return self._engine.set_aside(self)
-
-    def shutdown(self) -> None:
-        """Nothing is to be ended but the iterator."""
-        self._engine.shutdown()
 
 
 class _Calls(Iterator[Any]):

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, MapDataPipe
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from mindx_elastic.data.random_streams import as_collated
+from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.sampler import ResumableBatchSampler
 
 __all__ = ["InProcessBatches", "can_be_in_process"]
@@ -42,12 +41,8 @@ class InProcessBatches(Iterator[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         """`loader`: one that `can_be_in_process`."""
         self._next_keys = iter(loader.batch_sampler).__next__  # type: ignore[arg-type]
-        dataset, fetcher = loader.dataset, _MapDatasetFetcher
-        self._fetch: Callable[[Any], Any] = (
-            dataset.__getitems__  # type: ignore[attr-defined]
-            if loader.collate_fn is as_collated
-            else fetcher(dataset, True, loader.collate_fn, loader.drop_last).fetch
-        )
+        assert isinstance(loader.dataset, SeededDataset)  # it collates, too
+        self._fetch: Callable[[Any], Any] = loader.dataset.__getitems__
 
     def __next__(self) -> Any:
         if _is_profiled():

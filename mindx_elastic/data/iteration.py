@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mindx_elastic.data.in_process import InProcessBatches, can_be_in_process
 from mindx_elastic.data.position import Cursor
-from mindx_elastic.data.track import fetching
+from mindx_elastic.data.track import Mark, fetching
 from mindx_elastic.data.workers import WorkerSet, open_iterator
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Engine", "Iteration", "at_unfollowed"]
+__all__ = ["Engine", "EngineLoader", "Iteration", "at_unfollowed"]
 
 _CLOSE_GRACE_S = 5.0  # as torch: a worker in the middle of a batch may finish it
 _SHUTDOWN_GRACE_S = 0.5
@@ -219,3 +219,47 @@ class Engine:
     def __del__(self) -> None:
         if getattr(self, "_workers", None) is not None:  # not there when __init__ failed
             self._end_persistent(_CLOSE_GRACE_S)
+
+
+class EngineLoader:
+    """A loader of ours: its engine has the position."""
+
+    _engine: Engine
+    on_iterator_ready: Callable[[], None] | None
+    """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the running iteration, or else of the next one."""
+        return self._engine.cursor.next_epoch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
+        return self._engine.cursor.is_at_end
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, a new dict each time; call it every step. What a replaying loader needs to begin the epoch
+        again, about 10 KB of arrays, the dicts of one epoch share: do not change those in place."""
+        return self.state_at(self._engine.cursor)
+
+    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
+        raise NotImplementedError
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
+        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
+        the present epoch. `Guard.outside_step` has it around it."""
+        return self._engine.set_aside(self)
+
+    def shutdown(self) -> None:
+        """End the worker processes now: ask, wait half a second, SIGKILL.
+
+        Idempotent; any thread, but not two at once.
+        """
+        self._engine.shutdown()
+
+    def _announce(self) -> None:
+        if self.on_iterator_ready is not None:
+            self.on_iterator_ready()

@@ -6,7 +6,6 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils.data import (
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import has_method, length_of
 from mindx_elastic.data.function import FunctionLoader
-from mindx_elastic.data.iteration import Engine
+from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import (
     SIZES,
@@ -52,7 +51,7 @@ _REPLACED = {
 }
 
 
-class ResumableLoader(DataLoader[Any]):
+class ResumableLoader(EngineLoader, DataLoader[Any]):
     """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, index).
 
     A position is a few numbers. Resuming costs the same at every batch, and `num_workers` may change.
@@ -68,9 +67,8 @@ class ResumableLoader(DataLoader[Any]):
         drop_last: drop the samples that do not fill a whole step over all ranks. Otherwise every sample comes
             exactly once an epoch, and every rank gets the same number of batches (see `EpochPlan`).
         rank, world_size: of this process; None: read from torch.distributed when an iteration begins.
-        per_sample_seed: seed Python's, numpy's and torch's CPU streams for each sample, so that random
-            augmentation resumes exactly. False: the data set draws from the running streams, which is exact
-            with ``num_workers=0`` only.
+
+    Python's, numpy's and torch's CPU streams are seeded for each sample, so that random augmentation resumes exactly.
 
     Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at the start of
     the following epoch, *also after a break*, unless `set_epoch` names another. Until then the position stays where the
@@ -79,8 +77,6 @@ class ResumableLoader(DataLoader[Any]):
     All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that cannot work.
     """
 
-    on_iterator_ready: Callable[[], None] | None
-    """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
     worker_grace_s: float | None
     """Seconds that a signalled worker may live on; None: the environment's grace period."""
 
@@ -95,7 +91,6 @@ class ResumableLoader(DataLoader[Any]):
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
-        per_sample_seed: bool = True,
         worker_init_fn: Callable[[int], None] | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -103,7 +98,6 @@ class ResumableLoader(DataLoader[Any]):
         self.on_iterator_ready = None
         self.worker_grace_s = None
         self.seed = whole_number("seed", seed)
-        self.per_sample_seed = per_sample_seed
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
         self._split_anew = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
@@ -118,7 +112,6 @@ class ResumableLoader(DataLoader[Any]):
             seed=self.seed,
             drop_last=bool(drop_last),
             ranks=partial(rank_and_world_size, rank, world_size),  # not a method: a cycle would keep workers alive
-            seeded=per_sample_seed,
         )
         self._given = sampler.settings()  # what the program has made it with; what it sets later is kept
         super().__init__(
@@ -137,11 +130,6 @@ class ResumableLoader(DataLoader[Any]):
         return from_loader(loader, seed)
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the running iteration, or else of the next one."""
-        return self._engine.cursor.next_epoch
-
-    @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch for one rank."""
         return len(self._sampler)
@@ -152,11 +140,6 @@ class ResumableLoader(DataLoader[Any]):
         epoch, total = self._split_anew
         cursor = self._engine.cursor
         return total if cursor.samples and epoch == cursor.next_epoch else len(self._sampler)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the batch that was handed out last is its epoch's last one."""
-        return self._engine.cursor.is_at_end
 
     @property
     def num_shares(self) -> int:
@@ -182,12 +165,8 @@ class ResumableLoader(DataLoader[Any]):
             raise
         return self._engine.iterate(opened, loader=self, progress=partial(_progress, parts), announce=self._announce)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
-        return self.state_at(self._engine.cursor)
-
     def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
-        """The same for an earlier position. `later`: those after it, up to the present one."""
+        """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
         cursor, sampler = self._engine.cursor, self.batch_sampler
@@ -240,19 +219,6 @@ class ResumableLoader(DataLoader[Any]):
         self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
         self._lengths = state["num_samples"], size
 
-    def set_aside(self) -> AbstractContextManager[None]:
-        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
-        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
-        the present epoch. `Guard.outside_step` has it around it."""
-        return self._engine.set_aside(self)
-
-    def shutdown(self) -> None:
-        """End the worker processes now: ask, wait half a second, SIGKILL.
-
-        Idempotent; any thread, but not two at once.
-        """
-        self._engine.shutdown()
-
     def _check_length(self, now: int) -> None:
         """At the first iteration after `load_state_dict`. Raises MismatchError."""
         if self._lengths is None:
@@ -272,10 +238,6 @@ class ResumableLoader(DataLoader[Any]):
         assert isinstance(self.batch_sampler, ResumableBatchSampler)
         return self.batch_sampler
 
-    def _announce(self) -> None:
-        if self.on_iterator_ready is not None:
-            self.on_iterator_ready()
-
     def _current_settings(self) -> dict[str, Any]:
         sampler = self._sampler
         return {
@@ -288,16 +250,13 @@ class ResumableLoader(DataLoader[Any]):
 
     def _build(self) -> DataLoader[Any]:
         # Read at each epoch, so that attributes set after construction count, as they do in DataLoader.
-        dataset: Any = self.dataset
-        collate_fn: Any = self.collate_fn
-        if self.per_sample_seed:
-            dataset, collate_fn = SeededDataset(dataset, collate_fn, self._use), as_collated
+        dataset = SeededDataset(self.dataset, self.collate_fn, self._use)
         generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,
             dataset,
             {"batch_sampler": self._sampler},
-            collate_fn,
+            as_collated,
             generator=generator,
             grace_s=self.worker_grace_s,
             persistent=self.persistent_workers,

@@ -20,7 +20,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
-from mindx_elastic.data.iteration import Engine
+from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix, mix_array
 from mindx_elastic.data.position import (
     SIZES,
@@ -51,7 +51,7 @@ _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 _MOST_TENSORS = 8
 
 
-class ReplayLoader:
+class ReplayLoader(EngineLoader):
     """Resumes any loader by beginning its epoch again and skipping what was consumed.
 
     At the start of an epoch it notes the global random streams (Python, numpy, torch CPU) and those found on the
@@ -66,25 +66,22 @@ class ReplayLoader:
     - the order is exact only if it follows from the noted state. What samplers and iterable data sets draw from
       the *global* streams does: in each epoch they have streams of their own, which begin as the global ones;
     - augmentation is seeded per sample for map-style data sets (by its place in the epoch) and so resumes
-      exactly. With ``per_sample_seed=False`` it comes from the workers' running streams and differs after a
-      resume when workers are used; iterable data sets replay their worker streams, so there `num_workers`
-      must stay the same;
+      exactly; iterable data sets replay their worker streams, so there `num_workers` must stay the same;
     - the world size must stay the same, and sharding over ranks is the sampler's own business.
 
     Args:
         loader: a DataLoader, or any iterable that gives a new iterator each time.
         seed: whole number for the augmentation.
-        per_sample_seed: see above.
 
     Iterations, `set_epoch` and threads: as `ResumableLoader`. `set_epoch` is passed on to the sampler at once.
     """
 
-    def __init__(self, loader: Iterable[Any], *, seed: int = 0, per_sample_seed: bool = True) -> None:
+    def __init__(self, loader: Iterable[Any], *, seed: int = 0) -> None:
         if not has_method(loader, "__iter__"):
             raise UsageError(f"{type(loader).__name__} is not iterable")
         if isinstance(loader, Iterator):
             raise UsageError("an iterator can be gone through only once; pass a DataLoader or a list of batches")
-        self.on_iterator_ready: Callable[[], None] | None = None
+        self.on_iterator_ready = None
         self.worker_grace_s: float | None = None
         self.loader = loader
         self.seed = whole_number("seed", seed)
@@ -96,7 +93,7 @@ class ReplayLoader:
         self._following: list[dict[str, Any]] = []  # what begins the epochs after the loaded one
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
-            self._skipper = _SkippingSampler(self._stock, self._engine.cursor, seeded=per_sample_seed)
+            self._skipper = _SkippingSampler(self._stock, self._engine.cursor)
         self._given_size = 0 if self._skipper is None else self._skipper.batch_size
 
     def __getattr__(self, name: str) -> Any:
@@ -106,16 +103,6 @@ class ReplayLoader:
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the running iteration, or else of the next one."""
-        return self._engine.cursor.next_epoch
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
-        return self._engine.cursor.is_at_end
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is `epoch`; see `ResumableLoader.set_epoch`."""
@@ -152,15 +139,8 @@ class ReplayLoader:
             raise
         return self._engine.iterate(opened, loader=self, progress=lambda count: (0, False), announce=announce)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position and what is needed to begin its epoch again.
-
-        About 10 KB of arrays, which the dicts of one epoch share: do not change them in place.
-        """
-        return self.state_at(self._engine.cursor)
-
     def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
-        """The same for an earlier position. `later`: those after it, up to the present one."""
+        """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
         state = {
@@ -204,28 +184,17 @@ class ReplayLoader:
         found = {name: _capture_part(part, self.loader) for name, part in self._parts().items()}
         following, self._following = self._following, []
         try:
-            with self._engine.set_aside(self):
+            with super().set_aside():
                 yield
         finally:
             self._following = following
             for name, part in self._parts().items():
                 _restore_part(part, found.get(name, {}), self.loader)
 
-    def shutdown(self) -> None:
-        """End the worker processes now: ask, wait half a second, SIGKILL.
-
-        Idempotent; any thread, but not two at once.
-        """
-        self._engine.shutdown()
-
     @property
     def _persistent(self) -> bool:
         # Workers of an iterable data set must start each epoch with new streams, or no later epoch could be replayed.
         return self._skipper is not None and self._stock is not None and self._stock.persistent_workers
-
-    def _announce(self) -> None:
-        if self.on_iterator_ready is not None:
-            self.on_iterator_ready()
 
     def _current_settings(self) -> dict[str, Any]:
         workers = None if self._skipper is not None else asked(self.loader, "num_workers")
@@ -273,7 +242,7 @@ class ReplayLoader:
             sampler = {"batch_sampler": self._skipper}
         else:
             sampler = {"sampler": self._skipper, "batch_size": None}
-        if self._skipper is not None and self._skipper.seeded:
+        if self._skipper is not None:
             dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
         # With persistent workers the base seed is drawn once for all epochs. From the user's stream, a resume, which
         # starts the workers anew, would take one number more than the run without a stop did.
@@ -406,17 +375,16 @@ def _too_short(found: int, wanted: int) -> MismatchError:
 
 
 class _SkippingSampler(Sampler[Any]):
-    """The (batch) sampler of `loader`, begun `skip` items in, with seeds added to its indices when `seeded`.
+    """The (batch) sampler of `loader`, begun `skip` items in, with seeds added to its indices.
 
     The seed of a sample is a hash of `prefix` and its place in the epoch, not of its index: an index need
     not be a number, and a sampler with replacement may draw one twice.
     """
 
-    def __init__(self, loader: DataLoader[Any], cursor: Cursor, *, seeded: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], cursor: Cursor) -> None:
         self.cursor = cursor
         self.inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.batched = loader.batch_sampler is not None
-        self.seeded = seeded
         self._skip = 0
         self._prefix = 0
         self._walk: _Walk | None = None
@@ -470,7 +438,6 @@ class _Walk(Iterator[Any]):
         self._skip = sampler._skip
         self._prefix = sampler._prefix
         self._batched = sampler.batched
-        self._seeded = sampler.seeded
         self._place = self._batch = 0  # samples and batches so far
         self._as_asked = sampler.as_asked
 
@@ -495,8 +462,6 @@ class _Walk(Iterator[Any]):
         item = self._take()
         count = len(item) if self._batched else 1
         first, self._place = self._place, self._place + count
-        if not self._seeded:
-            return item
         seeds = mix_array(self._prefix, np.arange(first, first + count, dtype=np.uint64)).tolist()
         return list(zip(seeds, item, strict=True)) if self._batched else (seeds[0], item)
 

@@ -24,7 +24,7 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
 
-Key: TypeAlias = Any  # (seed of the sample, index) when augmentation is seeded, else the bare index
+Key: TypeAlias = Any  # (seed of the sample, index)
 
 _BLOCK = 4096  # positions worked out at once: large enough for numpy, small enough to start fast
 _ORDER, _SAMPLE = 1, 2  # keep the order's and the augmentation's hashes apart
@@ -184,10 +184,9 @@ def _piece(begin: int, end: int, number: int, count: int) -> tuple[int, int]:
 class ResumableBatchSampler(Sampler[list[Key]]):
     """Yields this rank's batches from the cursor's position on; each `iter` reads the position anew.
 
-    A batch is a list of keys: ``(seed of the sample, index)``, or bare indices when `seeded` is False. The seed is a
-    hash of (seed, epoch, index): it follows the sample to whichever worker or rank loads it. `whole_rounds` leaves out
-    what does not divide by the world size, as ``DistributedSampler(drop_last=True)`` does; `filled_rounds`: see
-    `EpochPlan.fill`.
+    A batch is a list of keys, ``(seed of the sample, index)``. The seed is a hash of (seed, epoch, index): it follows
+    the sample to whichever worker or rank loads it. `whole_rounds` leaves out what does not divide by the world size,
+    as ``DistributedSampler(drop_last=True)`` does; `filled_rounds`: see `EpochPlan.fill`.
     """
 
     def __init__(
@@ -200,7 +199,6 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         seed: int,
         drop_last: bool,
         ranks: Callable[[], tuple[int, int]],
-        seeded: bool = True,
         whole_rounds: bool = False,
     ) -> None:
         self.dataset = dataset
@@ -210,7 +208,6 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.seed = seed
         self.drop_last = drop_last
         self.ranks = ranks
-        self.seeded = seeded
         self.whole_rounds = whole_rounds
         self.filled_rounds = False
         self.source: Any = None
@@ -313,7 +310,5 @@ class ResumableBatchSampler(Sampler[list[Key]]):
 
     def _keys(self, positions: npt.NDArray[np.int64], order: Permutation | None, prefix: int) -> Iterator[list[Key]]:
         indices = positions if order is None else order(positions)
-        if not self.seeded:
-            return iter(indices.tolist())
         seeds = mix_array(prefix, indices.astype(np.uint64))
         return map(list, map(zip, seeds.tolist(), indices.tolist()))

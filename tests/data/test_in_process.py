@@ -58,16 +58,15 @@ def batches(dataset: Dataset[Any], **options: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "running"])
 @pytest.mark.parametrize("kind", [Drawn, Batched])
 @pytest.mark.parametrize("draws", ["", "p", "nt", "pnt"])
 def test_the_same_batches_as_from_the_iterator_of_torch(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Drawn], draws: str, seeded: bool
+    monkeypatch: pytest.MonkeyPatch, kind: type[Drawn], draws: str
 ) -> None:
     dataset = kind(draws, broken=7)
-    ours = batches(dataset, per_sample_seed=seeded)
+    ours = batches(dataset)
     monkeypatch.setattr(iteration_module, "can_be_in_process", lambda loader: False)
-    assert batches(dataset, per_sample_seed=seeded) == ours
+    assert batches(dataset) == ours
     assert "sample 7" in ours
 
 

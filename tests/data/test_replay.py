@@ -256,14 +256,6 @@ def test_persistent_workers_of_a_subclass_are_left_alone() -> None:
     wrapped._iterator._shutdown_workers()
 
 
-def test_without_per_sample_seed_the_running_streams_are_used() -> None:
-    source = ReplayLoader(plain("generators"), per_sample_seed=False)
-    seed_streams(1)
-    first = list(source)
-    seed_streams(2)
-    assert not same(list(ReplayLoader(plain("generators"), per_sample_seed=False)), first)
-
-
 def test_it_passes_on_what_it_does_not_have() -> None:
     wrapped = plain("python")
     source = ReplayLoader(wrapped)

@@ -211,10 +211,10 @@ def test_a_step_that_the_scaler_skips_is_the_boundary_before_it(tmp_path: Path) 
 
 def test_the_step_after_a_skipped_one_is_kept(tmp_path: Path) -> None:
     parts = "scaled update zero log"
-    expected = Window(tmp_path / "whole", parts).run(inf_at=6)
-    fails(Window(tmp_path / "job", parts), "log", inf_at=6)
-    assert saved(tmp_path / "job") == [FAIL_AT]
-    assert all(map(torch.equal, Window(tmp_path / "job", parts).run(inf_at=6), expected))
+    expected = Window(tmp_path / "whole", parts).run(inf_at=7)
+    fails(Window(tmp_path / "job", parts), "log", fail_at=8, inf_at=7)
+    assert saved(tmp_path / "job") == [8]
+    assert all(map(torch.equal, Window(tmp_path / "job", parts).run(inf_at=7), expected))
 
 
 def test_an_exception_that_comes_out_of_a_scheduler_is_refused(
