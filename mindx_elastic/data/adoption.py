@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from inspect import signature
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from mindx_elastic.core.looks import asked, attributes_of
+from mindx_elastic.core.looks import asked
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.loader import ResumableLoader, from_loader, stock_order
 from mindx_elastic.data.permutation import mix
@@ -89,22 +87,6 @@ class Adoption:
         if isinstance(self.resumable, ResumableLoader):
             self.resumable._sampler.seed = seed
         self.resumable._settings = None
-
-    def unseeded(self) -> list[str]:
-        """The stages of the data set's pipeline (webdataset's) that could have a seed, and have none."""
-        found = []
-        stages: Any = asked(self.loader.dataset, "pipeline")
-        for stage in stages if isinstance(stages, list) else ():
-            held = attributes_of(stage)
-            if isinstance(function := held.get("f"), FunctionType):
-                given = signature(function).bind_partial(None, *held["args"], **held["kw"])
-                given.apply_defaults()
-                seeds = [given.arguments[name] for name in ("rng", "seed") if name in given.arguments]
-                if seeds and all(seed is None for seed in seeds):
-                    found.append(function.__name__.strip("_"))
-            elif held.get("deterministic") is False:
-                found.append(type(stage).__name__)
-        return found
 
     def describe(self) -> str:
         """How its order arises, for people."""

@@ -281,26 +281,6 @@ def test_no_look_runs_code_of_the_program(tmp_path: Path) -> None:
     assert not Silent.calls
 
 
-class Stage:
-    """As webdataset makes of a function and its arguments; here they are looked at and not called."""
-
-    def __init__(self, **given: Any) -> None:
-        def _shuffle(samples: Any, size: int = 8, rng: Any = None, seed: Any = None) -> Any: ...
-
-        self.f, self.args, self.kw = _shuffle, (4,), given
-
-
-@pytest.mark.parametrize("seed", [{}, {"seed": 0}])
-def test_a_shuffle_that_could_have_a_seed_and_has_none_is_told(
-    seed: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stream = Stream()
-    stream.pipeline = [Stage(**seed), print, 3]  # type: ignore[attr-defined]
-    train(tmp_path, DataLoader(stream, batch_size=2))
-    told = [r.getMessage() for r in caplog.records if "seeded by time and process" in r.getMessage()]
-    assert [line.partition(" is ")[0] for line in told] == ["shuffle in the data set of loader"] * (not seed)
-
-
 def test_each_look_answers() -> None:
     Hostile.properties_run.clear()
     hostile = Hostile()

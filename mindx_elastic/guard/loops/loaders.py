@@ -156,9 +156,6 @@ class Loaders:
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
                 followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
-                if unseeded := followed.adoption.unseeded():
-                    what = f"{', '.join(unseeded)} in the data set of {followed.name} is seeded by time and process"
-                    unmanaged.risk(what, "Give it a seed: shuffle(1000, seed=0), WebDataset(..., seed=0)")
 
     def _now(self) -> int | None:
         """Batches handed out by the first loader, while there is an iteration."""
