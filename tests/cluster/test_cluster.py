@@ -12,7 +12,7 @@ import pytest
 
 from mindx_elastic.rejoin.record import STAGES
 from tests.cluster.processes import Processes, cluster
-from tests.harness import Job, job_status, run_job
+from tests.harness import Job, job_status, run_job, wait_until
 
 pytestmark = pytest.mark.slow
 EXIT_TEMPORARY = 75
@@ -184,8 +184,8 @@ def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
         first.process.kill()
         first.wait()
         second = run.scheduler()
-        for job in jobs:
-            job.wait_for("the scheduler is there again")
+        # One of them says it for all.
+        wait_until(lambda: any(job.matches("the scheduler is there again") for job in jobs), "a connection")
         os.kill(jobs[1].process.pid, signal.SIGTERM)
         for job in jobs:
             job.expect(143)
