@@ -124,6 +124,10 @@ def _of(component: Component) -> Iterator[tuple[str, Any]]:
 
 def _of_scheduler(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from _plain(state)
+    if "_milestones" in state:  # of a SequentialLR
+        yield "milestones", state["_milestones"]
+    for number, own in enumerate(state.get("lr_lambdas", ())):  # attributes of objects that are called
+        yield from ((f"{key} of function {number}", value) for key, value in _plain(own or {}))
     for number, inner in enumerate(state.get("_schedulers", ())):  # of a SequentialLR or ChainedScheduler
         yield from ((f"{key} of scheduler {number}", value) for key, value in _of_scheduler(inner))
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.components import Component, ModuleComponent, PlainComponent
 from mindx_elastic.capture.data_listing import first_difference
 from mindx_elastic.capture.plain_component import GoesThroughData
-from mindx_elastic.core.looks import items_of
+from mindx_elastic.core.looks import attributes_of, items_of
 
 __all__ = ["changed_in_code", "settings_in_code"]
 
@@ -128,8 +128,12 @@ def _of_functions(scheduler: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     functions = getattr(scheduler, "lr_lambdas", ())
     for number, function in enumerate(functions):
         inner = function.func if isinstance(function, partial) else function
-        if isinstance(inner, FunctionType):  # an object has a state of its own, which is in the scheduler's
-            of_group = f" of group {number}" if len(functions) > 1 else ""
+        of_group = f" of group {number}" if len(functions) > 1 else ""
+        if isinstance(inner, MethodType):  # not called: it may count its calls
+            owner = type(inner.__self__).__name__
+            read = attributes_of(inner.__self__).items()
+            yield from ((f"{owner}.{name}{of_group}{where}", value) for name, value in read if _is_number(value))
+        elif isinstance(inner, FunctionType):  # an object has a state of its own, which is in the scheduler's
             yield from ((f"{name}{of_group}{where}", value) for name, value in _numbers_read(function, inner))
             yield f"{_FACTOR}{of_group}{where}", _in_runs([_given(function, step) for step in _STEPS])
     for number, each in enumerate(getattr(scheduler, "_schedulers", ())):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mindx_elastic.capture.adapters import NO_STATE
 from mindx_elastic.capture.copying import copy_state
-from mindx_elastic.core.looks import attributes_of, defines, has_attributes
+from mindx_elastic.core.looks import attributes_of, defines, has_attributes, is_its_attributes
 from mindx_elastic.errors import MismatchError
 
 __all__ = ["NestedStates"]
@@ -45,12 +45,13 @@ class NestedStates:
         return self._is_object(state)
 
     def _is_object(self, value: Any) -> bool:
-        """Whether it is more than a file has a word for. A module is refused by name: its weights belong to a name."""
+        """Whether it is more than a file has a word for. A module is refused by name: its weights belong to a name; and
+        so is what C code keeps more of than its attributes (`random.Random`)."""
         if issubclass(type(value), (torch.Tensor, nn.Module)) or type(value) in _SHALLOW or not has_attributes(value):
             return False
         if id(value) in self._others or _has_state(value) or issubclass(type(value), _FUNCTIONS):
             return True
-        return not issubclass(type(value), NO_STATE) and copy_state(value) is value
+        return not issubclass(type(value), NO_STATE) and is_its_attributes(value) and copy_state(value) is value
 
     def taken_apart(self, value: Any, depth: int = 0) -> Any:
         """`value` with the state of each object in its place."""
@@ -68,13 +69,18 @@ class NestedStates:
         own = {key: item for key, item in attributes_of(value).items() if not issubclass(type(item), NO_STATE)}
         return {_ATTRIBUTES: self.taken_apart(own, depth + 1)}
 
+    def stand_in(self, saved: Any) -> bool:
+        """Whether the state of an object is in `saved`: the program may have had one at the save, and none now."""
+        items = saved.values() if type(saved) is dict else saved if type(saved) in _SHALLOW else ()
+        return _stands_for_object(saved) or any(self.stand_in(item) for item in items if type(item) not in _PLAIN)
+
     def put_together(self, saved: Any, live: Any, place: str = "") -> Any:
         """`saved` with the objects of the program in it, as `live` has them, after their states were loaded.
 
         Raises MismatchError where the program has none at a place.
         """
         kind = type(saved)
-        if kind is dict and len(saved) == 1 and (_STATE in saved or _ATTRIBUTES in saved):
+        if _stands_for_object(saved):
             ((key, state),) = saved.items()
             if not has_attributes(live):
                 raise MismatchError(f"the checkpoint does not fit {self._name}: {place[1:]} is no object here")
@@ -92,6 +98,10 @@ class NestedStates:
             pairs = enumerate(zip(saved, there, strict=True))
             return kind(self.put_together(item, each, f"{place}.{number}") for number, (item, each) in pairs)
         return saved
+
+
+def _stands_for_object(saved: Any) -> bool:
+    return type(saved) is dict and len(saved) == 1 and (_STATE in saved or _ATTRIBUTES in saved)
 
 
 def _has_state(value: Any) -> bool:

@@ -125,9 +125,9 @@ class PlainComponent:
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
-        nested = NestedStates(name, others)
-        self._nested = nested if stateful is None and nested.are_in(target.state_dict()) else None
-        """Where its state has objects in it."""
+        self._nested = NestedStates(name, others)
+        self._has_objects = stateful is None and self._nested.are_in(target.state_dict())
+        """Whether its state has objects in it."""
         self.copy()
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -143,19 +143,19 @@ class PlainComponent:
             self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
-        if self._is_scheduler and self._nested is None:
+        if self._is_scheduler and not self._has_objects:
             variables = vars(self.target)
             if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
                 # What its state_dict would give, which makes a dict in a loop of Python's.
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
-        state = self._stateful.state_dict() if self._nested is None else self.live_state()
+        state = self.live_state()
         self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
         state = self._stateful.state_dict()
-        return state if self._nested is None else self._nested.taken_apart(state)
+        return self._nested.taken_apart(state) if self._has_objects else state
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
@@ -190,7 +190,7 @@ class PlainComponent:
         """Make the target as `state` says, which `look` or `state` has given."""
         with exact_loads(optimizers_inside(self.target)):
             own = originals(copy_tree(state), self._parameters)
-            if self._nested is not None:
+            if self._has_objects or self._nested.stand_in(own):
                 own = self._nested.put_together(own, self._stateful.state_dict())
             self._stateful.load_state_dict(own)
 

@@ -49,7 +49,7 @@ _OF_A_FILE = (
 )
 _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
 _DATA_TAGS = ("$tensor", "$ndarray", "$blob")
-_PAIR_TAGS = ("$map", "$odict", "$counter")
+_PAIR_TAGS = ("$map", "$odict", "$counter", "$default")
 _ITEM_TAGS = ("$tuple", "$set", "$frozenset", "$deque")
 
 

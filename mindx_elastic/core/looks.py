@@ -11,6 +11,7 @@ them, and what has to be called is called here.
 from __future__ import annotations
 
 import math
+import struct
 import types
 import weakref
 from collections import deque
@@ -27,6 +28,7 @@ __all__ = [
     "has_attributes",
     "has_method",
     "is_computed",
+    "is_its_attributes",
     "items_of",
     "length_of",
     "table_of",
@@ -67,6 +69,13 @@ def table_of(value: object) -> dict[str, Any] | None:
 def has_attributes(value: object) -> bool:
     """Whether it has an instance dictionary or slots. No code of the program runs."""
     return _tables_of(type(value)) != (None, ())
+
+
+def is_its_attributes(value: object) -> bool:
+    """Whether Python keeps no more of it than its attributes: C code would have made its instances larger."""
+    kind = type(value)
+    room = 2 + len(_tables_of(kind)[1])  # pointers: to its dictionary, to weak references, and its slots
+    return not kind.__itemsize__ and kind.__basicsize__ <= object.__basicsize__ + room * struct.calcsize("P")
 
 
 def items_of(value: object, most: float = math.inf) -> list[tuple[Any, Any]] | None:

@@ -7,11 +7,13 @@ the state it describes; a value that JSON cannot express is an object with one k
 
     $tensor name [dtype, strides, grad, parameter]      $ndarray name, dtype [shape, order]    $scalar [dtype, hex]
     $map [[key, value], ...]  dicts whose keys are not all plain strings   $odict, $counter    the same, other types
+    $default [[key, value], ...], factory "list"      a defaultdict
     $tuple $set $frozenset [...]      $deque [...], maxlen    $bytes base64    $blob name (bytes of more than 1 KiB)
     $int hex (beyond 64 bits)         $float hex (nan, inf)   $complex hex     $size [...]    $dtype   $device
 
 Types are matched exactly: a subclass (an enum, a namedtuple, a DTensor) would silently come back as its base, so it
-is refused by name. The one exception is a `defaultdict`, which comes back as a `dict`: its factory is code.
+is refused by name. The one exception is a `defaultdict` with a factory that is not in `FACTORIES`, which comes back as
+a `dict`: such a factory is code.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import torch
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
 
-__all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
+__all__ = ["FACTORIES", "MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
 
 Tree = Any  # JSON: None, bool, int, float, str, list, dict
 
@@ -40,6 +42,8 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
+FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}}
+"""Of a `defaultdict`, those that are kept, by name."""
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
 _FIRST = itemgetter(slice(1))
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
@@ -151,6 +155,12 @@ class _Encoder:
             node["metadata"] = self.encode(metadata, _join(where, "_metadata"), depth + 1)
         return node
 
+    def _default(self, value: defaultdict[Any, Any], where: str, depth: int) -> Tree:
+        factory = next((name for name, made_by in FACTORIES.items() if made_by is value.default_factory), None)
+        if factory is None:
+            return self._dict(value, where, depth)
+        return {"$default": self._pairs(value, where, depth), "factory": factory}
+
     def _counter(self, value: Counter[Any], where: str, depth: int) -> Tree:
         return {"$counter": self._pairs(value, where, depth)}
 
@@ -260,7 +270,7 @@ _HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {
     list: _Encoder._list,
     tuple: _Encoder._tuple,
     dict: _Encoder._dict,
-    defaultdict: _Encoder._dict,
+    defaultdict: _Encoder._default,
     OrderedDict: _Encoder._ordered,
     Counter: _Encoder._counter,
     set: _Encoder._set,
@@ -280,7 +290,7 @@ _NO_HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {}  # too 
 
 def _join(where: str, key: object) -> str:
     try:
-        text = key if isinstance(key, str) else repr(key)
+        text = key if isinstance(key, str) else type(key).__name__ if isinstance(key, torch.Tensor) else repr(key)
     except ValueError:  # an integer of more digits than Python is willing to print
         text = type(key).__name__
     text = text[:_NAME_PART]

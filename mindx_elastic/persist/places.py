@@ -91,7 +91,7 @@ def _walk(node: Tree, where: str, depth: int, found: Places) -> None:
         if isinstance(node.get("$tensor"), str):
             found[where] = node
             return
-        for tag in ("$map", "$odict"):
+        for tag in ("$map", "$odict", "$default"):
             for pair in node.get(tag, ()) if isinstance(node.get(tag), list) else ():
                 if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int)):
                     _walk(pair[1], f"{where}.{pair[0]}" if where else str(pair[0]), depth + 1, found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from mindx_elastic.errors import CorruptCheckpointError, StrPath
 from mindx_elastic.persist.dtypes import from_stored, parse_dtype
-from mindx_elastic.persist.flatten import MAX_DEPTH, NUMPY_DTYPE, Tree, is_dense
+from mindx_elastic.persist.flatten import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, Tree, is_dense
 
 __all__ = ["unflatten"]
 
@@ -75,13 +75,15 @@ class _Decoder:
         }
 
     def _container(self, tag: str, node: dict[str, Tree], depth: int) -> Any:
-        if tag not in ("$map", "$odict", "$counter"):
+        if tag not in ("$map", "$odict", "$counter", "$default"):
             items = self.decode(node[tag], depth)
             return deque(items, node["maxlen"]) if tag == "$deque" else _CONTAINERS[tag](items)
         pairs = [(self.decode(key, depth + 1), self.decode(item, depth + 1)) for key, item in node[tag]]
         result = _CONTAINERS[tag](pairs)
         if len(result) != len(pairs):
             raise ValueError(f"a key appears twice in {tag}")
+        if tag == "$default":
+            return defaultdict(FACTORIES[node["factory"]], result)
         if "metadata" in node:
             result._metadata = self.decode(node["metadata"], depth + 1)
         return result
@@ -156,6 +158,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "$map": dict,
     "$odict": OrderedDict,
+    "$default": dict,
     "$counter": lambda pairs: Counter(dict(pairs)),
     "$tuple": tuple,
     "$set": set,

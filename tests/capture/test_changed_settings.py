@@ -64,6 +64,26 @@ def test_another_rate_and_length(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "T_max is 20 in the program and 9 in it" in caplog.text and "base_lrs is [0.5]" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda o, n: lr_scheduler.LambdaLR(o, Decay(n)), "length of function 0 is 20 in the program and 9 in it"),
+        (
+            lambda o, n: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 9)], [n]),
+            r"milestones is \[20\] in the program and \[9\] in it",
+        ),
+    ],
+)
+def test_another_length_in_a_state(
+    make: Callable[[Any, int], Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (2, 3):
+        train(tmp_path, steps, partial(make, n=9), lr=0.1)
+    assert "goes on with the settings" not in caplog.text
+    train(tmp_path, 4, partial(make, n=20), lr=0.1)
+    assert re.search(told, caplog.text)
+
+
 def moved_by_hand(optimizer: Any) -> None:
     """As programs do that have no scheduler: by a hook, so that the loop above stays as it is."""
 
@@ -133,6 +153,23 @@ def look_up(factors: tuple[float, ...], step: int) -> float:
     return factors[step]
 
 
+class Decay:
+    """A schedule as a method, or as an object that is called."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.calls = length, 0
+
+    def factor(self, step: int) -> float:
+        self.calls += 1
+        return 1 - step / (self.length + 1)
+
+    __call__ = factor
+
+
+def by_method(length: int) -> Callable[[Any], Any]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(length).factor)
+
+
 def with_dropout(p: float) -> Callable[[], torch.nn.Module]:
     return lambda: torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(3, 1), torch.nn.Dropout(p))
 
@@ -156,6 +193,7 @@ class Scaled(torch.nn.Module):
             r"^lr_scheduler goes on otherwise .*: length is 16 in the program and was 8; factor at step 1 is 0.94",
         ),
         ({"make": by_table(0.5, 1, 1, 1)}, {"make": by_table(0.5, 1, 1, 1, 1, 1)}, "of scheduler 1 at step 5 is 1.0"),
+        ({"make": by_method(8)}, {"make": by_method(16)}, "Decay.length is 16 in the program and was 8. To go on"),
         ({"build": with_dropout(0.1)}, {"build": with_dropout(0.3)}, r"Dropout.p \(number 2 of 2\) is 0.3 .* was 0.1"),
         ({"build": lambda: Scaled(1.5)}, {"build": lambda: Scaled(2)}, "Scaled.factor is 2 in the program and was 1.5"),
     ],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from mindx_elastic import Guard
-from mindx_elastic.errors import UnmanagedStateError, UsageError
+from mindx_elastic.errors import MismatchError, UnmanagedStateError, UnsupportedStateError, UsageError
 
 STEPS = 6
 
@@ -240,6 +241,41 @@ def test_what_an_ordered_dict_says_of_itself_comes_back(tmp_path: Path) -> None:
     train(tmp_path, sgd, stateful={"store": (store := Store())})
     inner = store.state["storage"]["inner"]
     assert inner._metadata == OrderedDict({"": {"batch_size": torch.Size([40]), "device": torch.device("cpu")}})
+
+
+class Keeper:
+    """Gives what it has as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def test_what_c_code_keeps_of_an_object_is_not_lost(tmp_path: Path) -> None:
+    """Its attributes are not all that a generator is."""
+    with pytest.raises(UnsupportedStateError, match=r"keeper\.value: value of type random\.Random"):
+        train(tmp_path, sgd, stateful={"keeper": Keeper(random.Random(1))})
+
+
+def test_a_state_with_an_object_needs_one_at_its_place(tmp_path: Path) -> None:
+    other = types.SimpleNamespace(seen=torch.ones(2))
+    train(tmp_path, sgd, stop=2, stateful={"keeper": Keeper(other)})
+    with pytest.raises(MismatchError, match=r"does not fit keeper: value is no object here"):
+        train(tmp_path, sgd, stateful={"keeper": Keeper(None)})
+    there = types.SimpleNamespace(seen=None)
+    train(tmp_path, sgd, stateful={"keeper": Keeper(there)})
+    assert torch.equal(there.seen, torch.ones(2))
+
+
+def test_a_dict_that_makes_its_missing_items_still_does(tmp_path: Path) -> None:
+    train(tmp_path, sgd, stop=2, stateful={"keeper": Keeper(defaultdict(list, a=[1]))})
+    train(tmp_path, sgd, stateful={"keeper": (keeper := Keeper(None))})
+    assert keeper.value == {"a": [1]} and keeper.value["new"] == []
 
 
 class Vaccine(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from typing import Any
 
@@ -134,6 +134,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         names,
         st.dictionaries(_keys, inner, max_size=4),
         names.map(OrderedDict),
+        st.builds(defaultdict, st.sampled_from([None, list, dict, set, int, float]), names),
         st.dictionaries(_keys, st.integers(), max_size=3).map(Counter),
         st.sets(_keys, max_size=3),
         st.frozensets(_keys, max_size=3),
