@@ -78,9 +78,9 @@ def test_another_length_in_a_state(
     make: Callable[[Any, int], Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps in (2, 3):
-        train(tmp_path, steps, partial(make, n=9), lr=0.1)
+        train(tmp_path, steps, lambda optimizer: make(optimizer, 9), lr=0.1)
     assert "goes on with the settings" not in caplog.text
-    train(tmp_path, 4, partial(make, n=20), lr=0.1)
+    train(tmp_path, 4, lambda optimizer: make(optimizer, 20), lr=0.1)
     assert re.search(told, caplog.text)
 
 

@@ -8,9 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from mindx_elastic import Guard
 from mindx_elastic.data import ResumableLoader
@@ -169,6 +178,74 @@ def test_a_sampler_that_shuffles_no_more(tmp_path: Path) -> None:
     assert sorted(expected[-1]) == expected[-1]
     stopped(of_two_ranks, in_turn, tmp_path / "cut", 15)
     assert run(of_two_ranks, in_turn, tmp_path / "cut") == expected[15:]
+
+
+class Chosen(Sampler[int]):
+    """A sampler as programs write them, with what a curriculum sets on it."""
+
+    def __init__(self) -> None:
+        self.pool, self.chances, self.order = list(range(80)), torch.ones(SAMPLES), np.arange(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.multinomial(self.chances, SAMPLES, replacement=True).tolist()
+        return (self.pool[self.order[number]] % SAMPLES for number in drawn)
+
+    def __len__(self) -> int:
+        return len(self.pool) - 32
+
+
+def weighted() -> DataLoader[Any]:
+    return DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+
+
+def of_a_hundred() -> DataLoader[Any]:
+    return DataLoader(TWICE, 4, sampler=SubsetRandomSampler(list(range(2 * SAMPLES))))
+
+
+def chosen() -> DataLoader[Any]:
+    return DataLoader(DATA, 4, sampler=Chosen())
+
+
+def from_the_second_epoch(change: Callable[[Any], None]) -> Change:
+    """Once: a resumed run does not come by it again."""
+    return lambda loader, epoch, batch: change(loader.sampler) if not batch and epoch == 1 else None
+
+
+def other_weights(sampler: Any) -> None:
+    sampler.weights = torch.arange(float(SAMPLES))
+
+
+def weights_in_place(sampler: Any) -> None:
+    sampler.weights[: SAMPLES // 2] = 0
+
+
+def fewer_indices(sampler: Any) -> None:
+    sampler.indices = list(range(SAMPLES, SAMPLES + 40))
+
+
+def of_its_own(sampler: Any) -> None:
+    sampler.pool = list(range(79, -1, -1))
+    sampler.order = sampler.order[::-1].copy()
+    sampler.chances[:9] = 0
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "stop"),
+    [
+        (weighted, other_weights, 15),
+        (weighted, weights_in_place, 27),
+        (of_a_hundred, fewer_indices, 27),
+        (chosen, of_its_own, 15),
+    ],
+)
+def test_what_says_which_samples_come_is_kept(
+    make: Make, change: Callable[[Any], None], stop: int, tmp_path: Path
+) -> None:
+    """Lists, arrays and tensors, of more items than other settings may have."""
+    once = from_the_second_epoch(change)
+    expected = run(make, once, tmp_path / "whole")
+    stopped(make, once, tmp_path / "cut", stop)
+    assert run(make, once, tmp_path / "cut") == expected[stop:]
 
 
 def with_replacement(loader: Any, epoch: int, batch: int) -> None:

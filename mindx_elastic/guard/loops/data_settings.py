@@ -3,10 +3,11 @@ curriculum, the strength of an augmentation.
 
 The line that sets it runs once (``if epoch == 270:``), so a resumed run, which does not come by it again, would train
 on other samples. Kept are attributes that are plain values: of the data set, of what hangs on it (its transforms), of
-the collate function's object and of samplers that are not torch's. They count as set by the program when they are
-others than at the guard's entry, unless one has changed while a batch was made in this process, or an iteration was
-opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong to what no file has. A
-sampler's own (it counts its epochs in ``__iter__``) is kept: a resumed iteration is made from its begin.
+the collate function's object and of samplers that are not torch's; of samplers also arrays and tensors. They count as
+set by the program when they are others than at the guard's entry, unless one has changed while a batch was made in this
+process, or an iteration was opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong
+to what no file has. A sampler's own (it counts its epochs in ``__iter__``) is kept: a resumed iteration is made from
+its begin.
 
 So do what the loader and torch's samplers have (`_OF_LOADER`, `_ORDER`).
 
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from mindx_elastic.core.looks import asked, attributes_of, has_attributes, items_of, table_of, text_of
+from mindx_elastic.core.looks import are_equal, asked, attributes_of, has_attributes, items_of, table_of, text_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
 from mindx_elastic.guard.checks.surroundings import is_of_library
@@ -38,9 +39,11 @@ from mindx_elastic.guard.checks.surroundings import is_of_library
 __all__ = ["DataSettings"]
 
 _DEPTH, _MOST_NODES, _MOST_ITEMS = 6, 256, 64
+_MOST_OF_SAMPLER = 1 << 16
+"""Of the lists, arrays and tensors of a sampler, which say for each sample whether and how often it comes."""
 _MOST_NAMED = 4
 _OTHER = object()
-_ORDER = ("indices", "num_samples", "sampler", "seed", "weights")
+_ORDER = ("indices", "num_samples", "replacement", "sampler", "seed", "weights")
 """What programs set on samplers of torch's, beside the numbers that our loaders keep with their position."""
 _OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
 _AT_ONCE = ("batch_sampler", "batch_size")
@@ -69,7 +72,8 @@ class DataSettings:
         self._loaded: Mapping[str, Any] | None = None
         self._epoch_loaded = 0
         self._see()  # what the attributes hold
-        self._contents: list[tuple[dict[str, Any], str, Any]] = []  # of lists, dicts and sets at the last look
+        self._contents: list[tuple[dict[str, Any], str, Any]] = []  # of lists, dicts, sets, tensors at the last look
+        self._long: dict[_Key, tuple[Any, int, Any]] = {}  # a long list or a tensor, its mark, and a copy
         self._is_changed = False  # by the program, since the last look
         self._is_making = False  # code that makes samples may run
         self.tell: Callable[[str, str], None] | None = None
@@ -123,10 +127,10 @@ class DataSettings:
             if is_new and not _same(self._start.get(key, _OTHER), value):
                 self._own.add(key)
         self._contents = [
-            (table, name, values[path, name])
+            (table, name, values[path, name] if (mark := _mark(held)) is None else mark)
             for path, table, seen in zip(self._paths, self._tables, self._seen, strict=True)
             for name, held in seen.items()
-            if type(held) in (list, dict, set) and (path, name) in values
+            if type(held) in (list, dict, set, torch.Tensor) and (path, name) in values
         ]
         return values
 
@@ -190,18 +194,28 @@ class DataSettings:
         return state.get("num_ranks") == self._num_ranks
 
     def _are_other_contents(self) -> bool:
-        return any(not _same(_plain(table.get(name, _OTHER)), held) for table, name, held in self._contents)
+        for table, name, seen in self._contents:
+            held = table.get(name, _OTHER)
+            if not _same(_plain(held) if (mark := _mark(held)) is None else mark, seen):
+                return True
+        return False
 
     def _values(self) -> dict[_Key, Any]:
         return {
             (path, name): value
             for path, part in self.parts.items()
             for name, held in _settable(part).items()
-            if (value := held if type(held) in _SCALARS else _plain(held)) is not _OTHER
+            if (value := held if type(held) in _SCALARS else _plain(held, _most_of(path))) is not _OTHER
         }
 
     def _value_of(self, key: _Key) -> Any:
-        return _plain(attributes_of(self.parts.get(key[0])).get(key[1], _OTHER))
+        held = attributes_of(self.parts.get(key[0])).get(key[1], _OTHER)
+        if (mark := _mark(held)) is None:
+            return _plain(held, _most_of(key[0]))
+        known = self._long.get(key)
+        if known is None or known[0] is not held or known[1] != mark:
+            known = self._long[key] = held, mark, _plain(held, _most_of(key[0]))
+        return known[2]
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():
@@ -283,12 +297,29 @@ def _items(held: Any) -> Iterator[tuple[str, Any]]:
         yield f"[{key!r}]" if type(key) in (int, str) else "[...]", one
 
 
-def _plain(value: Any) -> Any:
-    """A copy of a plain value or of a small container of such ones; `_OTHER`: it is none."""
+def _most_of(path: str) -> int:
+    return _MOST_OF_SAMPLER if path.startswith(("sampler", "batch_sampler")) else _MOST_ITEMS
+
+
+def _mark(value: Any) -> int | None:
+    """What shows of a tensor, or of a long list, that it is as it was; None: it is neither."""
+    if type(value) is torch.Tensor and not value.is_inference():
+        return value._version
+    return len(value) if type(value) is list and len(value) > _MOST_ITEMS else None
+
+
+def _plain(value: Any, most: int = _MOST_ITEMS) -> Any:
+    """A copy of a plain value, or of a container of at most so many, for a sampler also of an array or tensor of them;
+    `_OTHER`: it is none."""
     kind = type(value)
+    if kind in (torch.Tensor, np.ndarray):
+        is_kept = most > _MOST_ITEMS and (value.numel() if kind is torch.Tensor else value.size) <= most
+        return (value.detach().clone() if kind is torch.Tensor else value.copy()) if is_kept else _OTHER
+    if kind is range and len(value) <= most:
+        return list(value)
     if kind in _SCALARS or (issubclass(kind, np.generic) and kind is not np.void):
         return value
-    if kind in (list, tuple, set, frozenset) and len(value) <= _MOST_ITEMS:
+    if kind in (list, tuple, set, frozenset) and len(value) <= most:
         items = value.copy() if kind in (list, set) else value  # another thread may have it
         found = [one if type(one) in _SCALARS else _plain(one) for one in items]
         return _OTHER if any(one is _OTHER for one in found) else kind(found)
@@ -300,11 +331,13 @@ def _plain(value: Any) -> Any:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    value = _plain(value)  # of its own
+    value = _plain(value, _MOST_OF_SAMPLER)  # of its own
     if value is _OTHER:
         return
     held = attributes_of(owner).get(name, _OTHER)
-    if type(held) is list and type(value) is list:  # others may have the same one
+    if type(held) is type(value) is torch.Tensor and (held.shape, held.dtype) == (value.shape, value.dtype):
+        held.copy_(value)
+    elif type(held) is list and type(value) is list:  # others may have the same one
         held[:] = value
     elif type(held) is dict and type(value) is dict:
         held.clear()
@@ -316,7 +349,12 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and text_of(one) == text_of(other))
+    kind = type(one)
+    if kind is not type(other) or kind is torch.Tensor:
+        return kind is type(other) and torch.equal(one, other)
+    if kind is np.ndarray or (kind is list and len(one) > _MOST_ITEMS):
+        return are_equal(one, other)
+    return one is other or text_of(one) == text_of(other)
 
 
 def _by_path(values: Mapping[_Key, Any]) -> dict[str, dict[str, Any]]:
