@@ -114,6 +114,7 @@ class SignalHandlers:
         self._watcher = watcher
         self._previous: dict[int, Any] = {}
         self._theirs: dict[int, Any] = {}  # the program's handlers of other signals
+        self._newer: dict[int, Any] = {}  # what the program has put in the place of these handlers meanwhile
         self._is_updating, self._patience_s = is_updating, patience_s
         self.postponed: deque[int] = deque()
         """Other signals that have come in the middle of an update: see `call_postponed`."""
@@ -171,7 +172,9 @@ class SignalHandlers:
         # The last signals may have reached the handler and not yet the watcher: they are delivered again. So is what a
         # handler of the program has not been called for yet.
         unheard = set(list(self._marked)[self._heard :])
-        again = [n for n in dict.fromkeys(self._marked) if n in unheard or _is_function(self._before(n))]
+        heard = dict.fromkeys(self._marked)
+        newer = {n: handler for n, handler in self._newer.items() if n in heard and n not in unheard}
+        again = [n for n in heard if n in unheard or n in newer or _is_function(self._before(n))]
         if self._held is not None:
             self._held.noted.extend(n for n in again if n in self._held.before)
             again = [n for n in again if n not in self._held.before]
@@ -179,7 +182,7 @@ class SignalHandlers:
         has_stopped = self._linger_until is not None
         self._restore()
         for signum in again:
-            if has_stopped and _is_function(before := signal.getsignal(signum)):
+            if has_stopped and _is_function(before := newer.get(signum) or signal.getsignal(signum)):
                 self._call_after_stop(before, signum)
             else:
                 signal.raise_signal(signum)
@@ -198,6 +201,15 @@ class SignalHandlers:
                 logger.warning("the program's handler of signal %d, called after the save: %s", signum, what)
         self._lingering[signum] = signal.SIG_DFL
         signal.signal(signum, self._late)
+
+    def take_over(self) -> None:
+        """Main thread, at some boundaries: a function that the program has installed in the place of these handlers is
+        called after the save, as one from before."""
+        for number in self._previous:
+            now = signal.getsignal(number)
+            if _is_function(now) and getattr(now, "__self__", None) is not self:
+                self._newer[number] = now
+                signal.signal(number, self._handle)
 
     def call_postponed(self) -> None:
         """Main thread, at a boundary: call the program's handlers for what has come in the middle of the update. They

@@ -45,6 +45,7 @@ __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 _T = TypeVar("_T")
 _HEARD_S = 5.0  # the watcher is told by this process itself
+_LOOK_STEPS = 16  # at each of the first, and of so many later: has the program installed a signal handler?
 
 
 class Guard(LayeredGuard):
@@ -501,6 +502,8 @@ class Guard(LayeredGuard):
             )
         if overlap.looks:
             overlap.at_boundary(self._loops.position, is_cut=self._cut)
+        if step < _LOOK_STEPS or not step % _LOOK_STEPS:
+            self._listeners.handlers.take_over()
         if self._listeners.handlers.postponed and self._cut:
             self._listeners.handlers.call_postponed()
         if self._step_gate.arrive(step):

@@ -58,6 +58,8 @@ with guard:
         opt.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
+        if what == "inside" and guard.step == 2:
+            signal.signal(signal.SIGTERM, cleanup)
         if guard.step == 5:
             os.kill(os.getpid(), signal.SIGHUP if what == "terminal" else signal.SIGTERM)
             guard.stopper.step_gate.wait_for_limit(60)
@@ -69,6 +71,7 @@ with guard:
     ("what", "code", "said"),
     [
         ("handler", 143, "SAVED 1"),
+        ("inside", 143, "SAVED 1"),
         ("interrupt", 143, "KeyboardInterrupt: from the program"),
         ("terminal", 129, "SIGHUP heard"),
         ("thread", 143, "'Thread-1 (wait)', no daemon, still runs"),
