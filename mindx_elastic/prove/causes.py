@@ -86,10 +86,8 @@ _USUAL: Mapping[str, tuple[str, str]] = {
         "Change weights (clipping, averaging, freezing) before step_end()",
     ),
     "weights": (
-        "the step began alike: a variable (a counter, an average), an unnamed optimizer, an operation with other bits "
-        "(TorchScript's first calls)",
-        "Name it: Guard(stateful={'counts': counts}), Guard(optimizer=[...]), guard.enumerate(loader); for TorchScript "
-        "begin with torch.jit.set_fusion_strategy([])",
+        "the step began alike: a variable (a counter, an average), an unnamed optimizer, an operation with other bits",
+        "Name it: stateful=..., optimizer=[...], guard.enumerate(loader); TorchScript: torch.jit.set_fusion_strategy([])",
     ),
     "optimizer at entry": (
         "the optimizer does not put back what its state_dict() gives",
