@@ -87,7 +87,7 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     ),
     "weights": (
         "the step began alike: a variable (a counter, an average), an unnamed optimizer, an operation with other bits",
-        "Name it: stateful=..., optimizer=[...], guard.enumerate(loader); TorchScript: torch.jit.set_fusion_strategy([])",
+        "Name it: stateful=, optimizer=[...], guard.enumerate(loader); TorchScript: torch.jit.set_fusion_strategy([])",
     ),
     "optimizer at entry": (
         "the optimizer does not put back what its state_dict() gives",
