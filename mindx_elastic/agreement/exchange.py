@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Merge
-from mindx_elastic.agreement.pause_rounds import LocalPauseRounds, PauseRounds
-from mindx_elastic.agreement.stop_step import (
-    FINISHED,
-    Decision,
-    Offer,
-    StopRound,
-)
+from mindx_elastic.agreement.stop_step import FINISHED, Decision, Offer, conclude
 
-__all__ = ["Exchange", "LocalExchange"]
+__all__ = ["Exchange", "LocalExchange", "Order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """To pause, or to go on. The orders of a job are numbered, and each comes after the one before it: two ranks that
+    pass on the same order write the same one, a second pause in a pause changes nothing, and a rank that has missed
+    some orders needs only the newest."""
+
+    number: int = 0
+    """Odd: wait at the next boundary; even: go on. 0: none was given."""
+    reason: str = ""
+
+    @property
+    def is_pause(self) -> bool:
+        return bool(self.number % 2)
 
 
 class Exchange(Protocol):
@@ -31,28 +41,36 @@ class Exchange(Protocol):
     def is_sealed(self) -> bool:
         """Whether what the others say is known to come from them: nobody else can write it."""
 
-    @property
-    def pauses(self) -> PauseRounds:
-        """The rounds in which the ranks agree on pauses."""
-
     gone: Callable[[], Sequence[int]]
     """The ranks whose processes are gone. A round is not waited for if one of them has offered nothing in it. Any
     thread; asked while a rank waits for a decision."""
 
-    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
-        """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop.
+    def listen(
+        self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
+    ) -> None:
+        """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop, and `on_order` for a
+        newer order of another rank.
 
-        The content is checked, see `stop_request.parse_request`.
+        The content of a request is checked, see `stop_request.parse_request`.
         """
 
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Ask every rank to stop; returns the request that won, this one or an earlier one."""
 
+    def order(self, *, pause: bool, reason: str) -> Order:
+        """Order all ranks to pause, or to go on, unless the newest order says so already. Returns the newest one. Never
+        blocks long; raises what a lost store raises."""
+
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         """Take part in round `name`; never blocks longer than about `timeout_s` seconds, never raises."""
 
-    def announce(self, name: str, offer: Offer) -> None:
-        """Make an offer for round `name` without waiting for its decision, unless one was made already. Any thread."""
+    def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
+        """Make an offer for round `name` without waiting for its decision, unless one was made already. Any thread.
+        `is_stop`: a store that does not answer now is not asked again."""
+
+    def decided(self, name: str) -> Decision | None:
+        """What round `name` has led to, in which this rank has made an offer; None: nothing yet. Never blocks long;
+        raises what a lost store raises."""
 
     def finish(self, step: int, timeout_s: float) -> Decision:
         """Training thread: this rank has reached its end, boundary `step`. `FINISHED`, or what an alarm has led to."""
@@ -114,7 +132,8 @@ class LocalExchange:
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._first: dict[str, Any] | None = None
-        self.pauses: PauseRounds = LocalPauseRounds()
+        self._order = Order()
+        self._offers: dict[str, Offer] = {}
         self.gone: Callable[[], Sequence[int]] = lambda: ()
 
     def gather(self, name: str, value: Any, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
@@ -131,7 +150,9 @@ class LocalExchange:
     def fail(self, error: BaseException) -> None:
         pass
 
-    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
+    def listen(
+        self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
+    ) -> None:
         pass
 
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,13 +160,19 @@ class LocalExchange:
             self._first = dict(content)
         return self._first
 
-    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
-        round_ = StopRound(0, 1)
-        round_.offer()
-        return round_.decide(round_.propose([offer]))
+    def order(self, *, pause: bool, reason: str) -> Order:
+        if self._order.is_pause != pause:
+            self._order = Order(self._order.number + 1, reason)
+        return self._order
 
-    def announce(self, name: str, offer: Offer) -> None:
-        pass
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        return conclude([offer])
+
+    def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
+        self._offers.setdefault(name, offer)
+
+    def decided(self, name: str) -> Decision | None:
+        return conclude([self._offers[name]]) if name in self._offers else None
 
     def finish(self, step: int, timeout_s: float) -> Decision:
         return FINISHED

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from mindx_elastic.core.printable import printable
 
@@ -32,8 +31,6 @@ __all__ = [
     "Decision",
     "End",
     "Offer",
-    "RoundPhase",
-    "StopRound",
     "check_decision",
     "conclude",
     "parse_decision",
@@ -135,58 +132,3 @@ def conclude(offers: Sequence[Offer]) -> Decision:
     if all(offer == LEFT or isinstance(offer, End) for offer in offers):
         return FINISHED
     return Decision(max(offer.step if isinstance(offer, End) else int(offer) for offer in offers if offer != LEFT))
-
-
-class RoundPhase(Enum):
-    """Where one rank stands in a round."""
-
-    WAITING = "no offer made yet"
-    OFFERED = "own offer published; this rank is held at it"
-    TIMED_OUT = "waited long enough; proposes to act alone"
-    DECIDED = "the cell's content is known and final"
-
-
-_MOVES = {
-    RoundPhase.WAITING: {RoundPhase.OFFERED, RoundPhase.DECIDED},
-    RoundPhase.OFFERED: {RoundPhase.TIMED_OUT, RoundPhase.DECIDED},
-    RoundPhase.TIMED_OUT: {RoundPhase.DECIDED},
-    RoundPhase.DECIDED: set(),
-}
-
-
-class StopRound:
-    """One rank's side of one round: it is told what happens and says what to propose.
-
-    An illegal move raises `RuntimeError`: it would be a bug in the caller, and a wrong stop step is worse than a crash.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.phase = RoundPhase.WAITING
-        self.decision: Decision | None = None
-
-    def _move(self, phase: RoundPhase) -> None:
-        if phase not in _MOVES[self.phase]:
-            raise RuntimeError(f"rank {self.rank}: a stop round cannot go from {self.phase.name} to {phase.name}")
-        self.phase = phase
-
-    def offer(self) -> None:
-        """This rank's offer has been published."""
-        self._move(RoundPhase.OFFERED)
-
-    def propose(self, offers: Sequence[Offer]) -> Decision:
-        """All offers are known: what this rank tries to put into the cell."""
-        if len(offers) != self.world_size:
-            raise RuntimeError(f"{len(offers)} offers for {self.world_size} ranks")
-        return conclude(offers)
-
-    def time_out(self) -> Decision:
-        """The bound has passed without a decision: what this rank tries to put into the cell."""
-        self._move(RoundPhase.TIMED_OUT)
-        return Decision(None, f"rank {self.rank} did not hear from every rank in time")
-
-    def decide(self, content: Decision) -> Decision:
-        """The cell holds `content`, whichever rank wrote it. Final."""
-        self._move(RoundPhase.DECIDED)
-        self.decision = content
-        return content

@@ -12,7 +12,8 @@ Keys, all under one prefix per attempt and guard:
 ``stop/known``, ``all_know``  how many ranks know that all have finished
 ``start/round{n}/...``      the roll calls of a start, see `gather`
 ``told/{name}/{rank}``      what the ranks tell each other later
-``pause/{n}/...``           the orders to pause and to go on, see `pause_rounds`
+``pause/{n}``               order n to pause or to go on (compare-and-set): why it was given; its
+                            rounds are ``pause/{n}`` (where to wait) and ``pause/{n}/here`` (all do)
 ==========================  =====================================================================
 
 All values but counters and bells are sealed where the job has a key (`sealed`). A value that no rank of this job can
@@ -37,8 +38,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+from mindx_elastic.agreement.exchange import Order
 from mindx_elastic.agreement.gather import Gathering, is_failure
-from mindx_elastic.agreement.pause_rounds import StorePauseRounds
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
@@ -48,12 +49,13 @@ from mindx_elastic.agreement.stop_step import (
     Decision,
     End,
     Offer,
-    StopRound,
     check_decision,
+    conclude,
     parse_decision,
     parse_offer,
 )
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.errors import UntrustedMessageError
@@ -61,11 +63,11 @@ from mindx_elastic.errors import UntrustedMessageError
 __all__ = ["Store", "StoreExchange"]
 
 _T = TypeVar("_T")
-_NOTHING = Decision(None)
 _ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
 _BURST_S = 0.0005  # and for each rank: one thread serves them all, and in a stop they come at once
 _LATE_ANSWERS = 2  # times as long as this a call may be late before the store is given up in a stop
 _ABSENT = "?"
+_MAX_REASON = 300
 _KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one never says that it knows
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 _TRIES = 4  # to take a cell back from a stranger who writes into it
@@ -138,7 +140,9 @@ class StoreExchange(Gathering):
         self._warned: set[str] = set()
         self._nonces: list[str] = []
         self.gone: Callable[[], Sequence[int]] = lambda: ()
-        self.pauses = StorePauseRounds(self._ask, self._store, self.seal, rank=rank, world_size=world_size)
+        self._order = Order()
+        """The newest that is known here."""
+        self._on_order: Callable[[Order], None] = lambda order: None
 
     @property
     def _answer_s(self) -> float:
@@ -152,7 +156,11 @@ class StoreExchange(Gathering):
     def derive(self, text: str) -> str:
         return self.seal.derive(text)
 
-    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
+    def listen(
+        self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
+    ) -> None:
+        self._on_order = on_order
+
         def run() -> None:
             try:
                 content = self._wait_for_request()
@@ -176,46 +184,86 @@ class StoreExchange(Gathering):
         bell, pause_s = f"bell/{self.rank}", 0.1
         while True:
             self._bell.wait([bell], _FOREVER)
-            if self._closed.is_set():
-                return None
-            if self._won is not None:  # this rank has asked itself, and knows the answer
+            if self._won is not None and not self._closed.is_set():  # this rank has asked itself, and knows the answer
                 return self._won
-            message = self._read_request()
-            if message is None and self._bell.check([StorePauseRounds.FIRST]):
+            content = None if self._closed.is_set() else self._find_request()
+            if content is None and not self._closed.is_set():
+                if self._hear_order():
+                    self._closed.wait(_LEAST_PAUSE_S)
+                else:
+                    self._warn_of_stranger(bell, NotOursError("it rings without a stop request"))
+                    self._closed.wait(pause_s)
+                    pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
                 self._bell.delete_key(bell)
-                if self._closed.is_set():  # its ring may just have been deleted
-                    return None
-                self.pauses.hear_ring()
-                self._closed.wait(_LEAST_PAUSE_S)  # what rings in this moment, a stop too, rings anew
-                message = self._read_request()
-                if message is None:
-                    continue
-            content = self._find_request(message)
-            if content is None:
-                self._closed.wait(pause_s)
-                pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
-                self._bell.delete_key(bell)
-                if self._closed.is_set():  # its ring may just have been deleted
-                    return None
-                # A request from now on rings anew; this is one that came meanwhile.
-                content = self._find_request(self._read_request())
-            if content is not None:
+                if not self._closed.is_set():  # what is written from now on rings anew; this has come meanwhile
+                    self._hear_order()
+                    content = self._find_request()
+            if self._closed.is_set() or content is not None:
                 return content
 
-    def _read_request(self) -> bytes | None:
-        """What stands in the place of the stop request, by one message: `get` sends two. None: nothing does."""
-        found = self._bell.compare_set("request", _ABSENT, _ABSENT)  # writes nothing, whatever is there
+    def _peek(self, store: Store, key: str) -> bytes | None:
+        """What the cell `key` holds, by one message: `get` sends two. None: nothing."""
+        found = store.compare_set(key, _ABSENT, _ABSENT)  # writes nothing, whatever is there
         return None if found == _ABSENT.encode() else found
 
-    def _find_request(self, message: bytes | None) -> dict[str, Any] | None:
-        if message is None:
-            self._warn_of_stranger(f"bell/{self.rank}", NotOursError("it rings without a stop request"))
+    def _find_request(self) -> dict[str, Any] | None:
+        if (message := self._peek(self._bell, "request")) is None:
             return None
         try:
             return self._open_request(message)
         except NotOursError as error:
             self._warn_of_stranger("request", error)
         return None
+
+    def _hear_order(self) -> bool:
+        """The listener: tell of an order that is newer than the known one. Returns whether one was ever given."""
+        before = self._order
+        if self._newest_order(self._bell).number > before.number:
+            self._on_order(self._order)
+        return self._order.number > 0
+
+    def _newest_order(self, store: Store) -> Order:
+        newest = self._order
+        while (message := self._peek(store, key := f"pause/{newest.number + 1}")) is not None:
+            try:
+                newest = Order(newest.number + 1, self.seal.open(key, message, limit=MAX_CELL))
+            except NotOursError as error:
+                self._warn_of_stranger(key, error)
+                break
+        if newest.number > self._order.number:
+            self._order = newest
+        return self._order
+
+    def order(self, *, pause: bool, reason: str) -> Order:
+        def give() -> Order:
+            with self._lock:
+                newest = self._newest_order(self._store)
+                if newest.is_pause == pause:
+                    return newest
+                key = f"pause/{newest.number + 1}"
+                message = self.seal.close(key, printable(reason, _MAX_REASON))
+                self._put_first(key, message, lambda found: self.seal.open(key, found, limit=MAX_CELL))
+                self._ring_all()
+                return self._newest_order(self._store)
+
+        # In the middle of a training: a store that is slow now may be asked again when a stop needs it.
+        return self._bounded(give, self._answer_s, give_up=False)
+
+    def _put_first(self, key: str, message: str, check: Callable[[bytes], _T]) -> _T | None:
+        """Put `message` into the cell `key` unless a rank of this job has been there first. Returns what `check` makes
+        of the cell's content; None: a stranger writes there again and again."""
+        found = b""
+        for _ in range(_TRIES):
+            found = self._store.compare_set(key, found, message)
+            try:
+                return check(found)
+            except ValueError as error:
+                self._warn_of_stranger(key, error)
+        return None
+
+    def _ring_all(self) -> None:
+        ranks = range(self.world_size)
+        self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
 
     def _open_request(self, message: bytes) -> dict[str, Any]:
         """Raises NotOursError."""
@@ -230,21 +278,16 @@ class StoreExchange(Gathering):
         message = self.seal.close("request", encode_request(mine))
 
         def ask() -> dict[str, Any]:
-            won, expected, found = None, b"", b""
             with self._lock:
-                for _ in range(_TRIES):
-                    found = self._store.compare_set("request", expected, message)
-                    try:
-                        won = self._won = self._open_request(found)
-                        break
-                    except NotOursError as error:
-                        self._warn_of_stranger("request", error)
-                        expected = found
+                found = self._put_first(
+                    "request", message, lambda found: (self._open_request(found), found == message.encode())
+                )
+                won, is_mine = found or (None, False)
+                self._won = won
                 # Where a launcher signals all ranks, all of them ask: ranks squared, if each rang all bells. The winner
                 # rings, and the first other one, should the winner die before it does.
-                if won is None or found == message.encode() or self._store.add("request/others", 1) == 1:
-                    ranks = range(self.world_size)
-                    self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
+                if won is None or is_mine or self._store.add("request/others", 1) == 1:
+                    self._ring_all()
             return mine if won is None else won
 
         try:
@@ -287,22 +330,19 @@ class StoreExchange(Gathering):
             return True  # it is not known, and the round has its own time-out
 
     def _decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
-        round_ = StopRound(self.rank, self.world_size)
         end = time.monotonic() + timeout_s
         with self._lock:
             # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
             full = name not in self._offered and self._offer(name, offer)
-            round_.offer()
-            if full and (proposal := self._proposal(name, round_)) is not None:
-                return round_.decide(self._settle(name, proposal))
+            if full and (proposal := self._proposal(name)) is not None:
+                return self._settle(name, proposal)
         with suppress(Exception):
             self._waiter.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
             while True:
                 with self._lock:
-                    # The cell is set: whatever is proposed now loses.
-                    found = self._look(name, self._store.compare_set(*self._cell(name, _NOTHING)))
+                    found = self._look(name)
                 if found is not None:
-                    return round_.decide(found)
+                    return found
                 if time.monotonic() + _LOOK_AGAIN_S > end:
                     break
                 time.sleep(_LOOK_AGAIN_S)  # a stranger's value is there; a rank may still replace it
@@ -310,21 +350,30 @@ class StoreExchange(Gathering):
             # The rank that reached the full count may have read a stranger's values; or no rank did, because a
             # stranger has changed the count. So look for the offers themselves before acting alone.
             keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
-            proposal = self._proposal(name, round_) if self._store.check(keys) else None
-            return round_.decide(self._settle(name, proposal or round_.time_out()))
+            proposal = self._proposal(name) if self._store.check(keys) else None
+            return self._settle(
+                name, proposal or Decision(None, f"rank {self.rank} did not hear from every rank in time")
+            )
 
-    def announce(self, name: str, offer: Offer) -> None:
+    def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
         def tell() -> None:
             with self._lock:
                 if name not in self._offered and self._offer(name, offer):
-                    proposal = self._proposal(name, StopRound(self.rank, self.world_size))
+                    proposal = self._proposal(name)
                     if proposal is not None:
                         self._settle(name, proposal)
 
         try:
-            self._bounded(tell, self._answer_s)
+            self._bounded(tell, self._answer_s, give_up=is_stop)
         except Exception as error:
             logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
+
+    def decided(self, name: str) -> Decision | None:
+        def look() -> Decision | None:
+            with self._lock:
+                return self._look(name)
+
+        return self._bounded(look, self._answer_s, give_up=False)
 
     def finish(self, step: int, timeout_s: float) -> Decision:
         decision = self.decide("stop", End(step), timeout_s)
@@ -552,15 +601,6 @@ class StoreExchange(Gathering):
             self._lost = True  # a late call from another thread does not use them any more
             self._give_back([self._store, self._bell, self._waiter])
 
-    def _ask(self, work: Callable[[], object]) -> object:
-        """For pauses: a store that is slow now may be asked again when a stop needs it."""
-
-        def alone() -> object:
-            with self._lock:
-                return work()
-
-        return self._bounded(alone, self._answer_s, give_up=False)
-
     def _bounded(
         self,
         work: Callable[[], _T],
@@ -604,7 +644,7 @@ class StoreExchange(Gathering):
         """Raises ValueError."""
         return parse_offer(self.seal.open(key, message, author=author, limit=MAX_CELL))
 
-    def _proposal(self, name: str, round_: StopRound) -> Decision | None:
+    def _proposal(self, name: str) -> Decision | None:
         """The decision that follows from all offers; None: not all of them were written by their ranks."""
         keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
         mine = self._offered[name]
@@ -624,35 +664,32 @@ class StoreExchange(Gathering):
                 self._warn_of_stranger(key, error)
                 return None
         try:
-            return check_decision(round_.propose(offers), mine, trusted=self.is_sealed)
+            return check_decision(conclude(offers), mine, trusted=self.is_sealed)
         except ValueError as error:
             return Decision(None, f"what the ranks have offered is not possible: {error}")
 
-    def _cell(self, name: str, proposal: Decision) -> tuple[str, str, str]:
-        key = f"{name}/decision"
-        return key, "", self.seal.close(key, proposal.encode())
-
-    def _look(self, name: str, message: bytes) -> Decision | None:
-        """The decision in the cell; None: what it holds cannot be a decision of this job."""
-        key = f"{name}/decision"
-        try:
-            decision = parse_decision(self.seal.open(key, message, limit=MAX_CELL))
-            mine = self._offered.get(name)
-            return decision if mine is None else check_decision(decision, mine, trusted=self.is_sealed)
-        except ValueError as error:
-            self._warn_of_stranger(key, error)
+    def _look(self, name: str) -> Decision | None:
+        """The decision in the cell; None: it is empty, or what it holds cannot be a decision of this job."""
+        if (message := self._peek(self._store, f"{name}/decision")) is None:
             return None
+        try:
+            return self._read_decision(name, message)
+        except ValueError as error:
+            self._warn_of_stranger(f"{name}/decision", error)
+            return None
+
+    def _read_decision(self, name: str, message: bytes) -> Decision:
+        """Raises ValueError for what cannot be a decision of this job."""
+        decision = parse_decision(self.seal.open(f"{name}/decision", message, limit=MAX_CELL))
+        mine = self._offered.get(name)
+        return decision if mine is None else check_decision(decision, mine, trusted=self.is_sealed)
 
     def _settle(self, name: str, proposal: Decision) -> Decision:
         """Try to put `proposal` into the decision cell. Returns the valid decision that it holds afterwards."""
-        key, expected, message = self._cell(name, proposal)
-        found = b""
-        for _ in range(_TRIES):
-            found = self._store.compare_set(key, found or expected, message)
-            decision = self._look(name, found)
-            if decision is not None:
-                return decision
-        return Decision(None, f"a stranger writes to {key!r} in the store of the process group")
+        key = f"{name}/decision"
+        message = self.seal.close(key, proposal.encode())
+        found = self._put_first(key, message, lambda found: self._read_decision(name, found))
+        return found or Decision(None, f"a stranger writes to {key!r} in the store of the process group")
 
     def _warn_of_stranger(self, key: str, error: ValueError) -> None:
         """Once a key: a stranger may write it again and again."""

@@ -54,7 +54,10 @@ class Listeners:
         self._watcher, self._stopper, self._link = stopper.watcher, stopper, link
         alarms, post = stopper.alarms, self._watcher.post
         is_sealed = exchange.is_sealed
-        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content, is_sealed=is_sealed))))
+        exchange.listen(
+            lambda content: post(lambda: stopper.hear(alarms.of_peer(content, is_sealed=is_sealed))),
+            lambda order: post(lambda: stopper.pauses.hear_order(order)),
+        )
         peers.start(self._watcher, stopper.hear_death)
         for policy in self._policies:
             if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:

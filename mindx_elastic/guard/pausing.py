@@ -1,13 +1,14 @@
 """A rank's side of `mindx-elastic pause` and `resume`: waits at the boundary that all ranks have agreed on.
 
-A pause is an agreed step at which the step gate stays closed. The agent gives its order to the watcher, which closes
-the gate and offers the coming boundary to the other ranks (`agreement.pause_rounds`). The training thread arrives
-there as for a stop, finds no alarm, and waits in the gate. Nothing is saved or freed. Whatever comes meanwhile (a
-signal, a fault, a dead rank) is a stop like any other: it takes the gate over, and the training thread saves the
-boundary at which it waits.
+A pause is a stop that ends with a wait. The agent gives its order to the watcher, which closes the step gate and offers
+the coming boundary in a round as that of a stop. The training thread arrives there, finds no alarm, and waits in the
+gate; a second round says that all ranks do. Nothing is saved or freed. Whatever comes meanwhile (a signal, a fault, a
+dead rank) is a stop like any other: it takes the gate over, and the training thread saves the boundary at which it
+waits.
 
-`_work` does whatever is to be done for the newest order that is known, and may be called at any time: when the agent
-or another rank has news, when the training thread has arrived, and again after an error of the store.
+No call waits for another rank, so the thread that hears alarms is never held up: `_work` does whatever is to be done
+for the newest order that is known, and is called when the agent or another rank has given one, when the training thread
+has arrived, and again and again while an answer of the others is missing or the store fails.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mindx_elastic.agreement.pause_rounds import PauseNews, PauseRounds
+from mindx_elastic.agreement.exchange import Exchange, Order
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
-from mindx_elastic.memory.agent_folder import PAUSE, RESUME
+from mindx_elastic.memory.agent_folder import PAUSE
 
 __all__ = ["Pauses"]
 
-_AGAIN_S, _MOST_AGAIN_S = 0.5, 60.0
+_AGAIN_S, _MOST_LOOK_S, _MOST_AGAIN_S = 0.05, 1.0, 60.0
 
 
 class Pauses:
@@ -35,7 +36,7 @@ class Pauses:
     def __init__(
         self,
         gate: StepGate,
-        rounds: PauseRounds,
+        exchange: Exchange,
         watcher: Watcher,
         events: EventLog,
         page: StatusPage,
@@ -45,30 +46,35 @@ class Pauses:
     ) -> None:
         """`why_not`: why this rank cannot pause (it stops, it has finished); empty: it stops, and the others hear of
         that; None: it can."""
-        self._gate, self._rounds, self._watcher, self._events, self._page = gate, rounds, watcher, events, page
+        self._gate, self._exchange, self._watcher, self._events, self._page = gate, exchange, watcher, events, page
         self._rank, self._why_not = rank, why_not
-        self._wanted: tuple[str, str, int] | None = None
-        """The agent's newest order, its reason and its number, until it is given to the ranks."""
-        self._number = 0
-        self._offered = self._arrived = self._complete = False
+        self._wanted: tuple[bool, str, int] | None = None
+        """The agent's newest order (whether to pause, why, its number), until it is given to the ranks."""
+        self._order = Order()
         self._step: int | None = None
         """Where the ranks wait; None: not agreed yet."""
-        self._since = 0.0
+        self._offered = self._complete = False
+        self._arrived_at: float | None = None
         self._passed_on = 0
-        self._again_s, self._retries = _AGAIN_S, False
+        self._again_s, self._looks_again, self._has_failed = _AGAIN_S, False, False
         # It may be that of this process's guard before.
         page.set(pause_heard=0, pause_order=0, paused_step=-1, paused_ns=0, all_paused=0)
         page.set_text("pause_reason", "")
-        rounds.listen(lambda: watcher.post(self._work))
 
     def hear(self, kind: str, reason: str, number: int) -> None:
         """The agent's order: `PAUSE` or `RESUME`. `number`: the page says that it was passed on."""
-        self._wanted = kind, reason, number
+        self._wanted = kind == PAUSE, reason, number
         self._work()
+
+    def hear_order(self, order: Order) -> None:
+        """Another rank has given it."""
+        if self._why_not() != "":
+            self._begin(order)
+            self._work()
 
     def hear_end(self) -> None:
         """The training of this rank has ended: it comes to no further boundary, so no rank may wait."""
-        if self._number % 2:
+        if self._order.is_pause:
             self._work()
 
     def wait(self) -> bool:
@@ -99,93 +105,109 @@ class Pauses:
 
     def _work(self) -> None:
         try:
-            self._catch_up()
+            is_waiting = self._catch_up()
         except Exception as error:
-            if self._again_s == _AGAIN_S:
+            if not self._has_failed:
                 logger.warning("the ranks cannot be asked about the pause now (%s); trying again", error)
-            if self._wanted is not None and self._wanted[0] == RESUME:
+            self._has_failed = True
+            if self._wanted is not None and not self._wanted[0]:
                 self._gate.resume()  # a rank that does not hear it is held by its own agent's order alone
-            if not self._retries:
-                self._retries = True
-                self._watcher.call_at(time.monotonic() + self._again_s, self._work_again)
-                self._again_s = min(_MOST_AGAIN_S, 2 * self._again_s)
+            self._look_again(_MOST_AGAIN_S)
+        else:
+            self._has_failed = False
+            if is_waiting:
+                self._look_again(_MOST_LOOK_S)
+            else:
+                self._again_s = _AGAIN_S
 
-    def _work_again(self) -> None:
-        self._retries = False
-        self._work()
-
-    def _catch_up(self) -> None:
-        """Raises what the store raises, and can be called again then."""
-        if self._why_not() == "":
+    def _look_again(self, most_s: float) -> None:
+        if self._looks_again:
             return
-        news = self._rounds.news()
-        if self._wanted is not None:
-            kind, reason, number = self._wanted
-            if news.is_pause != (kind == PAUSE):
-                self._rounds.order(news.number + 1, reason)
-                news = self._rounds.news()
-            self._wanted, self._passed_on = None, number
-        if news.number != self._number:
-            self._begin(news)
-        if news.is_pause:
-            self._follow(news)
-        self._page.set(pause_heard=self._passed_on)
-        self._again_s = _AGAIN_S
 
-    def _begin(self, news: PauseNews) -> None:
-        was_pause = bool(self._number % 2)
-        self._number, self._step = news.number, None
+        def look() -> None:
+            self._looks_again = False
+            self._work()
+
+        self._looks_again = True
+        self._watcher.call_at(time.monotonic() + self._again_s, look)
+        self._again_s = min(most_s, 2 * self._again_s)
+
+    def _catch_up(self) -> bool:
+        """Returns whether an answer of the other ranks is missing. Raises what the store raises, and can be called
+        again then."""
+        if self._why_not() == "":
+            return False
+        if self._wanted is not None:
+            pause, reason, number = self._wanted
+            self._begin(self._exchange.order(pause=pause, reason=reason))
+            self._wanted, self._passed_on = None, number
+        is_waiting = self._order.is_pause and self._follow()
+        self._page.set(pause_heard=self._passed_on)
+        return is_waiting
+
+    def _begin(self, order: Order) -> None:
+        """Obey `order`, if it is newer."""
+        if order.number <= self._order.number:
+            return
+        was_pause, arrived_at = self._order.is_pause, self._arrived_at
+        self._order, self._step, self._arrived_at = order, None, None
         self._offered = self._complete = False
-        if not news.is_pause:
+        self._again_s = _AGAIN_S
+        if not order.is_pause:
             self._gate.resume()
             if was_pause:
-                waited_s = time.monotonic() - self._since if self._arrived else None
-                self._say("training goes on: %s", news.reason)
-                self._events.emit("pause_end", step=self._gate.step, reason=news.reason, duration_s=waited_s)
-        self._arrived = False
-        self._page.set_text("pause_reason", news.reason)
-        self._page.set(pause_order=news.number, all_paused=0)
+                waited_s = None if arrived_at is None else time.monotonic() - arrived_at
+                self._say("training goes on: %s", order.reason)
+                self._events.emit("pause_end", step=self._gate.step, reason=order.reason, duration_s=waited_s)
+        self._page.set_text("pause_reason", order.reason)
+        self._page.set(pause_order=order.number, all_paused=0)
 
-    def _follow(self, news: PauseNews) -> None:
-        """What this rank has to do for the pause `news`."""
+    def _follow(self) -> bool:
+        """What this rank has to do in a pause. Returns whether an answer of the other ranks is missing."""
         if (problem := self._why_not()) is not None:
             self._take_back(problem)
-            return
+            return False
+        where, here = f"pause/{self._order.number}", f"pause/{self._order.number}/here"
         if not self._offered:
             offer = self._gate.pause()
             if offer is None:
-                return  # a stop
-            self._rounds.offer(news.number, offer)
-            self._offered, news = True, self._rounds.news()
-        if self._step is None and news.decision is not None:
-            if news.decision.step is None:
-                self._take_back(news.decision.reason)
-                return
-            self._step = news.decision.step
+                return False  # a stop
+            self._exchange.announce(where, offer, is_stop=False)
+            self._offered = True
+        if self._step is None:
+            decision = self._exchange.decided(where)
+            if decision is None or decision.step is None:
+                return decision is None or self._take_back(decision.reason)
+            self._step = decision.step
             self._gate.pause_at(self._step)
-        if self._step is not None and not self._arrived and self._gate.waits_at(self._step):
-            self._arrive(news)
-            news = self._rounds.news()
-        if news.all_here and not self._complete:
+        if self._arrived_at is None:
+            if not self._gate.waits_at(self._step):
+                return False  # the training thread tells when it does
+            self._arrive(here)
+        if not self._complete:
+            decision = self._exchange.decided(here)
+            if decision is None or decision.step is None:
+                return decision is None or self._take_back(decision.reason)
             self._complete = True
-            self._page.set(all_paused=news.number)
+            self._page.set(all_paused=self._order.number)
             self._say("paused: every rank waits at step %d; mindx-elastic resume lets them go on", self._gate.step)
+        return False
 
-    def _arrive(self, news: PauseNews) -> None:
-        self._rounds.arrive(news.number)
-        self._arrived, self._since = True, time.monotonic()
+    def _arrive(self, here: str) -> None:
         step = self._gate.step
+        self._exchange.announce(here, step, is_stop=False)
+        self._arrived_at = time.monotonic()
         self._page.set(paused_step=step, paused_ns=time.monotonic_ns())
-        self._events.emit("pause", step=step, reason=news.reason)
+        self._events.emit("pause", step=step, reason=self._order.reason)
 
     def _say(self, text: str, *values: object) -> None:
         """Once a job."""
         logger.log(logging.INFO if self._rank == 0 else logging.DEBUG, text, *values)
 
-    def _take_back(self, problem: str) -> None:
-        if problem:
-            logger.warning("the pause is taken back: %s", problem)
-            self._rounds.order(self._number + 1, f"the pause was taken back: {problem}")
-            news = self._rounds.news()
-            if news.number != self._number:
-                self._begin(news)
+    def _take_back(self, problem: str) -> bool:
+        """False: no answer is waited for."""
+        if not problem:
+            return False
+        logger.warning("the pause is taken back: %s", problem)
+        self._begin(self._exchange.order(pause=False, reason=f"the pause was taken back: {problem}"))
+        return False

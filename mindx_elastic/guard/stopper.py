@@ -93,9 +93,7 @@ class Stopper:
             is_agreed=self._is_agreed,
             has_death=lambda: any(map(self._died, peers_gone())),
         )
-        self.pauses = Pauses(
-            step_gate, exchange.pauses, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause
-        )
+        self.pauses = Pauses(step_gate, exchange, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause)
         self._page, self._member = page, member
         self._arm_last_resort, self._relay = arm_last_resort, relay
         self._stop_decision: Decision | None = None

@@ -15,8 +15,6 @@ from mindx_elastic.agreement.stop_step import (
     Decision,
     End,
     Offer,
-    RoundPhase,
-    StopRound,
     check_decision,
     conclude,
     parse_decision,
@@ -40,22 +38,19 @@ class Cells:
 
 def one_rank(rank: int, world: int, offer: Offer, cells: Cells, patience: int) -> Generator[None, None, Decision]:
     """One rank's side, interrupted after every atomic step; `patience` is how many turns it waits for the decision."""
-    round_ = StopRound(rank, world)
     yield
     cells.offers[rank] = offer
-    round_.offer()
     full = len(cells.offers) == world
     yield
     if full:
-        return round_.decide(cells.compare_and_set(round_.propose([cells.offers[r] for r in range(world)])))
+        return cells.compare_and_set(conclude([cells.offers[r] for r in range(world)]))
     while patience > 0:
         if cells.decision is not None:
-            return round_.decide(cells.decision)
+            return cells.decision
         patience -= 1
         yield
-    proposal = round_.time_out()
     yield
-    return round_.decide(cells.compare_and_set(proposal))
+    return cells.compare_and_set(Decision(None, f"rank {rank} did not hear from every rank in time"))
 
 
 offers = st.one_of(st.integers(0, 40), st.builds(End, st.integers(0, 40)), st.sampled_from([CANNOT, LEFT]))
@@ -132,19 +127,6 @@ def test_a_bad_offer_is_refused(text: str) -> None:
 def test_a_bad_decision_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"decision|JSON|Expecting|Extra"):
         parse_decision(text)
-
-
-def test_an_illegal_move_raises() -> None:
-    round_ = StopRound(0, 2)
-    with pytest.raises(RuntimeError, match="from WAITING to TIMED_OUT"):
-        round_.time_out()
-    round_.offer()
-    round_.decide(Decision(3))
-    assert round_.phase is RoundPhase.DECIDED
-    with pytest.raises(RuntimeError, match="from DECIDED to OFFERED"):
-        round_.offer()
-    with pytest.raises(RuntimeError, match="1 offers for 2 ranks"):
-        round_.propose([1])
 
 
 @given(made=st.lists(offers, min_size=1, max_size=5), data=st.data())

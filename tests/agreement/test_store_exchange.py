@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement import gather, store_exchange
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import LocalExchange, Order
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_request import encode_request
@@ -524,6 +525,55 @@ def test_a_bell_that_rings_for_nothing_wakes_nobody_for_good(attacked: Attacked)
         time.sleep(0.01)
     attacked.ranks[0].request(request("SIGTERM"))
     assert done.wait(30)
+
+
+# --- orders to pause and to go on ---
+
+
+def test_an_order_is_given_once_and_a_rank_that_has_missed_some_hears_the_newest(ranks: list[StoreExchange]) -> None:
+    for rank, exchange in enumerate(ranks):
+        assert exchange.order(pause=True, reason=f"by rank {rank}") == Order(1, "by rank 0")
+    for number in (2, 3, 4):
+        ranks[0].order(pause=number == 3, reason=f"order {number}")
+    assert ranks[2].order(pause=False, reason="late") == Order(4, "order 4")
+
+
+def test_every_rank_hears_each_order_and_a_stop_still_comes_through(ranks: list[StoreExchange]) -> None:
+    heard: list[queue.Queue[Order]] = [queue.Queue() for _ in ranks]
+    stops = [threading.Event() for _ in ranks]
+    for exchange, orders, stop in zip(ranks, heard, stops, strict=True):
+        exchange.listen(lambda content, stop=stop: stop.set(), orders.put)  # type: ignore[misc]
+    for number in (1, 2, 3):
+        giver = number % 3
+        order = ranks[giver].order(pause=number != 2, reason="x")
+        for orders in (orders for rank, orders in enumerate(heard) if rank != giver):
+            while orders.get(timeout=60) != order:
+                pass  # one of its own
+        name = f"pause/{number}"
+        for exchange in ranks:
+            assert exchange.decided(name) is None
+            exchange.announce(name, 4 + exchange.rank, is_stop=False)
+            exchange.announce(name, 9, is_stop=False)  # a second offer is none
+        assert [exchange.decided(name) for exchange in ranks] == [Decision(6)] * 3
+    ranks[1].request(request("stop"))
+    assert all(stop.wait(60) for stop in stops)
+
+
+def test_a_strangers_order_is_not_obeyed(attacked: Attacked) -> None:
+    if not attacked.ranks[0].is_sealed:
+        return
+    attacked.stranger.set("pause/1", "stop here")
+    assert attacked.ranks[1].order(pause=False, reason="").number == 0
+    assert attacked.ranks[0].order(pause=True, reason="ours") == Order(1, "ours")
+    assert attacked.ranks[2].order(pause=True, reason="") == Order(1, "ours")
+
+
+def test_a_lost_store_raises_where_a_pause_asks_it(ranks: list[StoreExchange]) -> None:
+    ranks[0]._lost = True
+    with pytest.raises(TimeoutError):
+        ranks[0].order(pause=True, reason="")
+    with pytest.raises(TimeoutError):
+        ranks[0].decided("pause/1")
 
 
 # --- a start that ends in its first meeting ---

@@ -49,14 +49,15 @@ class Rank:
         self.finished = False
         self.pauses = Pauses(
             self.gate,
-            exchange.pauses,
+            exchange,
             self.watcher,
             EventLog(folder / "events.jsonl"),
             self.page,
             rank=number,
             why_not=lambda: "finished" if self.finished else None,
         )
-        exchange.listen(lambda content: None)
+        post = self.watcher.post
+        exchange.listen(lambda content: None, lambda order: post(lambda: self.pauses.hear_order(order)))
         self.watcher.start()
         self.stops = threading.Event()
         self.thread = threading.Thread(target=self._train, daemon=True)

@@ -347,7 +347,7 @@ class StuckExchange(LocalExchange):
         super().__init__()
         self.asked, self.go = threading.Event(), threading.Event()
 
-    def announce(self, name: str, offer: Offer) -> None:
+    def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
         self.asked.set()
         assert self.go.wait(60)
 
