@@ -49,10 +49,8 @@ class Boundaries:
         world_size: int,
         by_hand: bool,
         ddp: DdpModules,
-        is_exposed: Callable[[], bool],
     ) -> None:
-        """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths. `is_exposed`: the job saves at
-        exceptions, and nothing else protects its steps from them."""
+        """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths."""
         self._collector, self._unmanaged = collector, unmanaged
         self.has_passed = False
         """A boundary was passed since the start."""
@@ -84,8 +82,6 @@ class Boundaries:
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.unseen = UnseenUpdates(collector, unmanaged)
-        self._is_exposed, self.has_warned_of_window = is_exposed, False
-        """`warn_of_window` has nothing left to do."""
         self._not_kept: NotKept | None = None
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -156,21 +152,6 @@ class Boundaries:
             hidden.at_boundary(position.step)
 
     # --- an exception between the last update and step_end() ---
-
-    def warn_of_window(self) -> None:
-        """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
-        step."""
-        if self.has_warned_of_window or self._window.num_windows < 2:
-            return
-        self.has_warned_of_window = True
-        reasons = self._window.standing()
-        if reasons and self._is_exposed():
-            logger.info(
-                "stops and resumes are exact here. Only an exception of the program itself between the last "
-                "optimizer.step() and step_end() would cost every step since the start, for the state there is at no "
-                "boundary (%s), and there is no other protection: save_every=... or snapshot_every=... gives one",
-                "; ".join(reasons),
-            )
 
     def complete(self, error: BaseException, end_step: Callable[[], int]) -> str:
         """An exception leaves the block after an update: if nothing is pending, `end_step` makes this the coming

@@ -297,7 +297,6 @@ class Guard(LayeredGuard):
             world_size=self._ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
             ddp=opening.ddp,
-            is_exposed=opening.is_exposed,
         )
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
@@ -465,8 +464,6 @@ class Guard(LayeredGuard):
         self._boundaries.cut(self._loops.position)
         self._loops.at_boundary(self._boundaries.hidden.sample)
         self._checks.at_boundary()
-        if not self._boundaries.has_warned_of_window:
-            self._boundaries.warn_of_window()
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.

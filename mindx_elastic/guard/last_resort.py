@@ -1,6 +1,7 @@
 """The last resort: a thread that saves and ends the process in time when the other threads are stuck.
 
-It sleeps from the guard's entry on; an alarm arms it. It waits for no store, no log and no lock that a stuck thread may
+It sleeps from the guard's entry on; an alarm arms it. Once the stop is settled it is what ends the process in time,
+whatever the training thread and the watcher do. It waits for no store, no log and no lock that a stuck thread may
 hold. These are all waits between an alarm and the end of the process, and their bounds:
 
 ==============================  ===========================================  =======================================
@@ -23,6 +24,8 @@ reading the state               the saving thread: `state_dict` of the       non
                                 program, the accelerator's queue
 the disk                        the saving thread                            none: a file that is cut off is useless
 copies, moves, hooks after it   the saving thread                            thirds of what is left
+the way out of the block        after a salvage; of a step that is played    3 s; 1.5 s: this thread ends the process
+                                on and takes too long
 closing (loader workers,        training thread                              this thread ends the process 0.2 s before
 snapshots in progress), the                                                  the deadline
 interpreter's end (log
@@ -57,7 +60,7 @@ __all__ = ["LastResort"]
 
 _UNHEARD_S = 5.0  # on a busy machine the watcher may be seconds late
 _AGAIN_S = 0.1
-_LEAVE_S = 0.2  # before the deadline; the watcher would do it a moment earlier
+_LEAVE_S = 0.2  # before the deadline
 _BEGIN_S = 0.45  # before the deadline: save now if no thread has begun to
 
 
@@ -87,7 +90,8 @@ class LastResort:
         self._is_main = True
         self._alarm_of: Callable[[int], Alarm | None] = lambda signum: None
         self._alarm: Alarm | None = None
-        self._save_at = math.inf
+        self._save_at = self._leave_at = math.inf
+        self._why_leave = "the training thread does not come back"
         self._unread_since: float | None = None
         self._closed = False
         self._program: FrameType | None = None
@@ -118,6 +122,12 @@ class LastResort:
     def arm(self, alarm: Alarm, save_at: float) -> None:
         """Any thread: from `save_at` (`time.monotonic` seconds) on, save if no other thread has begun to."""
         self._save_at, self._alarm = save_at, alarm
+        self._wake()
+
+    def leave_by(self, when: float, why: str) -> None:
+        """Any thread: end the process at `when` (`time.monotonic` seconds), once the stop is settled, unless the
+        training thread is on its way out by then. `why`: for the log."""
+        self._leave_at, self._why_leave = when, why
         self._wake()
 
     def stop(self) -> None:
@@ -188,12 +198,13 @@ class LastResort:
             return self._look_for_signals(stopper)
         alarm, now = self._alarm, time.monotonic()
         if stopper.state.is_settled:
-            if alarm.kind in ("exception", "peer") and stopper.is_leaving:
-                return None  # no deadline was set from outside
-            left = alarm.deadline.at - _LEAVE_S - now
-            if left <= 0:
-                stopper.leave_behind(alarm)
-            return max(0.0, left)
+            has_deadline = not (alarm.kind in ("exception", "peer") and stopper.is_leaving)  # from outside
+            latest = alarm.deadline.at - _LEAVE_S if has_deadline else math.inf
+            if not stopper.is_coming_out:
+                latest = min(latest, self._leave_at)
+            if now >= latest:
+                stopper.leave_behind(alarm, self._why_leave)
+            return None if latest == math.inf else max(0.0, latest - now)
         if now < self._save_at:
             return self._save_at - now
         if stopper.is_stuck(_AGAIN_S) or now >= alarm.deadline.at - _BEGIN_S:

@@ -155,11 +155,6 @@ class Opening:
             return outermost_replicas(self._targets, self.ddp)
         return self.collector.sharded_modules if self.around.has_replicas else []
 
-    def is_exposed(self) -> bool:
-        """The job saves at exceptions, and nothing else protects its steps from them."""
-        protected = self._ranks.world_size > 1 or self._saves_on_the_way
-        return not protected and any("exception" in policy.alarms and policy.save for policy in self.policies)
-
     @property
     def _saves_on_the_way(self) -> bool:
         return bool(self.periodic) or self.around.takes_snapshots

@@ -225,16 +225,9 @@ class Overlap:
         if not self.is_playing or self._stopper.is_coming_out:
             return
         logger.info("the step that is played on is left: %s", why)
-        alarm, watcher = self._stopper.alarm, self._stopper.watcher
-        assert alarm is not None
         if self._interrupts:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
-
-        def end_it() -> None:
-            if not self._stopper.is_coming_out:
-                self._stopper.leave_behind(alarm, "the step that is played on does not end")
-
-        watcher.call_at(time.monotonic() + _COMES_OUT_S, end_it)
+        self._stopper.leave_by(time.monotonic() + _COMES_OUT_S, "the step that is played on does not end")
 
     def _bound(self, end: float) -> None:
         """Let the step end at `end` (`time.monotonic`) at the latest."""

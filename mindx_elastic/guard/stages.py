@@ -67,6 +67,7 @@ class Stages:
             peers_gone=peers.look,
             page=around.page,
             arm_last_resort=self._last_resort.arm,
+            leave_by=self._last_resort.leave_by,
             relay=relay,
             member=member,
         )

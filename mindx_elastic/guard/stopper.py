@@ -5,10 +5,10 @@ stop, agrees with them on one step and opens the gate up to it (`Stopper.stop`).
 claims the save, writes (`stop_save`), and raises `GracefulExit` (`Stopper.at_limit`).
 
 The other ways. Where the training thread cannot reach a boundary (the deadline is near, a rank has died, no step could
-be agreed on), the watcher saves the last boundary beside it (`Stopper.salvage`), and ends the process where the
-training thread does not come out then. Where that has left its loop (an exception, a recovery in place that has come to
-nothing), it salvages itself. A claim whose owner has not begun to write when time runs out goes to the last resort
-(`last_resort`); the owner finds that it has lost it and writes nothing.
+be agreed on), the watcher saves the last boundary beside it (`Stopper.salvage`). Where that has left its loop (an
+exception, a recovery in place that has come to nothing), it salvages itself. A claim whose owner has not begun to write
+when time runs out goes to the last resort (`last_resort`); the owner finds that it has lost it and writes nothing. The
+last resort also ends the process where the training thread does not come out in time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
-__all__ = ["LAST_MOMENT_S", "Stopper"]
+__all__ = ["Stopper"]
 
-LAST_MOMENT_S = 0.3
-"""How long before the deadline a settled process ends, whatever its training thread does."""
+_SHORT_S = 0.6
+"""Before the deadline it is too late to let the training thread run on."""
 _PATIENCE_S = 3.0  # a salvaged rank's training thread may come out by itself for so long
-_RECHECK_S = 1.0
 _DYING_S = 0.25
 _NOTHING = "nothing is saved"
 _AFTER_DEATH_S = 2.0  # a rank that has saved and left needs no help, one that waits for a dead rank does
@@ -67,14 +66,16 @@ class Stopper:
         settings: Settings,
         policies: Sequence[ExitPolicy],
         arm_last_resort: Callable[[Alarm, float], None],
+        leave_by: Callable[[float, str], None],
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage,
         member: Member | None = None,
     ) -> None:
-        """arm_last_resort: see `LastResort.arm`. already_durable: the file that has the last boundary already; None:
-        there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the agent reads."""
+        """arm_last_resort, leave_by: see `LastResort`. already_durable: the file that has the last boundary already;
+        None: there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the agent reads.
+        """
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         ranks = self.ranks = saver.ranks
         events = self.events = saver.events
@@ -95,7 +96,7 @@ class Stopper:
         )
         self.pauses = Pauses(step_gate, exchange, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause)
         self._page, self._member = page, member
-        self._arm_last_resort, self._relay = arm_last_resort, relay
+        self._arm_last_resort, self.leave_by, self._relay = arm_last_resort, leave_by, relay
         self._stop_decision: Decision | None = None
         self._held_decision: Decision | None = None
         """Of the second round, over held boundaries; None: there was none."""
@@ -213,7 +214,6 @@ class Stopper:
         if cannot_go_on:
             self.salvage(alarm)
             return
-        self.watcher.call_at(alarm.deadline.at - LAST_MOMENT_S, lambda: self._end_at_deadline(alarm))
         self.watcher.call_at(alarm.deadline.salvage_at(self.save.reserve_s(alarm)), lambda: self.salvage(alarm))
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
         decision = self._stop_decision = self._agree("stop", offer, bound)
@@ -239,7 +239,7 @@ class Stopper:
             return False
         self._relay.hurry = True
         # First of all: anything that follows may hang.
-        self._arm_last_resort(alarm, alarm.deadline.at - max(self.save.reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
+        self._arm_last_resort(alarm, alarm.deadline.at - max(self.save.reserve_s(alarm) / 2, _SHORT_S))
         self._page.set_text("reason", alarm.reason)
         self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
@@ -453,8 +453,9 @@ class Stopper:
             self.save.write(alarm, None)
         elif not self._save_held(alarm, can_wait=can_wait):
             return
-        if can_wait:
-            self._be_patient(alarm)
+        if can_wait:  # the training thread may come out by itself
+            self.step_gate.open_until(0)
+            self.leave_by(time.monotonic() + _PATIENCE_S, "the training thread does not come back")
         else:
             self.state.wait_while(StopPhase.SAVING)
 
@@ -476,35 +477,17 @@ class Stopper:
             agreed = self._held_decision.step
             behind = agreed is not None and isinstance(offer, int) and agreed > offer
             behind = behind and not devices.has_gone_back  # that rank does not come further
-            if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * LAST_MOMENT_S:
+            if can_wait and (problem or behind) and alarm.deadline.remaining_s() > _SHORT_S:
                 # Let the training thread run to its boundary, where it saves; look again shortly before the end.
                 if self.state.move(StopPhase.STOPPING):
                     self.step_gate.open_until(agreed or 0)
-                    self.watcher.call_at(alarm.deadline.at - 2 * LAST_MOMENT_S, lambda: self.salvage(alarm))
+                    self.watcher.call_at(alarm.deadline.at - _SHORT_S, lambda: self.salvage(alarm))
                 return False
             self.save.write(alarm, problem)
         return True
 
-    def _end_at_deadline(self, alarm: Alarm) -> None:
-        """Watcher thread, shortly before the deadline."""
-        if self.state.is_settled:
-            self.leave_behind(alarm)
-        elif self.state.phase is StopPhase.SAVING:
-            # A process that is a second late does less harm than a file that is cut off.
-            self.watcher.call_at(time.monotonic() + _RECHECK_S, lambda: self._end_at_deadline(alarm))
-
-    def _be_patient(self, alarm: Alarm) -> None:
-        """After a salvage: the training thread may come out by itself."""
-        self.step_gate.open_until(0)
-        latest = alarm.deadline.at - LAST_MOMENT_S
-        self.watcher.call_at(min(time.monotonic() + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
-
-    def _lose_patience(self, alarm: Alarm) -> None:
-        if not self.is_coming_out:
-            self.leave_behind(alarm)
-
-    def leave_behind(self, alarm: Alarm, why: str = "the training thread does not come back") -> None:
-        """Watcher, or the last resort where the watcher hangs: end the process without the training thread."""
+    def leave_behind(self, alarm: Alarm, why: str) -> None:
+        """The last resort, or the training thread itself: end the process without the training thread's way out."""
         if self.state.finished:
             return
         logger.warning("%s; leaving with exit code %d", why, alarm.exit_code)

@@ -80,6 +80,7 @@ class Parts:
             settings=Settings(grace_s=grace_s),
             policies=[self.policy],
             arm_last_resort=self.last_resort.arm,
+            leave_by=self.last_resort.leave_by,
             relay=LogRelay(),
             already_durable=lambda: self.durable,
             page=StatusPage(),

@@ -5,7 +5,6 @@ Each job is run without the exception, with it, and again; exact means that the 
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -231,18 +230,3 @@ def test_an_exception_that_comes_out_of_a_scheduler_is_refused(
     with pytest.raises(RuntimeError, match="injected"):
         job.run()
     assert saved(tmp_path) == [] and "the exception comes out of lr_scheduler" in caplog.text
-
-
-def test_the_window_is_warned_of_once_and_in_advance(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, logger="mindx_elastic")
-    Window(tmp_path / "a", "step draw log").run()
-    (record,) = [r for r in caplog.records if "would cost every step since the start" in r.getMessage()]
-    assert record.levelno == logging.INFO and "stops and resumes are exact" in record.getMessage()
-    assert "random numbers are drawn" in record.getMessage()
-    caplog.clear()
-    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path))
-    Window(tmp_path / "b", "step draw log", snapshot_every=2).run()
-    Window(tmp_path / "c", "step scheduler log").run()
-    assert "would cost every step" not in caplog.text

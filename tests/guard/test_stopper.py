@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_state import StopPhase
-from mindx_elastic.guard.stopper import LAST_MOMENT_S
 from tests.guard.stopper_parts import Parts
 from tests.harness import events, wait_until
 
@@ -274,67 +273,58 @@ def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
 
 
 @pytest.fixture
-def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The codes with which the process would have been ended."""
-    codes: list[int] = []
-    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", lambda code, relay: codes.append(code))
-    return codes
+def ended(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set when the process would have been ended; the last resort runs."""
+    ended = threading.Event()
+
+    def end(code: int, relay: object) -> None:
+        assert code == 143
+        parts.stopper.dismiss()
+        ended.set()
+
+    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", end)
+    monkeypatch.setattr("mindx_elastic.guard.stopper._PATIENCE_S", 0.0)
+    parts.last_resort.start(parts.stopper)
+    yield ended
+    parts.stopper.is_coming_out = False  # else it lingers
+    parts.last_resort.stop()
 
 
-def salvage(parts: Parts) -> float:
-    """The watcher saves between two steps; returns when it wants to end the process (`time.monotonic` seconds)."""
+def salvage(parts: Parts) -> None:
+    """The watcher saves between two steps."""
     parts.steps.leave_step()
     parts.stopper.hear_signal(signal.SIGTERM)
     assert parts.files() == [5]
-    return parts.watcher.ordered[-1][0]
 
 
-def test_a_training_thread_that_comes_out_has_until_the_deadline(parts: Parts, exit_codes: list[int]) -> None:
-    soon = salvage(parts)
-    alarm = parts.stopper.alarm
-    assert alarm is not None and soon < time.monotonic() + 10 < alarm.deadline.at
-    at_deadline, _, (_, lose_patience) = parts.watcher.ordered
+def test_a_training_thread_that_comes_out_has_until_the_deadline(parts: Parts, ended: threading.Event) -> None:
+    parts.stopper.leave_by = lambda when, why: None
+    salvage(parts)
     with pytest.raises(GracefulExit):
         parts.stopper.at_limit(is_cut=True)  # and exports its network, say
-    lose_patience()
-    assert exit_codes == []
-    assert at_deadline[0] == pytest.approx(alarm.deadline.at - LAST_MOMENT_S)
-    at_deadline[1]()
-    assert exit_codes == [143]
+    parts.last_resort.leave_by(time.monotonic(), "lost patience")
+    assert not ended.wait(0.3)
 
 
-def test_a_training_thread_that_hangs_is_left_behind(parts: Parts, exit_codes: list[int]) -> None:
+def test_a_training_thread_that_hangs_is_left_behind(parts: Parts, ended: threading.Event) -> None:
     salvage(parts)
-    parts.watcher.ordered[-1][1]()
-    assert exit_codes == [143]
-
-
-def test_a_job_that_has_finished_is_never_ended(parts: Parts, exit_codes: list[int]) -> None:
-    salvage(parts)
-    parts.stopper.dismiss()
-    parts.watcher.pass_time()
-    assert exit_codes == []
+    assert ended.wait(60)
 
 
 def test_a_save_in_progress_is_not_cut_off(
-    parts: Parts, exit_codes: list[int], monkeypatch: pytest.MonkeyPatch
+    parts: Parts, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = parts.saver.save_dying
 
     def late(*args: Any, **more: Any) -> Any:
-        (_, end_at_deadline), *_ = parts.watcher.ordered
-        parts.watcher.ordered.clear()
-        end_at_deadline()  # the deadline comes while the file is being written
+        parts.last_resort.leave_by(time.monotonic(), "the deadline comes while the file is being written")
+        assert not ended.wait(0.3)
         return save(*args, **more)
 
     monkeypatch.setattr(parts.saver, "save_dying", late)
     parts.stopper.hear_signal(signal.SIGTERM)
-    assert parts.reach(6)
-    with pytest.raises(GracefulExit):
-        parts.stopper.at_limit(is_cut=True)
-    assert exit_codes == [] and len(parts.watcher.ordered) == 1, "it looks again later"
-    parts.watcher.pass_time()
-    assert exit_codes == [143] and parts.files() == [6]
+    parts.stopper.salvage(parts.stopper.alarm)  # type: ignore[arg-type]
+    assert ended.wait(60) and parts.files() == [5]
 
 
 # --- the last resort ---

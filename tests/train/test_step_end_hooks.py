@@ -161,7 +161,6 @@ def test_a_step_that_fails_after_its_update_is_kept_and_its_hooks_run(
 ) -> None:
     caplog.set_level(logging.INFO, logger="mindx_elastic")
     straight, told = train_to_end("whole", 0, kind)
-    assert "would cost every step" not in caplog.text, "a false alarm"
     with pytest.raises(RuntimeError, match="injected"):
         train_to_end("out", step, kind)
     (path,) = Path("out").glob("*.safetensors")
