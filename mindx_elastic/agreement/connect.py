@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.job_key import find_key
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.store_exchange import StoreExchange
@@ -35,7 +35,7 @@ def open_exchange(ranks: RankInfo, name: str = "", *, again: bool = False) -> Ex
     job key that cannot be used.
     """
     if ranks.world_size == 1:
-        return LocalExchange()
+        return Exchange()
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -1,19 +1,16 @@
-"""What carries the messages between ranks: the port, and the one for a job of one rank.
-
-`store_exchange` is the one for several ranks.
-"""
+"""What carries the messages between ranks. `Exchange` is that of a job of one rank; `StoreExchange` that of several."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Merge
 from mindx_elastic.agreement.stop_step import FINISHED, Decision, Offer, conclude
 
-__all__ = ["Exchange", "LocalExchange", "Order"]
+__all__ = ["Exchange", "Order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +28,24 @@ class Order:
         return bool(self.number % 2)
 
 
-class Exchange(Protocol):
-    """Port between the guard and what carries its messages to the other ranks.
+class Exchange:
+    """What a guard and its ranks tell each other, in a job of one rank; `StoreExchange` does it for several.
 
     Called from the watcher thread unless said otherwise.
     """
 
+    def __init__(self) -> None:
+        self.gone: Callable[[], Sequence[int]] = lambda: ()
+        """The ranks whose processes are gone. A round is not waited for if one of them has offered nothing in it. Any
+        thread; asked while a rank waits for a decision."""
+        self._values: dict[str, str] = {}
+        self._offers: dict[str, Offer] = {}
+        self._order = Order()
+
     @property
     def is_sealed(self) -> bool:
         """Whether what the others say is known to come from them: nobody else can write it."""
-
-    gone: Callable[[], Sequence[int]]
-    """The ranks whose processes are gone. A round is not waited for if one of them has offered nothing in it. Any
-    thread; asked while a rank waits for a decision."""
+        return True
 
     def listen(
         self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
@@ -56,30 +58,39 @@ class Exchange(Protocol):
 
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Ask every rank to stop; returns the request that won, this one or an earlier one."""
+        return dict(content)
 
     def order(self, *, pause: bool, reason: str) -> Order:
         """Order all ranks to pause, or to go on, unless the newest order says so already. Returns the newest one. Never
         blocks long; raises what a lost store raises."""
+        if self._order.is_pause != pause:
+            self._order = Order(self._order.number + 1, reason)
+        return self._order
 
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         """Take part in round `name`; never blocks longer than about `timeout_s` seconds, never raises."""
+        return conclude([offer])
 
     def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
         """Make an offer for round `name` without waiting for its decision, unless one was made already. Any thread.
         `is_stop`: a store that does not answer now is not asked again."""
+        self._offers.setdefault(name, offer)
 
     def decided(self, name: str) -> Decision | None:
         """What round `name` has led to, in which this rank has made an offer; None: nothing yet. Never blocks long;
         raises what a lost store raises."""
+        return conclude([self._offers[name]]) if name in self._offers else None
 
     def finish(self, step: int, timeout_s: float) -> Decision:
         """Training thread: this rank has reached its end, boundary `step`. `FINISHED`, or what an alarm has led to."""
+        return FINISHED
 
     def leave(self) -> None:
         """This rank has finished training; later rounds need not wait for it."""
 
     def has_left(self, rank: int) -> bool:
         """Whether `rank` has said that it is done with training, so that its process may end."""
+        return False
 
     def abandon(self, reason: str) -> None:
         """A rank is dead: open rounds are decided, every rank acts alone. Never blocks long, never raises."""
@@ -89,124 +100,52 @@ class Exchange(Protocol):
 
     def publish(self, name: str, value: str) -> None:
         """Main thread, after the start: make `value` known to all ranks."""
+        self._values[name] = value
 
     def tell(self, name: str, value: str) -> bool:
         """As `publish`, in a stop: any thread, never blocks long, never raises. False: the store has not taken it."""
+        self.publish(name, value)
+        return True
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
         """Main thread, after the start: the values of all ranks, in rank order.
 
         Raises TimeoutError naming who is missing, UntrustedMessageError for a value that its rank has not written.
         """
+        return [self._values[name]]
 
     def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         """The values of all ranks, or of `ranks`, if they are all there by now. Any thread, never blocks long.
 
         Raises when the store is gone.
         """
+        return [self._values[name]]
+
+    # --- the start: main thread, all ranks together, see `gather` ---
 
     def gather(self, name: str, value: Any, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
-        """Start-up, main thread, all ranks together: see `agreement.gather`."""
-
-    def put_once(self, texts: Mapping[str, str]) -> None:
-        """Start-up, main thread; see `agreement.gather`."""
-
-    def read_pieces(self, digests: Sequence[str]) -> dict[str, str]:
-        """Start-up, main thread; see `agreement.gather`."""
-
-    def fail(self, error: BaseException) -> None:
-        """Start-up, main thread: this rank cannot start; see `agreement.gather`."""
-
-    def derive(self, text: str) -> str:
-        """What all ranks of the job can make of `text` and nobody else; `text` itself where that cannot be."""
-
-    def close(self) -> None:
-        """End the listener. Main thread."""
-
-
-class LocalExchange:
-    """A job of one rank."""
-
-    is_sealed = True
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._first: dict[str, Any] | None = None
-        self._order = Order()
-        self._offers: dict[str, Offer] = {}
-        self.gone: Callable[[], Sequence[int]] = lambda: ()
-
-    def gather(self, name: str, value: Any, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
+        """One meeting."""
         merged = merge([_as_read(value)])
         own = None if merged.own is None else _as_read(merged.own[0])
         return Answer(_as_read(merged.common), own, lambda keys: [_as_read(merged.more[key]) for key in keys])
 
     def put_once(self, texts: Mapping[str, str]) -> None:
+        """Large values of a meeting, by their digests."""
         self._values.update(texts)
 
     def read_pieces(self, digests: Sequence[str]) -> dict[str, str]:
+        """What `put_once` has written."""
         return {digest: self._values[digest] for digest in digests}
 
     def fail(self, error: BaseException) -> None:
-        pass
-
-    def listen(
-        self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
-    ) -> None:
-        pass
-
-    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        if self._first is None:
-            self._first = dict(content)
-        return self._first
-
-    def order(self, *, pause: bool, reason: str) -> Order:
-        if self._order.is_pause != pause:
-            self._order = Order(self._order.number + 1, reason)
-        return self._order
-
-    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
-        return conclude([offer])
-
-    def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
-        self._offers.setdefault(name, offer)
-
-    def decided(self, name: str) -> Decision | None:
-        return conclude([self._offers[name]]) if name in self._offers else None
-
-    def finish(self, step: int, timeout_s: float) -> Decision:
-        return FINISHED
-
-    def leave(self) -> None:
-        pass
-
-    def has_left(self, rank: int) -> bool:
-        return False
-
-    def abandon(self, reason: str) -> None:
-        pass
-
-    def hear_death(self, rank: int) -> None:
-        pass
-
-    def publish(self, name: str, value: str) -> None:
-        self._values[name] = value
-
-    def tell(self, name: str, value: str) -> bool:
-        self.publish(name, value)
-        return True
-
-    def collect(self, name: str, timeout_s: float) -> list[str]:
-        return [self._values[name]]
-
-    def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
-        return [self._values[name]]
+        """This rank cannot start."""
 
     def derive(self, text: str) -> str:
+        """What all ranks of the job can make of `text` and nobody else; `text` itself where that cannot be."""
         return text
 
     def close(self) -> None:
-        pass
+        """End the listener. Main thread."""
 
 
 def _as_read(content: Any) -> Any:

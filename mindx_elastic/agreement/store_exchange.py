@@ -38,7 +38,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from mindx_elastic.agreement.exchange import Order
+from mindx_elastic.agreement.exchange import Exchange, Order
 from mindx_elastic.agreement.gather import Gathering, is_failure
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
@@ -96,7 +96,7 @@ def _is_timeout(error: Exception) -> bool:
     return type(error).__name__ == "DistStoreError"  # torch's, which this module does not import
 
 
-class StoreExchange(Gathering):
+class StoreExchange(Gathering, Exchange):
     """An exchange over a c10d store.
 
     `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises
@@ -120,6 +120,7 @@ class StoreExchange(Gathering):
         `on_met` is called once, when every rank is known to have opened its exchange, or at the end. `give_back`: at
         the end, with connections that nothing uses any more.
         """
+        super().__init__()
         self.rank, self.world_size = rank, world_size
         self.seal = Seal(None, "", rank) if seal is None else seal
         self._on_met: Callable[[], None] | None = on_met
@@ -136,12 +137,8 @@ class StoreExchange(Gathering):
         self._listener: threading.Thread | None = None
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
-        self._offered: dict[str, Offer] = {}
         self._warned: set[str] = set()
         self._nonces: list[str] = []
-        self.gone: Callable[[], Sequence[int]] = lambda: ()
-        self._order = Order()
-        """The newest that is known here."""
         self._on_order: Callable[[Order], None] = lambda order: None
 
     @property
@@ -333,7 +330,7 @@ class StoreExchange(Gathering):
         end = time.monotonic() + timeout_s
         with self._lock:
             # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
-            full = name not in self._offered and self._offer(name, offer)
+            full = name not in self._offers and self._offer(name, offer)
             if full and (proposal := self._proposal(name)) is not None:
                 return self._settle(name, proposal)
         with suppress(Exception):
@@ -358,7 +355,7 @@ class StoreExchange(Gathering):
     def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
         def tell() -> None:
             with self._lock:
-                if name not in self._offered and self._offer(name, offer):
+                if name not in self._offers and self._offer(name, offer):
                     proposal = self._proposal(name)
                     if proposal is not None:
                         self._settle(name, proposal)
@@ -635,7 +632,7 @@ class StoreExchange(Gathering):
 
     def _offer(self, name: str, offer: Offer) -> bool:
         """Publish an offer. Returns whether it was the last one missing."""
-        self._offered[name] = offer
+        self._offers[name] = offer
         key = f"{name}/offer/{self.rank}"
         self._store.set(key, self.seal.close(key, str(offer)))
         return self._store.add(f"{name}/count", 1) == self.world_size
@@ -647,7 +644,7 @@ class StoreExchange(Gathering):
     def _proposal(self, name: str) -> Decision | None:
         """The decision that follows from all offers; None: not all of them were written by their ranks."""
         keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
-        mine = self._offered[name]
+        mine = self._offers[name]
         offers = []
         try:
             values = self._store.multi_get(keys)
@@ -681,7 +678,7 @@ class StoreExchange(Gathering):
     def _read_decision(self, name: str, message: bytes) -> Decision:
         """Raises ValueError for what cannot be a decision of this job."""
         decision = parse_decision(self.seal.open(f"{name}/decision", message, limit=MAX_CELL))
-        mine = self._offered.get(name)
+        mine = self._offers.get(name)
         return decision if mine is None else check_decision(decision, mine, trusted=self.is_sealed)
 
     def _settle(self, name: str, proposal: Decision) -> Decision:

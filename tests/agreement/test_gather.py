@@ -10,7 +10,7 @@ import pytest
 
 from mindx_elastic import errors
 from mindx_elastic.agreement import gather as module
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Merged, _error_of, all_or_none
 from mindx_elastic.errors import (
     MismatchError,
@@ -76,7 +76,7 @@ def test_a_false_bell_does_not_end_the_wait() -> None:
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
-    exchange = LocalExchange()
+    exchange = Exchange()
     answer = exchange.gather("a", "x", lambda said: Merged(said, own=said), timeout_s=0.0)
     assert (answer.common, answer.own) == (["x"], "x")
     with pytest.raises(ValueError, match="mine"), all_or_none(exchange):

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement import gather, store_exchange
-from mindx_elastic.agreement.exchange import LocalExchange, Order
+from mindx_elastic.agreement.exchange import Exchange, Order
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_request import encode_request
@@ -412,7 +412,7 @@ def test_a_store_that_is_slow_in_mid_training_is_asked_again_at_the_stop(frozen:
 
 
 def test_one_rank_decides_alone_at_once() -> None:
-    exchange = LocalExchange()
+    exchange = Exchange()
     assert exchange.decide("stop", 7, 0) == Decision(7)
     assert exchange.decide("salvage", CANNOT, 0).step is None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
@@ -74,7 +74,7 @@ class Parts:
         self.stopper = Stopper(
             step_gate=self.steps,
             update_gate=self.gate,
-            exchange=exchange or LocalExchange(),
+            exchange=exchange or Exchange(),
             watcher=self.watcher,
             saver=self.saver,
             settings=Settings(grace_s=grace_s),

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.config import RankInfo, Settings
@@ -44,7 +44,7 @@ class Listening:
         self.parts = parts
         self.listeners = Listeners(Settings(), parts.stopper.save.policies, RankInfo())
         peers = PeerWatch(dict(enumerate([own_identity()])), rank=0)
-        self.listeners.start(stack, parts.stopper, LocalExchange(), peers, cast("AgentLink | None", link))
+        self.listeners.start(stack, parts.stopper, Exchange(), peers, cast("AgentLink | None", link))
         if link is not None:
             link.is_gone = link.gone_later
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.alarm.watcher import Watcher
@@ -95,7 +95,7 @@ class Rank:
 @contextmanager
 def job(num_ranks: int, folder: Path) -> Iterator[list[Rank]]:
     with connections() as connect:
-        exchanges: list[Exchange] = [LocalExchange()]
+        exchanges: list[Exchange] = [Exchange()]
         if num_ranks > 1:
             exchanges = [StoreExchange(connect, rank=r, world_size=num_ranks) for r in range(num_ranks)]
         course = Course(num_ranks)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
@@ -116,7 +116,7 @@ def test_a_torn_state_is_refused(parts: Parts, state: str) -> None:
     assert save["outcome"] == "refused: state is not at a boundary"
 
 
-class Recording(LocalExchange):
+class Recording(Exchange):
     """Keeps what was offered in each round."""
 
     def __init__(self) -> None:
@@ -330,7 +330,7 @@ def test_a_save_in_progress_is_not_cut_off(
 # --- the last resort ---
 
 
-class StuckExchange(LocalExchange):
+class StuckExchange(Exchange):
     """Another rank's answer that does not come."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import MemorySettings, RankInfo
@@ -60,7 +60,7 @@ class Training:
         memory.start(
             self.collector,
             self.gate,
-            LocalExchange(),
+            Exchange(),
             events,
             **{
                 "replicas": [],
@@ -201,15 +201,15 @@ def test_a_start_that_fails_leaves_no_arena_locked(
 ) -> None:
     """The store is lost between opening memory and the first meeting."""
     fired = []
-    real = LocalExchange.gather
+    real = Exchange.gather
 
-    def lost(self: LocalExchange, name: str, value: Any, merge: Any, **more: Any) -> Any:
+    def lost(self: Exchange, name: str, value: Any, merge: Any, **more: Any) -> Any:
         if name != "here":
             return real(self, name, value, merge, **more)
         fired.append(_locks_held())
         raise ConnectionError("injected: the store is gone")
 
-    monkeypatch.setattr(LocalExchange, "gather", lost)
+    monkeypatch.setattr(Exchange, "gather", lost)
     with pytest.raises(ConnectionError, match="injected"):
         Job(tmp_path / "ckpt", snapshot_every=1).run()
     assert len(fired) == 1 and len(fired[0]) == 1, "the arena was open"

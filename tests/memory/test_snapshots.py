@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree
@@ -117,7 +117,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
         torch.set_num_threads(1)
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        yield lambda every, **more: Worker(stack, tmp_path, every, **{"exchange": LocalExchange(), **more})
+        yield lambda every, **more: Worker(stack, tmp_path, every, **{"exchange": Exchange(), **more})
 
 
 class Stop:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import Trust
@@ -45,7 +45,7 @@ def find_and_read(directories: Sequence[Path], ranks: RankInfo, exchange: Exchan
 
 
 def find(directory: Path, *more: Path, resume: Any = "auto") -> Resumed | None:
-    return find_and_read([directory, *more], RankInfo(), LocalExchange(), resume=resume)
+    return find_and_read([directory, *more], RankInfo(), Exchange(), resume=resume)
 
 
 def step_of(found: Resumed | None) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Gathering, all_or_none
 
 __all__ = ["Board", "on_all_ranks"]
@@ -25,7 +25,7 @@ class Board:
         self.changed = threading.Condition()
 
 
-class BoardExchange(Gathering, LocalExchange):
+class BoardExchange(Gathering, Exchange):
     """The start-up half of an exchange; nothing else is needed here."""
 
     def __init__(self, board: Board, rank: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.replicas import ddp_modules
 from mindx_elastic.config import RankInfo
@@ -35,7 +35,7 @@ def start(
     events = EventLog(directory / "events.jsonl")
     saver = Saver(collector, ranks, events, resolved={directory: directory})
     with ExitStack() as stack:
-        around = Connections(stack, [directory], saver, 0, None, exchange or LocalExchange(), evaluates=True)
+        around = Connections(stack, [directory], saver, 0, None, exchange or Exchange(), evaluates=True)
         return start_job(
             [directory],
             collector=collector,

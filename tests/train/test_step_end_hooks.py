@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.active import _active
 from mindx_elastic.guard.guard import Guard
@@ -80,7 +80,7 @@ def test_what_hooks_change_resumes_bit_for_bit(step: int) -> None:
     assert resumed[2] == straight[2] and len(straight[2]) == 18
 
 
-class OnlyThisRankAsks(LocalExchange):
+class OnlyThisRankAsks(Exchange):
     """Of two ranks, the other one goes on training."""
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
