@@ -338,8 +338,6 @@ class KeySettings:
     """``MINDX_JOB_KEY_FILE``: private file with the key; None: not given."""
     local_world_size: int = 0
     """``LOCAL_WORLD_SIZE``: how many ranks this node's launcher has started; 0: it does not tell."""
-    job: str = ""
-    """``TORCHELASTIC_RUN_ID``: the launcher's name of the job."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> KeySettings:
@@ -349,7 +347,6 @@ class KeySettings:
             text=env.get("MINDX_JOB_KEY", "").strip(),
             file=Path(file) if file else None,
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", 0),
-            job=env.get("TORCHELASTIC_RUN_ID", "").strip(),
         )
 
 

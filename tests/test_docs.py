@@ -177,7 +177,6 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_JOB_KEY": keys.text or None,
         "MINDX_JOB_KEY_FILE": keys.file,
         "LOCAL_WORLD_SIZE": keys.local_world_size,
-        "TORCHELASTIC_RUN_ID": keys.job or None,
         "MINDX_ALLOW_SHARED_DIRECTORY": int(SharingSettings().allow_shared),
         "MINDX_TRUSTED_USERS": SharingSettings().trusted_users or None,
         "GROUP_RANK": copies.node or None,

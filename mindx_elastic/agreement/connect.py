@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -43,7 +43,7 @@ def open_exchange(ranks: RankInfo, name: str = "", *, again: bool = False) -> Ex
     base: Any = _get_default_store()
     # torch's env:// start lets rank 0 host it, unless the launcher does.
     host_rank = 0 if not _is_shared() and isinstance(_innermost(base), dist.TCPStore) else None
-    seal, on_met = _open_seal(base, prefix, ranks)
+    seal = _open_seal(prefix, ranks)
     return StoreExchange(
         # torch waits half an hour for a missing key by default; our own waits pass their timeout.
         lambda: _connect(prefix, timedelta(seconds=_MISSING_S), any_prefix=again),
@@ -51,7 +51,6 @@ def open_exchange(ranks: RankInfo, name: str = "", *, again: bool = False) -> Ex
         world_size=ranks.world_size,
         host_rank=host_rank,
         seal=seal,
-        on_met=on_met,
         give_back=_give_back,
     )
 
@@ -128,11 +127,8 @@ def _is_shared() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_seal(store: Any, prefix: str, ranks: RankInfo) -> tuple[Seal, Callable[[], None]]:
-    settings = KeySettings.from_env()
-    place = getattr(_innermost(store), "port", "")  # the same for all ranks, whatever they call the host
-    job = f"{settings.job}/{place}/{ranks.world_size}/{prefix}"
-    key, on_met = find_key(settings, job, rank=ranks.rank, world_size=ranks.world_size)
+def _open_seal(prefix: str, ranks: RankInfo) -> Seal:
+    key = find_key(KeySettings.from_env(), ranks.world_size)
     if key is None and ranks.rank == 0:
         logger.info(
             "the messages between the ranks are not sealed: any process that reaches the store's port can stop the "
@@ -140,7 +136,7 @@ def _open_seal(store: Any, prefix: str, ranks: RankInfo) -> tuple[Seal, Callable
         )
     seal = Seal(key, prefix, ranks.rank)
     _seals[:] = [seal]
-    return seal, on_met
+    return seal
 
 
 def current_seal() -> Seal:

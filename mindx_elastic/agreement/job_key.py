@@ -4,8 +4,9 @@ In this order:
 
 1. ``MINDX_JOB_KEY``, or the file that ``MINDX_JOB_KEY_FILE`` names; `mindx-elastic run` sets the latter by itself in a
    job of one node.
-2. All ranks on one node, according to the launcher's environment (torchrun): a random key, which the first rank writes
-   to a private file in the machine's temporary folder. The file is deleted as soon as all ranks have read it.
+2. All ranks on one node, according to the launcher's environment (torchrun): a random key in a private file of this
+   user in the machine's temporary folder, which the first rank that needs it makes. It is for all jobs: what tells
+   jobs and starts apart is the session of their messages (`sealed`).
 3. Several nodes, or an unknown number: there is no key.
 
 Rejected: a key in the store, which it has to protect; a key in the checkpoint directory (only the store can tell
@@ -14,13 +15,10 @@ whether all nodes see the same directory, and checkpoints are copied elsewhere, 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import stat
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,38 +29,34 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["find_key", "read_key_file", "write_key_file"]
 
-_SUFFIX = ".key"
 _MARK = "mindx-elastic job key 1 "
 _MAX_BYTES = 1 << 16
 _LEAST_CHARACTERS = 16
-_STALE_S = 86400.0
 
 
-def find_key(settings: KeySettings, job: str, *, rank: int, world_size: int) -> tuple[bytes | None, Callable[[], None]]:
-    """Return the key (None: there is none), and a function to call when all ranks have it.
+def find_key(settings: KeySettings, world_size: int) -> bytes | None:
+    """Return the key; None: there is none.
 
-    `job`: a name of this start, unique on the machine and the same on all ranks; it need not be secret. Raises
-    UsageError for a key or a file that cannot be used, and where another user has a file of the private file's name.
+    Raises UsageError for a key or a file that cannot be used, and where another user has a file of the private file's
+    name.
     """
     if settings.text:
-        return _check(settings.text, "environment variable MINDX_JOB_KEY"), _nothing
+        return _check(settings.text, "environment variable MINDX_JOB_KEY")
     if settings.file is not None:
-        return read_key_file(settings.file, "environment variable MINDX_JOB_KEY_FILE"), _nothing
+        return read_key_file(settings.file, "environment variable MINDX_JOB_KEY_FILE")
     if settings.local_world_size != world_size:
-        return None, _nothing
-    name = hashlib.sha256(job.encode()).hexdigest()[:24]
-    path = Path(tempfile.gettempdir()) / f"{_prefix()}{name}{_SUFFIX}"
+        return None
+    path = Path(tempfile.gettempdir()) / f"mindx-elastic-{os.geteuid()}.key"
     try:
-        key = _share(path)
+        return _share(path)
     except OSError as error:
         logger.warning(
-            "%s: no private file for the job's key can be made there (%s), so what the ranks tell each other is not "
+            "%s: no private file for the key can be made there (%s), so what the ranks tell each other is not "
             "sealed; set MINDX_JOB_KEY or MINDX_JOB_KEY_FILE",
             path.parent,
             error.strerror or error,
         )
-        return None, _nothing
-    return key, (lambda: path.unlink(missing_ok=True)) if rank == 0 else _nothing
+        return None
 
 
 def read_key_file(path: Path, what: str) -> bytes:
@@ -102,29 +96,19 @@ def _check(text: str, what: str) -> bytes:
     return text.encode()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _prefix() -> str:
-    return f"mindx-elastic-{os.geteuid()}-"
-
-
 def _share(path: Path) -> bytes:
     """Read the key in `path`; the first process to come creates it, atomically. Raises OSError, UsageError."""
-    _remove_stale(path.parent)
-    for _ in range(5):
-        with suppress(FileNotFoundError):  # the last rank of an earlier start may delete it in between
-            return _read_shared(path)
-        fd, temp = tempfile.mkstemp(prefix=_prefix(), suffix=".tmp", dir=path.parent)  # mode 600
-        try:
-            with open(fd, "w") as file:
-                file.write(f"{_MARK}{secrets.token_hex(32)}\n")
-            with suppress(FileExistsError):
-                os.link(temp, path)
-        finally:
-            os.unlink(temp)
-    raise FileNotFoundError(2, "it is removed again and again", str(path))
+    with suppress(FileNotFoundError):
+        return _read_shared(path)
+    fd, temp = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
+    try:
+        with open(fd, "w") as file:
+            file.write(f"{_MARK}{secrets.token_hex(32)}\n")
+        with suppress(FileExistsError):
+            os.link(temp, path)
+    finally:
+        os.unlink(temp)
+    return _read_shared(path)
 
 
 def _read_shared(path: Path) -> bytes:
@@ -149,15 +133,3 @@ def _read_shared(path: Path) -> bytes:
     if not content.startswith(_MARK.encode()):
         raise UsageError(f"{path} holds no key; remove it, or set MINDX_JOB_KEY")
     return content.removeprefix(_MARK.encode()).strip()
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove the files that killed starts have left."""
-    prefix, now = _prefix(), time.time()
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(prefix) and entry.name.endswith((_SUFFIX, ".tmp")):
-                with suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    if status.st_uid == os.geteuid() and now - status.st_mtime > _STALE_S:
-                        os.unlink(entry.path)

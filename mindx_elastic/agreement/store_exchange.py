@@ -30,7 +30,6 @@ Each rank has its own bell, so that a rank that ends can wake its own listener.
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -112,18 +111,15 @@ class StoreExchange(Gathering, Exchange):
         world_size: int,
         host_rank: int | None = None,
         seal: Seal | None = None,
-        on_met: Callable[[], None] = lambda: None,
         give_back: Callable[[Sequence[Store]], None] = lambda stores: None,
     ) -> None:
         """`host_rank`: the rank whose process hosts the store; None: none of them. `seal`: None: nothing is sealed.
 
-        `on_met` is called once, when every rank is known to have opened its exchange, or at the end. `give_back`: at
-        the end, with connections that nothing uses any more.
+        `give_back` is called at the end, with connections that nothing uses any more.
         """
         super().__init__()
         self.rank, self.world_size = rank, world_size
         self.seal = Seal(None, "", rank) if seal is None else seal
-        self._on_met: Callable[[], None] | None = on_met
         self._give_back = give_back
         self._host_rank = host_rank
         self._store = connect()
@@ -492,7 +488,6 @@ class StoreExchange(Gathering, Exchange):
         return ""
 
     def _welcome(self, key: str) -> None:
-        self._meet()
         if self._nonces:
             messages = self.seal.welcomes(f"start/{key}/welcome", self._nonces)
             keys = [f"start/{key}/welcome/{rank}" for rank in range(self.world_size)]
@@ -504,7 +499,6 @@ class StoreExchange(Gathering, Exchange):
 
     def _be_welcomed(self, key: str) -> None:
         if self.seal.has_joined:
-            self._meet()
             return
         welcome = f"start/{key}/welcome"
         with self._lock:
@@ -515,7 +509,6 @@ class StoreExchange(Gathering, Exchange):
             self.seal.enter(welcome, message)
         except NotOursError as error:
             raise UntrustedMessageError(self._complaint(f"{welcome}/{self.rank}", 0, error)) from None
-        self._meet()
 
     # --- what the ranks tell each other later ---
 
@@ -563,11 +556,6 @@ class StoreExchange(Gathering, Exchange):
             "Give all ranks the same MINDX_JOB_KEY (or _FILE); if they have it, others reach the store's port"
         )
 
-    def _meet(self) -> None:
-        on_met, self._on_met = self._on_met, None
-        if on_met is not None:
-            on_met()
-
     def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         ranks = range(self.world_size) if ranks is None else ranks
         keys = [f"told/{name}/{r}" for r in ranks]
@@ -585,9 +573,6 @@ class StoreExchange(Gathering, Exchange):
             self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), self._answer_s)
         except Exception as error:
             logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
-        if self._on_met is not None:
-            # The ranks have not met: one that comes later needs the key to hear why.
-            atexit.register(self._meet)
         is_idle = not self._lost and not any(caller.busy for caller in self._callers)
         for caller in self._callers:
             caller.close(0.0 if caller.busy else 2.0)

@@ -106,7 +106,7 @@ def _key() -> bytes | None:
     from mindx_elastic.agreement.job_key import find_key
 
     settings = KeySettings.from_env()
-    return find_key(KeySettings(text=settings.text, file=settings.file), "", rank=0, world_size=1)[0]
+    return find_key(KeySettings(text=settings.text, file=settings.file), 1)
 
 
 def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:

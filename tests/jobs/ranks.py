@@ -4,7 +4,6 @@ that ends the others when one of them fails."""
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from pathlib import Path
 
@@ -24,6 +23,5 @@ if __name__ == "__main__":
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
     }
     sys.exit(run_ranks(ranks, run_script))
