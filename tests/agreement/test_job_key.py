@@ -66,7 +66,7 @@ def test_ranks_of_one_node_that_come_at_the_same_moment_have_one_key(temporary: 
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-        keys = {process.stdout.readline() for process in ranks if process.stdout is not None}
+        keys = {process.communicate(timeout=300)[0] for process in ranks}
         assert keys == {on_one_node().decode() + "\n"} and len(on_one_node()) == 64, "also for the next start"
         (file,) = temporary.iterdir()
         assert file.stat().st_mode & 0o777 == 0o600
