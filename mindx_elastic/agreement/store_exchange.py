@@ -10,7 +10,7 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/count``           how many ranks have offered; whoever makes it full concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
 ``stop/known``, ``all_know``  how many ranks know that all have finished
-``start/round{n}/...``      the roll calls of a start, see `gather`
+``start/round{n}/...``      the meetings of a start, see `store_gathering`
 ``told/{name}/{rank}``      what the ranks tell each other later
 ``pause/{n}``               order n to pause or to go on (compare-and-set): why it was given; its
                             rounds are ``pause/{n}`` (where to wait) and ``pause/{n}/here`` (all do)
@@ -35,10 +35,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mindx_elastic.agreement.exchange import Exchange, Order
-from mindx_elastic.agreement.gather import Gathering, is_failure
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
@@ -53,13 +52,13 @@ from mindx_elastic.agreement.stop_step import (
     parse_decision,
     parse_offer,
 )
+from mindx_elastic.agreement.store_gathering import Store, StoreGathering, is_missing_key
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.ready_thread import Job, ReadyThread
-from mindx_elastic.errors import UntrustedMessageError
 
-__all__ = ["Store", "StoreExchange"]
+__all__ = ["StoreExchange"]
 
 _T = TypeVar("_T")
 _ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
@@ -73,29 +72,9 @@ _TRIES = 4  # to take a cell back from a stranger who writes into it
 _LOOK_AGAIN_S = 0.05
 _LOOK_BURST_S = 0.0001  # and for each rank: of a death, all that know of it ask the store at each look
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 2.0
-_KEYS_AT_ONCE = 4096  # in one message to the store
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that we use."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
-
-
-def _is_timeout(error: Exception) -> bool:
-    """Whether the store has answered that a key does not exist."""
-    return type(error).__name__ == "DistStoreError"  # torch's, which this module does not import
-
-
-class StoreExchange(Gathering, Exchange):
+class StoreExchange(StoreGathering, Exchange):
     """An exchange over a c10d store.
 
     `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises
@@ -117,13 +96,11 @@ class StoreExchange(Gathering, Exchange):
 
         `give_back` is called at the end, with connections that nothing uses any more.
         """
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
-        self.seal = Seal(None, "", rank) if seal is None else seal
+        Exchange.__init__(self)
+        seal = Seal(None, "", rank) if seal is None else seal
+        StoreGathering.__init__(self, connect(), seal, rank=rank, world_size=world_size)
         self._give_back = give_back
         self._host_rank = host_rank
-        self._store = connect()
-        self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
         self._bell = connect()
         self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
         self._closed = threading.Event()
@@ -134,7 +111,6 @@ class StoreExchange(Gathering, Exchange):
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
         self._warned: set[str] = set()
-        self._nonces: list[str] = []
         self._on_order: Callable[[Order], None] = lambda order: None
 
     @property
@@ -420,96 +396,6 @@ class StoreExchange(Gathering, Exchange):
     def hear_death(self, rank: int) -> None:
         self._lost |= rank == self._host_rank  # each further call would print a page of C++ frames
 
-    # --- roll calls of the start, see `gather` ---
-
-    def _write(self, texts: Mapping[str, str]) -> None:
-        keys = [f"start/{key}" for key in texts]
-        messages = [self.seal.close(key, text) for key, text in zip(keys, texts.values(), strict=True)]
-        with self._lock:
-            for number in range(0, len(keys), _KEYS_AT_ONCE):
-                part = slice(number, number + _KEYS_AT_ONCE)
-                self._store.multi_set(keys[part], messages[part])
-
-    def _write_first(self, key: str, text: str) -> str:
-        key = f"start/{key}"
-        with self._lock:
-            found = self._store.compare_set(key, "", self.seal.close(key, text))
-        return self._open_start(key, found, None)
-
-    def _count(self, key: str) -> int:
-        with self._lock:
-            return self._store.add(f"start/{key}", 1)
-
-    def _heard(self, key: str) -> int:
-        with self._lock:
-            return self._store.add(f"start/{key}", 0)
-
-    def _ring(self, key: str) -> None:
-        with self._lock:
-            self._store.set(f"start/{key}", "1")
-
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
-        keys = [f"start/{key}" for key in keys]
-        with self._lock:
-            if timeout_s <= 0.0:
-                return self._store.check(keys)
-            try:
-                self._store.wait(keys, timedelta(seconds=timeout_s))
-            except Exception as error:
-                if not _is_timeout(error):
-                    raise
-                return False
-            return True
-
-    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
-        keys = [f"start/{key}" for key in keys]
-        messages: list[bytes] = []
-        with self._lock:
-            for number in range(0, len(keys), _KEYS_AT_ONCE):
-                messages += self._store.multi_get(keys[number : number + _KEYS_AT_ONCE])
-        if len(keys) == self.world_size and not self.seal.has_joined and authors[0] is not None:
-            self._nonces, found = self._join(keys, messages)
-            return found
-        return [self._open_start(*each) for each in zip(keys, messages, authors, strict=True)]
-
-    def _open_start(self, key: str, message: bytes, author: int | None) -> str:
-        try:
-            return self.seal.open(key, message, author=author)
-        except NotOursError as error:
-            if author is None and (early := self._early_failure(key, message)):
-                return early
-            raise UntrustedMessageError(self._complaint(key, author, error)) from None
-
-    def _early_failure(self, key: str, message: bytes) -> str:
-        """The error of a rank that left inside the first meeting, before it had entered the session; empty: none."""
-        with suppress(NotOursError):
-            text = self.seal.open_early(key, message)
-            return text if is_failure(text) else ""
-        return ""
-
-    def _welcome(self, key: str) -> None:
-        if self._nonces:
-            messages = self.seal.welcomes(f"start/{key}/welcome", self._nonces)
-            keys = [f"start/{key}/welcome/{rank}" for rank in range(self.world_size)]
-            with self._lock:
-                for number in range(0, len(keys), _KEYS_AT_ONCE):
-                    part = slice(number, number + _KEYS_AT_ONCE)
-                    self._store.multi_set(keys[part], messages[part])
-            self._nonces = []
-
-    def _be_welcomed(self, key: str) -> None:
-        if self.seal.has_joined:
-            return
-        welcome = f"start/{key}/welcome"
-        with self._lock:
-            if not self._store.check([f"{welcome}/{self.rank}"]):
-                return  # a rank has failed before rank 0 had all the first values
-            message = self._store.get(f"{welcome}/{self.rank}")
-        try:
-            self.seal.enter(welcome, message)
-        except NotOursError as error:
-            raise UntrustedMessageError(self._complaint(f"{welcome}/{self.rank}", 0, error)) from None
-
     # --- what the ranks tell each other later ---
 
     def publish(self, name: str, value: str) -> None:
@@ -537,24 +423,7 @@ class StoreExchange(Gathering, Exchange):
             return self._open_all(keys, self._store.multi_get(keys), range(self.world_size))
 
     def _open_all(self, keys: Sequence[str], messages: Sequence[bytes], ranks: Sequence[int]) -> list[str]:
-        return [self._open_start(key, text, rank) for rank, key, text in zip(ranks, keys, messages, strict=True)]
-
-    def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
-        """Rank 0: the nonces and the texts of the first values of all ranks."""
-        try:
-            return self.seal.join(keys, messages)
-        except NotOursError as error:
-            for rank, (key, message) in enumerate(zip(keys, messages, strict=True)):
-                self._open_start(key, message, rank)  # names the rank
-            raise UntrustedMessageError(self._complaint(keys[0], 0, error)) from None
-
-    def _complaint(self, key: str, author: int | None, error: NotOursError) -> str:
-        """What may be the cause."""
-        whose = "" if author is None else f" of rank {author}"
-        return (
-            f"rank {self.rank}: {key!r}{whose} in the store of the process group was not written by this job: {error}. "
-            "Give all ranks the same MINDX_JOB_KEY (or _FILE); if they have it, others reach the store's port"
-        )
+        return [self.open_from(key, text, rank) for rank, key, text in zip(ranks, keys, messages, strict=True)]
 
     def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         ranks = range(self.world_size) if ranks is None else ranks
@@ -634,7 +503,7 @@ class StoreExchange(Gathering, Exchange):
         try:
             values = self._store.multi_get(keys)
         except Exception as error:
-            if not _is_timeout(error):
+            if not is_missing_key(error):
                 raise
             self._warn_of_stranger(f"{name}/count", NotOursError("it is not the number of offers"))
             return None

@@ -28,11 +28,29 @@ from mindx_elastic.guard.progress import Progress
 from mindx_elastic.memory.agent_folder import CONTROL_FILE, modules_path
 from mindx_elastic.memory.folders import MAKER_FILE
 
-__all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
+__all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink", "between_steps"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends
+
+
+@contextmanager
+def between_steps(page: StatusPage) -> Iterator[None]:
+    """Training thread: code between two steps runs inside; the agent that reads `page` must not take it for a hang."""
+    before, guarded = page.phase, (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
+    for_agent = before in guarded  # else a stop has begun
+
+    def change(phase: int) -> None:
+        if for_agent and page.phase in guarded:
+            page.set(boundary_ns=time.monotonic_ns() if page.started else 0)
+            page.set(phase=phase)
+
+    change(WorkerPhase.BETWEEN)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 class AgentLink:
@@ -132,20 +150,6 @@ class AgentLink:
                 logger.warning("%s: steps and losses are not noted for mindx-elastic report (%s)", path, error)
                 return
         self._progress.at_boundary(step, loss)
-
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Training thread: code between two steps runs inside; the agent must not take it for a hang."""
-        self._change_phase(WorkerPhase.BETWEEN)
-        try:
-            yield
-        finally:
-            self._change_phase(WorkerPhase.TRAINING)
-
-    def _change_phase(self, phase: WorkerPhase) -> None:
-        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):  # else a stop has begun
-            self.page.set(boundary_ns=time.monotonic_ns() if self.page.started else 0)
-            self.page.set(phase=phase)
 
     def orders(self) -> dict[str, Any] | None:
         """Watcher thread, after `CONTROL_SIGNAL`: the agent's order; None: there is no new one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +16,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import StatusPage
-from mindx_elastic.guard.agent_link import AgentLink
+from mindx_elastic.guard.agent_link import AgentLink, between_steps
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.folders import job_folder
@@ -195,7 +195,7 @@ class Connections:
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Training thread: the agent does not take the time inside for a hang."""
-        return nullcontext() if self.link is None else self.link.between_steps()
+        return between_steps(self.page)
 
     def keep_in_memory(self, timeout_s: float, gone: Collection[int]) -> bool:
         """Put the last boundary into shared memory; returns whether it is there. Any thread that holds the update gate

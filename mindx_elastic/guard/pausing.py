@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from mindx_elastic.agreement.exchange import Exchange, Order
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.status_page import StatusPage, WorkerPhase
+from mindx_elastic.core.status_page import StatusPage
+from mindx_elastic.guard.agent_link import between_steps
 from mindx_elastic.memory.agent_folder import PAUSE
 
 __all__ = ["Pauses"]
@@ -80,26 +80,11 @@ class Pauses:
     def wait(self) -> bool:
         """Training thread, at the gate's limit without an alarm: wait as long as the job is paused. False: go on; True:
         there is an alarm, and the limit is its."""
-        with self._not_judged():
-            return self._gate.wait_out_pause(lambda: self._watcher.post(self._work))
-
-    @contextmanager
-    def _not_judged(self) -> Iterator[None]:
-        """Training thread: the agent does not take the time inside for a hang; nor does it afterwards."""
-        page = self._page
-        if page.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
-            yield
-            return
-        before = page.phase
-        page.set(phase=WorkerPhase.BETWEEN)
-        try:
-            yield
-        finally:
-            page.set(paused_ns=0, paused_step=-1, all_paused=0)
-            if page.started:
-                page.set(boundary_ns=time.monotonic_ns())
-            if page.phase == WorkerPhase.BETWEEN:  # else a stop has begun
-                page.set(phase=before)
+        with between_steps(self._page):
+            try:
+                return self._gate.wait_out_pause(lambda: self._watcher.post(self._work))
+            finally:
+                self._page.set(paused_ns=0, paused_step=-1, all_paused=0)
 
     # --- the orders -----------------------------------------------------------------------------------------------
 

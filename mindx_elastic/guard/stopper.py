@@ -291,14 +291,17 @@ class Stopper:
     def stop_for_death(self) -> None:
         """Training thread: a rank is dead, and there is no recovery in place. Returns once the stop is settled."""
         self.update_gate.give_up()
-        dead = self.alarms.of_death([self._dead])
-        if self._accept(dead):
-            self._log_alarm(dead)
-            self.exchange.request(dead.to_request())
-        assert self.alarm is not None
-        # It has left the loop: no boundary is to come that the watcher could wait for.
-        self.salvage(self.alarm, can_wait=False)
+        self._stop_outside_loop(self.alarms.of_death([self._dead]))
         self._wait_until_settled()
+
+    def _stop_outside_loop(self, alarm: Alarm, *, orderly: bool = False) -> None:
+        """Training thread, which has left the loop: no boundary is to come that the watcher could wait for. `alarm`:
+        unless there is one already."""
+        if self._accept(alarm):
+            self._log_alarm(alarm, orderly=orderly)
+            self.exchange.request(alarm.to_request())
+        assert self.alarm is not None
+        self.salvage(self.alarm, can_wait=False)
 
     def _wait_until_settled(self) -> None:
         self.state.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
@@ -307,16 +310,13 @@ class Stopper:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
         self._failing = True
         self.update_gate.give_up()
+        alarm = self.alarms.of_exception(error)
         if self.phase is StopPhase.TRAINING:
             gone = [rank for rank in self.peers_gone_soon(error) if self._died(rank)]
-            alarm = self.alarms.of_death(gone) if gone else self.alarms.of_exception(error)
+            alarm = self.alarms.of_death(gone) if gone else alarm
             if alarm.kind != REFUSAL and not any(alarm.kind in policy.alarms for policy in self.save.policies):
                 return
-            if self._accept(alarm):
-                self._log_alarm(alarm, orderly=isinstance(error, SystemExit))
-                self.exchange.request(alarm.to_request())
-        assert self.alarm is not None
-        self.salvage(self.alarm, can_wait=False)
+        self._stop_outside_loop(alarm, orderly=isinstance(error, SystemExit))
 
     def peers_gone_soon(self, error: BaseException) -> Sequence[int]:
         """Training thread: the ranks that are gone. A dying process closes its connections a moment before it is gone,

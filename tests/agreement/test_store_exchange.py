@@ -21,7 +21,8 @@ from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_request import encode_request
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
-from mindx_elastic.agreement.store_exchange import Store, StoreExchange
+from mindx_elastic.agreement.store_exchange import StoreExchange
+from mindx_elastic.agreement.store_gathering import Store
 from mindx_elastic.errors import UntrustedMessageError, UsageError
 
 _jobs = itertools.count()

@@ -20,7 +20,7 @@ from mindx_elastic.agent import child
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
-from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink
+from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink, between_steps
 from mindx_elastic.memory.agent_folder import CONTROL_FILE
 from mindx_elastic.memory.folders import MAKER_FILE
 from tests.harness import wait_until
@@ -82,16 +82,16 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
 def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
     link = agent.link()
     link.enter(None, "run-a", None, Path("/c"))
-    with link.between_steps():
+    with between_steps(link.page):
         assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
     link.page.pass_boundary(1)
     reached = agent.page().boundary_ns
-    with link.between_steps():
+    with between_steps(link.page):
         pass
     assert agent.page().phase == WorkerPhase.TRAINING and agent.page().boundary_ns > reached
     for phase in (WorkerPhase.STOPPING, WorkerPhase.LEFT):
         link.page.set(phase=phase)
-        with link.between_steps():
+        with between_steps(link.page):
             pass
         assert agent.page().phase == phase, "not undone"
     link.close()
