@@ -109,7 +109,7 @@ def test_given_twice_and_without_a_pause() -> None:
         assert re.search(r"paused at step 4 already, for \d+ s", give("pause", RUN))
         shown = give("status", RUN)
         assert re.search(r"^paused at step 4 since .*: every rank of this machine$", shown, re.MULTILINE), shown
-        assert re.search(r"^ *0 +\d+ +paused +4 ", shown, re.MULTILINE), shown
+        assert re.search(r"^ *0 +paused +4 ", shown, re.MULTILINE), shown
         assert "training goes on from step 4" in give("resume", RUN)
         job.wait_for("^HOLD", 2)
         assert "not paused; nothing to do" in give("resume", RUN)
@@ -215,7 +215,7 @@ def test_a_stop_saves_the_step_of_the_pause(what: str) -> None:
             (RUN / "graceful_exit.json").write_text('{"GracefulExit": 1}')
         job.expect(75 if what == "flag" else 143)
     assert {match[1] for match in job.matches(r"step (\d+) saved in")} == {"4"}, job.report()
-    assert not job.matches("^PASSED . 4$")
+    assert not job.matches("^PASSED . 5$"), "one step is played on"
     (RUN / "graceful_exit.json").unlink(missing_ok=True)
     with agent(ranks=2) as again:
         again.expect(0)
