@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "a rank obeys its own proposal, not the cell",
         "agreement/store_exchange.py",
-        '                return decision\n        return Decision(None, f"a stranger',
-        '                return proposal\n        return Decision(None, f"a stranger',
+        'return found or Decision(None, f"a stranger',
+        'return proposal or Decision(None, f"a stranger',
     ),
     Mutant(
         "the gate offers the boundary behind, not the coming one",
@@ -88,9 +88,9 @@ MUTANTS = (
     ),
     Mutant(
         "nobody ends a process whose training hangs",
-        "guard/stopper.py",
-        "        if not self.is_coming_out:\n            self.leave_behind(alarm)",
-        "        pass",
+        "guard/last_resort.py",
+        "                stopper.leave_behind(alarm, self._why_leave)",
+        "                return None",
     ),
     Mutant(
         "a rank held at the gate is not let go where no step was agreed on",

@@ -35,7 +35,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.alarm.watcher import Watcher
@@ -318,6 +318,7 @@ class _Rank:
             settings=Settings(grace_s=GRACE_S, agreement_s=_AGREEMENT_S),
             policies=[policy],
             arm_last_resort=last_resort.arm,
+            leave_by=last_resort.leave_by,
             relay=LogRelay(),
             already_durable=lambda: None,
             peers_gone=lambda: list(self.gone),
@@ -328,7 +329,10 @@ class _Rank:
         alarms = self.stopper.alarms
         last_resort.watch_signals(alarms.of_signal)
         post = self.watcher.post
-        exchange.listen(lambda content: post(lambda: self.stopper.hear(alarms.of_peer(content))))
+        exchange.listen(
+            lambda content: post(lambda: self.stopper.hear(alarms.of_peer(content))),
+            lambda order: post(lambda: self.stopper.pauses.hear_order(order)),
+        )
 
     def _hear_signal(self, signum: int) -> None:
         self.stopper.hear_signal(signum)
@@ -460,7 +464,7 @@ def play(plan: Plan) -> Outcome:
         met: set[int] = set()
 
         def run(rank: _Rank) -> int:
-            exchange: Exchange = LocalExchange()
+            exchange = Exchange()
             if store is not None:
                 exchange = StoreExchange(
                     lambda: Connection(store), rank=rank.number, world_size=plan.world_size, host_rank=0
