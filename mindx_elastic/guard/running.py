@@ -29,30 +29,28 @@ from mindx_elastic.alarm.signals import release_signals
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.replicas import ddp_modules
 from mindx_elastic.capture.rng import capture_rng
-from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.ports import ask
-from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
+from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
-from mindx_elastic.guard.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.observer import observers
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import ahead, groups, joiner, nccl, sharded, spare, trial
-from mindx_elastic.rejoin.copies import DONOR_RING, Parcel, Receive
+from mindx_elastic.rejoin import ahead, groups, nccl, sharded, spare, trial
+from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
+from mindx_elastic.rejoin.copies import DONOR_RING, Parcel
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed, UnfitSpareError
-from mindx_elastic.rejoin.nodes_member import NodesMember
+from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
+from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
 from mindx_elastic.rejoin.protocol import InMemory, Report
 from mindx_elastic.start.in_place import Boundary, Lent
 
@@ -66,8 +64,6 @@ cut its last collective, with a living rank, would leave no boundary of which al
 _MOST_ERRORS = 20  # each made of the one before
 _CONNECTIONS = 4  # of an exchange, and of a member
 _IMPORTED_LATER = ("torch.nn.utils.prune",)  # when a state is loaded
-_members: list[Member] = []
-_told: set[str] = set()
 _is_running = False  # `run_in_place` has been called
 
 
@@ -99,7 +95,7 @@ class Place:
         join: Callable[[], Entry] | None = None,
         collector: Collector | None = None,
     ) -> None:
-        """`entry`: what the last recovery has agreed on; None: there was none. `objects`: see `guard.before_call`.
+        """`entry`: what the last recovery has agreed on; None: there was none. `objects`: see `rejoin.before_call`.
         `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open. `join`: gives the entry of a
         new process, which waits for the other ranks. `collector`: see `take_collector`."""
         self.member, self._entry, self.objects, self._unanswered = member, entry, objects, unanswered
@@ -176,7 +172,9 @@ class Place:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
         entry, rank = self.entry, self.member.ranks.rank
         is_new = entry is not None and rank in entry.verdict.dead and self.objects.variables is None
-        variables = VariablesPart(self.objects, kept, rank, is_new=is_new)
+        without_epoch = with_epochs_put_back(kept)
+        now = observers().own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
+        variables = VariablesPart(self.objects, now, rank, is_new=is_new)
         return [*self.member.parts(), *([] if entry is None else [variables])]
 
     def opened(
@@ -265,7 +263,8 @@ def run_in_place(
     `enters_at_once`: the first that `block` does is to enter that guard."""
     trial.pass_trial()
     ahead_of_rank = _warm_up(targets()) if spare.is_waiting() else None
-    member = _find_member(current_ranks(RankInfo.from_env()), targets())
+    modules = [target for target in targets().values() if isinstance(target, nn.Module)]
+    member = find_member(current_ranks(RankInfo.from_env()), modules, is_first_guard=not has_been_one())
     global _is_running
     _is_running = True
     if member is None:
@@ -273,7 +272,7 @@ def run_in_place(
     entry: Entry | None = None
     join: Callable[[], Entry] | None = None
     if member.is_joiner and not member.has_entered:
-        join = partial(_join, targets(), member)
+        join = partial(join_job, member, ddp_modules(targets()))
         member.laid_out = {} if ahead_of_rank is None else ahead_of_rank.laid_out
         # What comes before the guard may use the groups; and ranks that wait already go on beside this one.
         if not enters_at_once or member.others_are_out():
@@ -304,38 +303,6 @@ def _close(member: Member) -> None:
         arena.close()
 
 
-def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
-    """The process's member; None: a death restarts the job. `targets`: what the guard keeps."""
-    settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
-    # Whoever belongs to a dynamic cluster has imported it: nobody else loads its 12 modules.
-    group = sys.modules.get("mindx_elastic.cluster.group")
-    link = group.current_connection() if agent is None and group is not None else None
-    if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
-        return None
-    # A new process could not pass the guards before it.
-    modules = [target for target in targets.values() if isinstance(target, nn.Module)]
-    reason = "this is not the process's first guard" if has_been_one() else groups.problem() or sharded.problem(modules)
-    several = bool(settings.scope) and settings.num_nodes > 1
-    if not reason and several and {kind for group in groups.my_groups() for _, kind in group.backends} != {"gloo"}:
-        reason = "process groups of several nodes are recovered with gloo only"
-    if reason:
-        if settings.generation and not has_been_one():
-            raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
-        _tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
-        return None
-    if link is not None:
-        cluster = ask("cluster")
-        if why_not := cluster.cluster_problem(link):
-            _tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
-            return None
-        if not _members:
-            _members.append(cluster.ClusterMember(settings, ranks, link))
-    elif not _members:
-        assert agent is not None
-        _members.append((NodesMember if several else Member)(settings, ranks, agent))
-    return _members[0]
-
-
 def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:
     """The program has entered its guard itself, or a trainer has, which keeps the loop (`is_layered`)."""
     settings = RejoinSettings.from_env()
@@ -350,7 +317,7 @@ def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:
             "the guard is entered with `with guard:`, so when a rank dies the whole job is restarted; make the loop a "
             "function and write guard.run(train)"
         )
-        _tell_once(ranks, layered if is_layered else block)
+        tell_once(ranks, layered if is_layered else block)
 
 
 @dataclass(frozen=True)
@@ -386,47 +353,6 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
 def _complete(orders: Mapping[str, list[int]], ddp: groups.DdpModules) -> Mapping[str, list[int]]:
     """The orders of all of `ddp`; empty where one is not known yet, or cannot be."""
     return orders if ddp and all(orders.get(name) for name, _ in ddp) else {}
-
-
-def _tell_once(ranks: RankInfo, text: str) -> None:
-    """One line a job: why there is no recovery in place."""
-    if ranks.rank == 0 and text not in _told:
-        _told.add(text)
-        logger.warning("--recover in-place: %s", text)
-
-
-def _join(targets: Mapping[str, Any], member: Member) -> Entry:
-    try:
-        return member.join(ddp_modules(targets), joiner.end_setup, _receiver(member.ranks))
-    except UnfitSpareError as error:
-        spare.end_unfit(str(error))
-    except RejoinFailed as error:
-        member.refuse(member.generation, str(error))
-        raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
-
-
-def _receiver(ranks: RankInfo) -> Receive:
-    """Keeps the file of a donor of another node, in a process that has not opened its shared memory yet."""
-
-    def receive(parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
-        base = MemorySettings.from_env().base
-        if base is None:
-            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
-        arena = RankArena(base, _home(ranks.rank) or parcel.directory, ranks.rank)
-        try:
-            return receive_snapshot(arena, parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
-        finally:
-            arena.close()
-
-    return receive
-
-
-def _home(rank: int) -> Path | None:
-    """The directory that names the job's folder in this node's shared memory, as the process before this one has told
-    its agent; None: it has not. Nodes may have different ones."""
-    agent = AgentInfo.from_env()
-    status = None if agent is None else read_page(page_path(agent.folder, rank))
-    return Path(status.directory) if status is not None and status.directory else None
 
 
 def _problem(saver: Saver) -> str:

@@ -9,7 +9,6 @@ differ.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,8 +23,6 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, table_of
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
-from mindx_elastic.guard.observer import observers
 
 __all__ = ["ObjectsBeforeCall", "VariablesPart"]
 
@@ -125,10 +122,8 @@ class VariablesPart(Part):
 
     name = "variables"
 
-    def __init__(self, objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> None:
-        """`kept`: what the guard keeps, which is put back. `is_new`: this process takes a dead rank's place."""
-        without_epoch = with_epochs_put_back(kept)
-        now = observers().own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
+    def __init__(self, objects: ObjectsBeforeCall, now: dict[str, str], rank: int, *, is_new: bool) -> None:
+        """`now`: the program's own variables, names and digests. `is_new`: this process takes a dead rank's place."""
         self._is_new, self._rank = is_new, rank
         self._now = now
         self._said: dict[str, str] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.data.replay import ReplayLoader
-from mindx_elastic.guard.before_call import ObjectsBeforeCall, VariablesPart
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader, with_epochs_put_back
+from mindx_elastic.guard.observer import observers
+from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 
 counted = 0
 batches: Any = None
@@ -46,6 +48,14 @@ def apart(test: Callable[..., None]) -> Callable[..., None]:
             raise failures[0]
 
     return run
+
+
+def part_of(objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> VariablesPart:
+    """As `guard.running.Place` makes it, of the caller's variables."""
+    without_epoch = with_epochs_put_back(kept)
+    own_variables = observers().own_variables
+    now = own_variables(sys._getframe(1), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
+    return VariablesPart(objects, now, rank, is_new=is_new)
 
 
 def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
@@ -122,12 +132,12 @@ def test_methods_of_the_guards_objects_are_wrapped_once_however_often_the_functi
 def test_another_function_that_is_wrapped_is_named() -> None:
     global cost
     objects, inner, forward = ObjectsBeforeCall({}), cost, Scaled.forward
-    VariablesPart(objects, [], 0, is_new=False)
-    new = VariablesPart(ObjectsBeforeCall({}), [], 1, is_new=True)
+    part_of(objects, [], 0, is_new=False)
+    new = part_of(ObjectsBeforeCall({}), [], 1, is_new=True)
     try:
         cost = lambda value: 3 * inner(value)  # noqa: E731
         setattr(Scaled, "forward", lambda _, x: 3 * x)  # noqa: B010
-        survivor = VariablesPart(objects, [], 0, is_new=False)
+        survivor = part_of(objects, [], 0, is_new=False)
     finally:
         cost = inner
         setattr(Scaled, "forward", forward)  # noqa: B010
@@ -193,11 +203,11 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
     global counted
     survivor, new = ObjectsBeforeCall({}), ObjectsBeforeCall({})
     try:
-        VariablesPart(survivor, [], 0, is_new=False)  # the first entry
-        fresh = VariablesPart(new, [], 1, is_new=True)
+        part_of(survivor, [], 0, is_new=False)  # the first entry
+        fresh = part_of(new, [], 1, is_new=True)
         counted = 5
         history.append(1)
-        old = VariablesPart(survivor, [], 0, is_new=False)
+        old = part_of(survivor, [], 0, is_new=False)
     finally:
         counted = 0
         history.clear()
@@ -208,7 +218,7 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
         fresh.hear(Answer(answer, None, list))
     assert len(caplog.records) == 1 and '"counted" (test_before_call.py)' in caplog.text
 
-    again = VariablesPart(new, [], 1, is_new=False)  # nothing has changed here since its beginning
+    again = part_of(new, [], 1, is_new=False)  # nothing has changed here since its beginning
     assert again.say()["changed"] == []
 
 
@@ -238,9 +248,9 @@ def test_the_epoch_of_a_sampler_is_not_named_for_the_loader_puts_it_back() -> No
     loader = FollowedLoader("loader", ReplayLoader(stock), None)
     try:
         objects = ObjectsBeforeCall({})
-        VariablesPart(objects, [loader], 0, is_new=False)  # the first entry
+        part_of(objects, [loader], 0, is_new=False)  # the first entry
         sampler.set_epoch(3)
-        named = [name for name, _ in VariablesPart(objects, [loader], 0, is_new=False).say()["changed"]]
+        named = [name for name, _ in part_of(objects, [loader], 0, is_new=False).say()["changed"]]
     finally:
         sampler = None
     assert named == ['"sampler.begun" (test_before_call.py)']
@@ -285,12 +295,12 @@ def test_an_iterator_that_goes_on_in_survivors_is_named(
     try:
         batches = make()
         survivor, new = ObjectsBeforeCall({}), ObjectsBeforeCall({})
-        VariablesPart(survivor, [], 0, is_new=False)  # the first entry
-        assert VariablesPart(survivor, [], 0, is_new=False).say()["changed"] == [], "to look does not advance it"
+        part_of(survivor, [], 0, is_new=False)  # the first entry
+        assert part_of(survivor, [], 0, is_new=False).say()["changed"] == [], "to look does not advance it"
         next(batches), next(batches)
-        old = VariablesPart(survivor, [], 0, is_new=False)
+        old = part_of(survivor, [], 0, is_new=False)
         unused, batches = batches, make()
-        fresh = VariablesPart(new, [], 1, is_new=True)
+        fresh = part_of(new, [], 1, is_new=True)
     finally:
         batches = None
     assert old.merge([old.say(), fresh.say()]).common[0] == [name]
@@ -306,9 +316,9 @@ def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
     try:
         batches = iter(_Stream())
         objects = ObjectsBeforeCall({})
-        VariablesPart(objects, [], 0, is_new=False)
+        part_of(objects, [], 0, is_new=False)
         next(batches)
-        assert VariablesPart(objects, [], 0, is_new=False).say()["changed"] == []
+        assert part_of(objects, [], 0, is_new=False).say()["changed"] == []
     finally:
         batches = None
 
@@ -326,9 +336,9 @@ def test_what_only_a_function_holds_on_to_is_compared() -> None:
 
     train = make()
     objects = ObjectsBeforeCall({})
-    VariablesPart(objects, [], 0, is_new=False)
+    part_of(objects, [], 0, is_new=False)
     train()
-    changed = VariablesPart(objects, [], 0, is_new=False).say()["changed"]
+    changed = part_of(objects, [], 0, is_new=False).say()["changed"]
     names = sorted(name for name, _ in changed)
     assert names == [
         '"number" (train() in test_before_call.py)',
@@ -342,11 +352,11 @@ def test_what_the_training_has_made_is_told_as_a_fact(caplog: pytest.LogCaptureF
         train.calls = getattr(train, "calls", 0) + 1  # type: ignore[attr-defined]
 
     objects = ObjectsBeforeCall({})
-    VariablesPart(objects, [], 0, is_new=False)
+    part_of(objects, [], 0, is_new=False)
     train()
-    survivor = VariablesPart(objects, [], 0, is_new=False)
+    survivor = part_of(objects, [], 0, is_new=False)
     vars(train).clear()
-    new = VariablesPart(ObjectsBeforeCall({}), [], 1, is_new=True)
+    new = part_of(ObjectsBeforeCall({}), [], 1, is_new=True)
     answer = survivor.merge([survivor.say(), new.say()]).common
     name = '"train.calls" (test_what_the_training_has_made_is_told_as_a_fact() in test_before_call.py)'
     assert name in answer[1]
