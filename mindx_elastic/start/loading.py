@@ -313,8 +313,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
         used = _whose(value is donated, found)
         if value is MISSING or (doubt and value is donated and not _fits(component, value)):
             value, used = component.state(), "begins as the program builds it"
-        of_another = asked(component.target, "as_of_another_rank")
-        if value is donated and not rings.of(name).mine and of_another is not None:
+        of_another = getattr(type(component.target), "as_of_another_rank", None)  # of our loaders
+        if of_another is not None and value is donated and not rings.of(name).mine:
             value = of_another(value)
         made[name] = value
         if doubt:
