@@ -1,0 +1,83 @@
+"""Where a rank's state comes from in a recovery in place, without other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
+from mindx_elastic.start.in_place import Boundary, InPlacePart, Lent
+from mindx_elastic.start.restore import Resumed
+from tests.checkpoint_files import write
+from tests.start.arenas import RUN, Machine
+
+MOMENT = (RUN, 0, 7)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Rank 1 has been killed in step 7, which rank 0 has passed and copied to shared memory."""
+    machine = Machine(tmp_path, 2)
+    machine.snapshot(7, ranks=[0], coordinates={"foreseen": 1})
+    for step in (6, 7):
+        machine.boundary(0, step)
+    machine.boundary(1, 6)
+    machine.boundary(1, 7, forecast=True, trusted=False)
+    return machine
+
+
+def part(machine: Machine, rank: int, lent: Lent, live: Checkpoint | None = None, step: int = 7) -> InPlacePart:
+    boundary = Boundary(generation=3, moment=(RUN, 0, step), next_attempt=2, live=live, lent=lambda: lent, dead=[1])
+    return InPlacePart(boundary, RankInfo(rank=rank, world_size=2), machine.job, Trust(), ["model"])
+
+
+def taken(machine: Machine, rank: int, lent: Lent, live: Checkpoint | None = None) -> Resumed:
+    source = part(machine, rank, lent, live)
+    source.follow()
+    assert source.resumed is not None and (source.run_id, source.attempt) == (RUN, 2)
+    return source.resumed
+
+
+def test_a_survivor_takes_its_own_objects(machine: Machine) -> None:
+    (slot,) = [path for path in machine.slots(0) if path.stat().st_size]
+    live = Checkpoint(read_checkpoint(slot).info, {"model": {}}, {})
+    found = taken(machine, 0, Lent(0, slot), live)
+    assert found.is_live and found.checkpoint is live and found.donor is None
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_new_process_takes_a_living_ranks_snapshot_and_its_own_small_state(machine: Machine, is_named: bool) -> None:
+    (slot,) = [path for path in machine.slots(0) if path.stat().st_size]
+    found = taken(machine, 1, Lent(0, slot if is_named else None))
+    assert (found.path, found.donor, found.checkpoint.info.moment) == (slot, 0, MOMENT)
+    assert found.own is not None and found.own.forecast, "the donor's came out as foreseen, so this one counts"
+    assert [record.moment[2] for record in found.own_records] == [7, 6]
+    assert [record.moment[2] for record in found.donor_records] == [7, 6]
+
+
+def test_a_forecast_that_was_wrong_is_not_used(machine: Machine) -> None:
+    machine.snapshot(7, ranks=[0], coordinates={"foreseen": 0})
+    assert taken(machine, 1, Lent(0, None)).own is None
+
+
+def test_what_is_not_that_boundary_or_lies_elsewhere_is_refused(machine: Machine, tmp_path: Path) -> None:
+    outside = write(tmp_path / "elsewhere.safetensors", step=7)
+    with pytest.raises(CorruptCheckpointError, match="not in the job's shared memory"):
+        part(machine, 1, Lent(0, outside)).follow()
+    machine.snapshot(8, ranks=[0])
+    newer = max(machine.slots(0), key=lambda path: read_checkpoint(path).info.step if path.stat().st_size else 0)
+    with pytest.raises(CorruptCheckpointError, match="another boundary than step 7"):
+        part(machine, 1, Lent(0, newer)).follow()
+    with pytest.raises(CorruptCheckpointError, match="another boundary than step 7"):
+        part(machine, 0, Lent(1, max(machine.slots(0)))).follow()
+
+
+def test_ranks_that_have_agreed_on_different_boundaries_are_told(machine: Machine) -> None:
+    first, *others = (part(machine, rank, Lent(0, None), step=step) for rank, step in ((0, 7), (1, 7), (1, 8)))
+    first.merge([first.say(), others[0].say()])
+    with pytest.raises(MismatchError, match="different boundaries"):
+        first.merge([first.say(), others[1].say()])
