@@ -207,7 +207,7 @@ class SignalHandlers:
         called after the save, as one from before."""
         for number in self._previous:
             now = signal.getsignal(number)
-            if _is_function(now) and getattr(now, "__self__", None) is not self:
+            if getattr(now, "__self__", None) is not self and _is_function(now):
                 self._newer[number] = now
                 signal.signal(number, self._handle)
 
