@@ -149,7 +149,7 @@ class PlainComponent:
                 # What its state_dict would give, which makes a dict in a loop of Python's.
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
-        state = self.live_state()
+        state = self._stateful.state_dict() if not self._has_objects else self.live_state()
         self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     def live_state(self) -> Any:
