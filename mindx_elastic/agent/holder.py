@@ -50,7 +50,7 @@ from mindx_elastic.persist.storage import (
     publish,
 )
 from mindx_elastic.persist.writer import keep_older
-from mindx_elastic.rejoin.small_records import put_into_ring
+from mindx_elastic.rejoin.small_records import put_into_ring, records_in
 from mindx_elastic.start.facts import FileFact, Refusal, World
 from mindx_elastic.start.findings import list_files, scan
 from mindx_elastic.start.inventory import Inventory, Step, until_sound
@@ -147,9 +147,10 @@ def keep_ring(directory: Path, rank: int, records: Mapping[str, Any]) -> bool:
     """The node of `rank` is lost: bring what this one has kept of its small records (`rejoin.small_records`) to the
     checkpoint directory, where the next start finds them beside a replica's file. Main thread of the agent. Returns
     whether they were newer than what was there; raises OSError, ValueError, KeyError, TypeError."""
-    if not records["records"]:
+    kept = records_in(records)
+    if not kept:
         return False
-    target, run_id = directory / f"rank_{rank}" / RING_COPY, str(records["records"][-1][0])
+    target, run_id = directory / f"rank_{rank}" / RING_COPY, kept[-1].run_id
     with TemporaryDirectory(prefix="mindx-ring-") as name:
         ring = Path(name) / BOUNDARIES_FILE
         if target.exists():

@@ -33,7 +33,7 @@ from mindx_elastic.memory.boundaries import (
     read_ring,
 )
 
-__all__ = ["MOST_BYTES", "Courier", "Kept", "newest", "put_into_ring"]
+__all__ = ["MOST_BYTES", "Courier", "Kept", "newest", "put_into_ring", "records_in"]
 
 _HEAD = struct.Struct("<4sqqQQ16s")  # magic, attempt, step, length, flags, digest
 _MAGIC = b"mxsr"
@@ -167,13 +167,14 @@ class Kept:
         return {"records": [base64.b64encode(_pack(record)).decode() for record in records]}
 
 
-def _records_in(content: Mapping[str, Any]) -> list[BoundaryRecord]:
+def records_in(content: Mapping[str, Any]) -> list[BoundaryRecord]:
+    """What `Kept.to_json` has written. Raises ValueError, KeyError, TypeError for anything else."""
     return [record for text in content["records"] for record in _unpack(base64.b64decode(text, validate=True))[0]]
 
 
 def newest(content: Mapping[str, Any]) -> tuple[int, int, int]:
     """To compare what several nodes have kept of one rank. Raises ValueError, KeyError, TypeError for anything else."""
-    records = _records_in(content)
+    records = records_in(content)
     return max(((each.attempt, each.step, len(records)) for each in records), default=(-1, -1, 0))
 
 
@@ -181,7 +182,7 @@ def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
     """Put a rank's records of `run_id` into the ring in its `folder` in shared memory, unless that has newer ones: the
     rank had been on this very machine. Returns how many. Raises ValueError, KeyError, TypeError for anything else than
     records, and ArenaError, OSError."""
-    records = [record for record in _records_in(content) if record.run_id == run_id]
+    records = [record for record in records_in(content) if record.run_id == run_id]
     there: list[BoundaryRecord] = []
     with suppress(FileNotFoundError):
         there = [record for record in read_ring(folder / BOUNDARIES_FILE) if record.run_id == run_id]

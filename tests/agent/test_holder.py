@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +38,7 @@ _HOLD = """
 import sys
 from pathlib import Path
 from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.rejoin.small_records import Courier, Kept
 arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
 print("held", flush=True)
 sys.stdin.read()
@@ -312,7 +313,14 @@ def test_what_the_survivors_have_saved_and_the_killed_ranks_own_state(replicas: 
 def records(step: int, *, run: str = RUN) -> dict[str, Any]:
     """What another node has kept of rank 0."""
     content = b"".join(pack_state({"rng": {"of": 0, "step": step}, "buffers": {}}))
-    return {"records": [[run, 0, step, [False, True, False], base64.b64encode(content).decode()]]}
+    one, other = socket.socketpair()
+    kept, courier = Kept(), Courier.__new__(Courier)
+    courier._left, courier._socket = b"", one
+    courier.send(run, 0, step, content, forecast=False, trusted=True, pinned=False)
+    kept.take(other.recv(1 << 16))
+    courier.close()
+    other.close()
+    return kept.to_json()
 
 
 def test_what_was_kept_of_a_lost_nodes_rank_stands_beside_a_replicas_file(replicas: Job) -> None:
