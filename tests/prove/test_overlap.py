@@ -272,9 +272,10 @@ def test_whatever_happens_in_the_step_the_stop_is_as_without_it(
     assert not outcomes(tmp_path / "job"), "there is nothing to compare with"
 
 
-@pytest.mark.parametrize("grace_s", [1.0, 5.0])
-def test_no_time_no_step(tmp_path: Path, grace_s: float) -> None:
-    job = stop(tmp_path, grace_s=grace_s)
+def test_no_time_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with 5 s of grace and less. Not with these: a loaded machine would end the process of this test."""
+    monkeypatch.setattr(guard_overlap, "_RESERVE_S", 60.0)
+    job = stop(tmp_path, grace_s=60.0)
     assert job.steps[-1] == STOP
 
 
