@@ -28,7 +28,7 @@ from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
 from mindx_elastic.guard.observer import NotKept
-from mindx_elastic.guard.trial_packing import TrialPacking
+from mindx_elastic.guard.trial_packing import LATER_TRIALS, TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Boundaries"]
@@ -105,11 +105,12 @@ class Boundaries:
         if self._unreduced is not None:
             self._unreduced.at_boundary()
         self.copy(position)
-        if self._trial.num_empty:
-            self._trial.at_boundary()
+        step = position.step
+        if self._trial.num_empty or step in LATER_TRIALS:
+            self._trial.at_boundary(step)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
-        self._window.at_boundary(position.step, self.hidden.sample)
+        self._window.at_boundary(step, self.hidden.sample)
         if self._not_kept is not None:
             self._look_for_not_kept(self._not_kept)
 

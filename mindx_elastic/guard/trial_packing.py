@@ -1,4 +1,4 @@
-"""Packs the state for trial at the first boundary: what no checkpoint can hold is found there, and not at the stop."""
+"""Packs the state for trial at some boundaries: what no checkpoint can hold is found there, and not at the stop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.flatten import flatten
 
-__all__ = ["TrialPacking"]
+__all__ = ["LATER_TRIALS", "TrialPacking"]
+
+LATER_TRIALS = frozenset(1 << power for power in range(3, 62))
+"""At the boundaries of these steps the state is packed again."""
 
 
 class TrialPacking:
     """One per entered guard. Training thread.
 
-    All of a file is made but its bytes: nothing is copied or written. Again where an optimizer has got its state, which
-    most have from their first step on; each boundary after that costs one comparison.
+    All of a file is made but its bytes: nothing is copied or written. At the first boundary; again where an optimizer has
+    got its state, which most have from their first step on; then at step 8, 16, 32, ..., for what comes later.
     """
 
     def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
@@ -26,10 +29,14 @@ class TrialPacking:
         self.num_empty = len(self._optimizers) + 1
         """The optimizers without state at the last trial, and one more before the first; 0: no more trials."""
 
-    def at_boundary(self) -> None:
-        """Raises UnmanagedStateError with the place of what cannot be stored, or warns, as the guard is told to."""
+    def at_boundary(self, step: int) -> None:
+        """Call it while `num_empty` says so, and at `LATER_TRIALS`.
+
+        In the first steps raises UnmanagedStateError with the place of what cannot be stored, or warns, as the guard
+        is told to. Later it warns: to refuse would throw away the steps that were done."""
         num_empty = sum(not optimizer.local.state for optimizer in self._optimizers)
-        if num_empty == self.num_empty:
+        is_first = num_empty != self.num_empty
+        if not is_first and step not in LATER_TRIALS:
             return
         self.num_empty = num_empty
         collector = self._collector
@@ -42,5 +49,9 @@ class TrialPacking:
                 flatten(collector.state())
             collector.layout()
         except UnsupportedStateError as error:
-            remedy = 'With unmanaged="warn" the training goes on, and no step of it can be saved'
-            self._unmanaged.certain(f"no checkpoint can hold {error}", remedy)
+            if is_first:
+                remedy = 'With unmanaged="warn" the training goes on, and no step of it can be saved'
+                self._unmanaged.certain(f"no checkpoint can hold {error}", remedy)
+            else:
+                remedy = "Take it out of what the guard keeps, or keep it as tensors, numbers and texts"
+                self._unmanaged.risk(f"no step can be saved any more: no checkpoint can hold {error}", remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -234,6 +235,25 @@ class Store:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
+
+
+def test_what_cannot_be_stored_and_comes_later_is_told_before_a_stop_finds_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    told: list[int] = []
+    with Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
+        for step in guard.steps(10):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 5:
+                optimizer.state[model.bias]["lock"] = threading.Lock()
+            guard.step_end()
+            told += [step] * ("no step can be saved any more" in caplog.text and not told)
+    assert told == [8]
+    assert "optimizer.state.1.lock" in caplog.text
 
 
 def test_what_an_ordered_dict_says_of_itself_comes_back(tmp_path: Path) -> None:
