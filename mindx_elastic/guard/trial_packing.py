@@ -17,8 +17,8 @@ LATER_TRIALS = frozenset(1 << power for power in range(3, 62))
 class TrialPacking:
     """One per entered guard. Training thread.
 
-    All of a file is made but its bytes: nothing is copied or written. At the first boundary; again where an optimizer has
-    got its state, which most have from their first step on; then at step 8, 16, 32, ..., for what comes later.
+    All of a file is made but its bytes: nothing is copied or written. At the first boundary; again where an optimizer
+    has got its state, which most have from their first step on; then at step 8, 16, 32, ..., for what comes later.
     """
 
     def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:

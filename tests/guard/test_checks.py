@@ -74,6 +74,7 @@ def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.
     order: list[str] = []
     look_at = TensorsLook.at
     monkeypatch.setattr(DeviceProgress, "wait_for_update", lambda self: order.append("wait"))
+    monkeypatch.setattr(DeviceProgress, "is_used", property(lambda self: True, lambda self, used: None), raising=False)
     monkeypatch.setattr(TensorsLook, "at", lambda tensors: order.append("look") or look_at(tensors))  # type: ignore[func-returns-value]
     model, average = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

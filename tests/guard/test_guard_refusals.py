@@ -120,7 +120,7 @@ class Holding:
         pass
 
 
-@pytest.mark.parametrize("value", [object(), torch.eye(2).to_sparse(), lambda: 1])
+@pytest.mark.parametrize("value", [object(), torch.eye(2).to_sparse(), threading.Lock()])
 def test_unsupported_state_is_named_before_training(tmp_path: Path, value: object) -> None:
     job = Job(tmp_path, stateful={"mine": Holding(value)})
     with pytest.raises(UnsupportedStateError, match=r"^mine\.inner\.0: "):
