@@ -138,6 +138,7 @@ def check_refused(loop: Loop, verdict: Refused, tmp_path: Path, script: Path) ->
 def check_found(loop: Loop, verdict: Found, tmp_path: Path, script: Path) -> None:
     command = [sys.executable, "-m", "mindx_elastic.cli.main", "prove", "--stops", str(verdict.stops), "--seed", "1"]
     command += ["--nproc-per-node", str(loop.ranks)] if loop.ranks > 1 else []
+    command += ["--steps", str(verdict.steps)] if verdict.steps else []
     command += ["--", str(script), str(tmp_path / "never")]
     proved = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=_environment())
     shown = " ".join(proved.stdout.split())

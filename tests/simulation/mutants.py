@@ -50,12 +50,6 @@ MUTANTS = (
         'return proposal or Decision(None, f"a stranger',
     ),
     Mutant(
-        "the gate offers the boundary behind, not the coming one",
-        "agreement/step_gate.py",
-        "return self._step if self._between or self._waits else self._step + 1",
-        "return self._step",
-    ),
-    Mutant(
         "a rank between two steps offers a boundary that it reaches much later",
         "agreement/step_gate.py",
         "return self._step if self._between or self._waits else self._step + 1",

@@ -10,7 +10,7 @@ and the network to it, what a save takes, and what goes wrong. `play` plays one 
 What must hold in every schedule:
 
 * A file has a boundary that its rank has passed, and nothing changed it while it was written.
-* Files that ranks wrote because all had agreed on a step have one step.
+* Files that ranks wrote because all had agreed on a step have one step, and it is the one in a cell of the store.
 * Every process ends, before its deadline unless it is writing a file then.
 * No rank says that the training is done where another one saved because it was told to stop.
 
@@ -37,6 +37,7 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.agreement.stop_step import parse_decision
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
@@ -127,6 +128,8 @@ class Outcome:
     story: list[tuple[float, str]] = field(default_factory=list)
     switches: int = 0
     messages: int = 0
+    decided: list[int | None] = field(default_factory=list)
+    """What the decision cells in the store hold: a step, or None where each rank acts alone."""
     seconds: float = 0.0
     """Simulated."""
     stuck: str = ""
@@ -488,7 +491,10 @@ def play(plan: Plan) -> Outcome:
         except Stuck as error:
             outcome.stuck = str(error)
         outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
-        outcome.messages = 0 if store is None else store.messages
+        if store is not None:
+            outcome.messages = store.messages
+            cells = [value.decode() for key, value in store.values.items() if key.endswith("/decision")]
+            outcome.decided = [parse_decision(cell).step for cell in cells]
     outcome.wrong = faults_of(outcome)
     return outcome
 
@@ -520,6 +526,9 @@ def faults_of(outcome: Outcome) -> list[str]:
     if len(agreed) > 1:
         wrong.append(f"the ranks agreed on several steps: {sorted(agreed)}")
     for rank in ranks:
+        obeyed = rank.stopper.agreed_step if hasattr(rank, "stopper") else None
+        if obeyed is not None and plan.world_size > 1 and obeyed not in outcome.decided:
+            wrong.append(f"rank {rank.number} goes to step {obeyed}, and the cells hold {outcome.decided}")
         if len(rank.saved) > 1:
             wrong.append(f"rank {rank.number} has saved twice: {rank.saved}")
         alarm = rank.stopper.alarm if hasattr(rank, "stopper") else None

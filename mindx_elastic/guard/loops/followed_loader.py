@@ -149,6 +149,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         if self.adoption is not None:
             self.adoption.take_seed(state)
         if self.settings is not None:
+            if isinstance(self.loader, ResumableLoader):
+                self.loader.note_length()
             self.settings.load(state.get(SETTINGS), state.get("epoch"))
             if self.adoption is not None:
                 self.adoption.take_over()
