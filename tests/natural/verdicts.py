@@ -260,7 +260,12 @@ LOOPS: Sequence[Loop] = (
     Loop(
         "early_stopping",
         EXACT,
-        [Cut('    stateful={"stopping": stopping},\n', Found("went on for 5 steps too many", "stopping.bad", stops=8, steps=60))],
+        [
+            Cut(
+                '    stateful={"stopping": stopping},\n',
+                Found("went on for 5 steps too many", "stopping.bad", stops=8, steps=60),
+            )
+        ],
     ),
     Loop(
         "frozen_batch_norm",
