@@ -102,7 +102,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         self._settings: dict[str, Any] | None = None
         self._split_anew = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
-        self._length_before: int | None = None
+        self.length_before: int | None = None  # of the data set, before a guard has put back what is set on it
         self._warned_of_padding = False
         self._use = StreamUse()
         sampler = ResumableBatchSampler(
@@ -218,12 +218,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             )
         self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished, sizes=sizes)
         self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
-        self._lengths = state["num_samples"], size if self._length_before is None else self._length_before
-
-    def note_length(self) -> None:
-        """Before anything of a checkpoint is loaded: what is loaded may give the data set another length."""
-        if self._length_before is None:
-            self._length_before = len(self._sampler.dataset)
+        self._lengths = state["num_samples"], size if self.length_before is None else self.length_before
 
     def _check_length(self, now: int) -> None:
         """At the first iteration after `load_state_dict`. Raises MismatchError."""
@@ -237,7 +232,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
                 "start afresh; where the training changes it, name in stateful= the list that it is made of, or set it "
                 "at the head of each epoch"
             )
-        self._lengths = self._length_before = None
+        self._lengths = self.length_before = None
 
     @property
     def _sampler(self) -> ResumableBatchSampler:
