@@ -150,7 +150,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             self.adoption.take_seed(state)
         if self.settings is not None:
             if isinstance(self.loader, ResumableLoader) and self.loader.length_before is None:
-                self.loader.length_before = len(self.loader.dataset)
+                dataset: Any = self.loader.dataset
+                self.loader.length_before = len(dataset)
             self.settings.load(state.get(SETTINGS), state.get("epoch"))
             if self.adoption is not None:
                 self.adoption.take_over()
