@@ -50,12 +50,6 @@ MUTANTS = (
         'return proposal or Decision(None, f"a stranger',
     ),
     Mutant(
-        "a rank between two steps offers a boundary that it reaches much later",
-        "agreement/step_gate.py",
-        "return self._step if self._between or self._waits else self._step + 1",
-        "return self._step + 1",
-    ),
-    Mutant(
         "the other ranks are not told of the stop",
         "agreement/store_exchange.py",
         'self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])',
@@ -75,22 +69,10 @@ MUTANTS = (
         "            self._running += 1\n            self.state = self._before = GateState.UPDATING",
     ),
     Mutant(
-        "two threads save",
-        "guard/stop_state.py",
-        "            if self.phase is not StopPhase.STOPPING:\n                return False\n            self._enter(",
-        "            if self.phase is StopPhase.STOPPING:\n                self._enter(",
-    ),
-    Mutant(
         "nobody ends a process whose training hangs",
         "guard/last_resort.py",
         "                stopper.leave_behind(alarm, self._why_leave)",
         "                return None",
-    ),
-    Mutant(
-        "a rank held at the gate is not let go where no step was agreed on",
-        "agreement/step_gate.py",
-        "            if not self._changed.wait_for(lambda: self._decided, timeout_s):\n                return True",
-        "            self._changed.wait_for(lambda: self._decided)",
     ),
     Mutant(
         "a pause outlives a stop",

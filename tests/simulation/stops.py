@@ -17,6 +17,7 @@ What must hold in every schedule:
 and where no more happens than signals, pauses, a slow store and slow steps (`Fault.is_gentle`):
 
 * All ranks save the same step and leave with the signal's code, or all finish with 0 and save nothing.
+* No rank waits for its deadline.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ KINDS = {
     "kill": False,
     "exception": False,
     "hang": False,
+    "hang in update": False,
     "freeze": False,
     "cut off": False,
     "slow disk": False,
@@ -295,7 +297,7 @@ class _Rank:
         self.disk_delay_s = 0.0
         self.disk_is_full = False
         self.next_failure: BaseException | None = None
-        self.hangs = False
+        self.hangs = self.hangs_in_update = False
         self.slow_s = 0.0
         self.evaluation_s = 0.0
         self.alarm_at: float | None = None
@@ -398,6 +400,8 @@ class _Rank:
         self.gate.begin_update()
         self.changes += 1
         world.sleep(plan.update_s)
+        if self.hangs_in_update:
+            world.wait(lambda: False)
         self.changes += 1
         self.gate.end_update()
         position = Position(step=step, epoch=1, step_in_epoch=step)
@@ -431,6 +435,8 @@ def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Seq
             rank.next_failure = ValueError("broken")
         case "hang":
             rank.hangs = True
+        case "hang in update":
+            rank.hangs_in_update = True
         case "freeze":
             rank.process.frozen_until = until
         case "slow step":
@@ -549,6 +555,13 @@ def _faults_of_gentle(plan: Plan, ranks: Sequence[_Rank]) -> list[str]:
     steps = {tuple(step for step, _ in rank.saved) for rank in ranks}
     if len(steps) > 1:
         return [f"the ranks saved different steps: {[rank.saved for rank in ranks]}"]
+    # Far from the deadline: nothing but what was slow has been waited for.
+    slow_s = sum(fault.length_s for fault in plan.faults if fault.kind in ("slow step", "evaluation"))
+    usual_s = slow_s + 2 * plan.window * (plan.step_s + plan.update_s) + plan.save_s + _AGREEMENT_S
+    for rank in ranks:
+        alarm = rank.stopper.alarm
+        if alarm is not None and (took := rank.process.ended_at - alarm.deadline.at + GRACE_S) > usual_s:
+            return [f"rank {rank.number} needs {took:.1f} s to stop, not {usual_s:.1f}"]
     (saved,) = steps
     expected = {0} if not saved and all(rank.finished for rank in ranks) else {143}
     return [] if codes == expected else [f"exit codes {sorted(map(str, codes))}, saved {saved}"]
