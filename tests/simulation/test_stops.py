@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 
+from mindx_elastic.guard import last_resort
 from tests.simulation.stops import Fault, Plan, plan_of, play, shrink
+from tests.simulation.world import World
 
 EACH = 100
 
@@ -35,3 +40,10 @@ def test_a_failure_is_told_with_the_fewest_faults_that_show_it() -> None:
     plan = Plan(1, 2, 5, step_s=0.1, update_s=0.0, save_s=0.1, window=1, collectives="fails", faults=faults)
     smaller = shrink(plan, lambda each: any(fault.kind == "kill" for fault in each.faults))
     assert [fault.kind for fault in smaller.faults] == ["kill"]
+
+
+def test_a_thread_of_an_earlier_test_stays_in_the_real_world() -> None:
+    with ThreadPoolExecutor(1) as pool, World(0).replaced():
+        seen: Any = vars(last_resort)["threading"]
+        assert seen.main_thread() is None
+        assert pool.submit(lambda: seen.main_thread().is_alive()).result()

@@ -201,7 +201,7 @@ class World:
             if name.startswith(_PREFIXES):
                 for attribute, standard in _STANDARD.items():
                     if vars(module).get(attribute) is standard:
-                        setattr(module, attribute, instead[attribute])
+                        setattr(module, attribute, _Either(instead[attribute], standard))
                         changed.append((module, attribute))
         try:
             yield
@@ -209,6 +209,19 @@ class World:
             self.close()
             for module, attribute in changed:
                 setattr(module, attribute, _STANDARD[attribute])
+
+
+class _Either:
+    """What a module of the package finds in the place of `standard`: `instead`, but only in the thread of the world.
+
+    A guard of an earlier test may still linger in a thread of this process; that one meets the real clock.
+    """
+
+    def __init__(self, instead: object, standard: object) -> None:
+        self._instead, self._standard, self._ident = instead, standard, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._instead if threading.get_ident() == self._ident else self._standard, name)
 
 
 def _always() -> bool:
