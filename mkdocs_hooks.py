@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
-_BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "quickstart.md"}
+_BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:

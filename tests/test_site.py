@@ -87,7 +87,7 @@ def test_the_messages_of_the_operating_page_are_in_the_source() -> None:
     assert not [text for text in quoted if text not in source]
 
 
-@pytest.mark.parametrize("page", ["quickstart.md", "operating.md", "platforms.md", "porting-torch.md", "exit-codes.md"])
+@pytest.mark.parametrize("page", ["index.md", "operating.md", "platforms.md", "porting-torch.md"])
 def test_the_commands_of_a_page_are_understood(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,10 +116,10 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["quickstart.md", "model.md"])
+@pytest.mark.parametrize("page", ["index.md", "model.md"])
 def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> None:
     text, *_ = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
-    number, code = (signal.SIGINT, 130) if page == "quickstart.md" else (signal.SIGTERM, 143)
+    number, code = (signal.SIGINT, 130) if page == "index.md" else (signal.SIGTERM, 143)
     (tmp_path / "train.py").write_text(text.replace("time.sleep(0.1)", "pass"), encoding="utf-8")
     stopping = text.replace("time.sleep(0.1)", f"guard.step == 20 and os.kill(os.getpid(), {int(number)})")
     (tmp_path / "stopped.py").write_text(stopping.replace("import sys\n", "import os\nimport sys\n"), encoding="utf-8")
@@ -141,9 +141,9 @@ def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> N
 
 
 @pytest.mark.drill
-def test_the_quickstart_s_job_of_two_ranks_outlives_a_killed_one(tmp_path: Path) -> None:
+def test_the_start_page_s_job_of_two_ranks_outlives_a_killed_one(tmp_path: Path) -> None:
     """Its lines in front of the guard, and a SIGKILL to rank 1: it starts again by itself, with the same end."""
-    text, lines = re.findall(r"```python\n(.*?)```", text_of("quickstart.md"), re.DOTALL)
+    text, lines = re.findall(r"```python\n(.*?)```", text_of("index.md"), re.DOTALL)
     job = text.replace("guard = ", f"import os, signal\n{lines}guard = ", 1)
     mortal = "guard.step == 20 and os.environ['TORCHELASTIC_RESTART_COUNT'] + os.environ['RANK'] == '01'"
     (tmp_path / "ddp.py").write_text(job.replace("time.sleep(0.1)", "pass"), encoding="utf-8")
