@@ -1,113 +1,173 @@
-"""Stops a job at random moments, again and again, and insists on the uninterrupted run's weights.
+"""Random faults on the example and on three loops, alone and under the agent; one line a fault.
 
-    python -m tests.drill [--rounds 20] [--seed 0]
+    python -m tests.drill [--faults 100] [--seed 0]
+    python -m tests.drill --faults 1000 --seed 1 --log faults.txt [--pause-file PATH]
+    python -m tests.drill --only words-2 --faults 50 --seed 7
+    python -m tests.drill --again benchmarks/results/long_drill.txt --log faults.txt
 
-A round is one job: its number of ranks, loader workers and accumulation, and for each interruption the signal, its
-target, the step and a delay of some milliseconds inside the step are drawn from the seed. Every round is printed; the
-first one that ends with other weights, trains a sample twice or never, or is told that a resumed step differs, stops
-the drill with both outputs.
+Each setting is a loop, its number of ranks and options of the agent. The faults are shared among the settings by their
+weights, and drawn as `mindx-elastic drill --random` draws them. Whatever is not exact is printed with its reason; the
+line in the log says which setting and seed made it, so that the same faults can be had again. While the pause file
+exists no run is begun. `--again` makes the faults of a log once more whose result was neither exact nor as said.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import os
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import Job, events, run_job, start_job, unignore_signals
-from tests.watchdog import Stalled
+from mindx_elastic.drill.drill import GOOD, Drill, Driller, Result
+from mindx_elastic.drill.faults import Fault, parse_fault
+from mindx_elastic.drill.outside import Leftovers
+from mindx_elastic.prove.runs import Command, Runs
 
-SIZE, BATCH, EPOCHS = 90, 5, 3
-WAYS: list[tuple[int, tuple[object, ...]]] = [
-    (1, ()),
-    (1, ("--num-workers", 2)),
-    (1, ("--accumulate", 3)),
-    (2, ("--num-workers", 1)),
-    (3, ()),
-    (4, ("--accumulate", 2)),
-]
-
-
-def interrupt(job: Job, rng: random.Random, ranks: int) -> str:
-    """Signal the job at a random moment; says what was done. Nothing, if the job was quicker."""
-    steps = EPOCHS * SIZE // BATCH
-    job.wait_for("READY", count=ranks)
-    wanted = rng.randrange(1, steps)
-    try:
-        job.wait_for("SEEN", count=wanted)
-    except Stalled:
-        raise
-    except AssertionError:
-        return "finished first"
-    time.sleep(rng.random() * 0.02)  # anywhere in a step: this is the point of a drill, not an order of events
-    target = rng.choice(["one", "all", "launcher"])
-    number = rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]) if ranks == 1 else signal.SIGTERM
-    try:
-        if target == "launcher" and ranks > 1:
-            job.process.send_signal(number)
-        else:
-            for rank in range(ranks) if target == "all" else [rng.randrange(ranks)]:
-                job.signal_rank(rank, number)
-    except ProcessLookupError:
-        return "finished first"
-    return f"{number.name} to {target} after {wanted} batches"
+HERE = Path(__file__).parent
+WORDS, NETWORKS = str(HERE / "jobs" / "drilled_words.py"), str(HERE / "jobs" / "drilled_networks.py")
+SHARDED = str(HERE / "jobs" / "fsdp.py")
+EXAMPLE = str(HERE.parent / "examples" / "resnet_cifar10" / "train.py")
+W = (WORDS, "out", "--size", "240")
+TRAIN = (EXAMPLE, "--batch-size", "4", "--epochs", "2", "--train-url", "out")
+IN_PLACE = ("--recover", "in-place", "--snapshot-every", "1", "--hang-timeout", "20")
+AGAIN = ("--max-restarts", "99", "--snapshot-every", "1", "--hang-timeout", "20")
 
 
-def one_round(rng: random.Random, reference: dict[object, Job], folder: Path) -> str:
-    """One job with up to three interruptions. Returns what was done; raises AssertionError when it ends differently."""
-    ranks, args = rng.choice(WAYS)
-    key = (ranks, args)
-    if key not in reference:
-        reference[key] = run_job("loop.py", folder / f"reference-{len(reference)}", *args, ranks=ranks)
-    directory = Path(tempfile.mkdtemp(dir=folder))
-    done, outputs = [], []
-    seen: dict[int, list[int]] = {}
-    for attempt in range(4):
-        with start_job("loop.py", directory, *args, ranks=ranks) as job:
-            if attempt < 3:
-                done.append(interrupt(job, rng, ranks))
-            job.wait()
-        outputs.append(job.report())
-        for epoch, indices in job.seen().items():
-            seen.setdefault(epoch, []).extend(indices)
-        if len(job.hashes()) == ranks:
-            break
-    everything = "\n\n".join(outputs)
-    if job.hashes() != reference[key].hashes():
-        raise AssertionError(f"other weights after {done}\n{everything}")
-    if "--accumulate" not in args:  # a stop inside a window trains its first batches again, from the same state
-        for epoch in range(1, EPOCHS + 1):
-            assert sorted(seen.get(epoch, [])) == list(range(SIZE)), f"epoch {epoch} after {done}\n{everything}"
-    saved = sorted({event["step"] for event in events(directory, "durable")})
-    outcomes = Counter(event["outcome"] for event in events(directory, "compared"))
-    assert outcomes.keys() <= {"verified"}, f"{outcomes} after {done}, and equal weights\n{everything}"
-    what = f"{ranks} ranks {' '.join(map(str, args))}: {'; '.join(done)}; saved at {saved}"
-    return f"{what}; {outcomes.total()} comparisons verified"
+@dataclass(frozen=True)
+class Setting:
+    script: tuple[str, ...]
+    ranks: int
+    agent: tuple[str, ...] | None
+    """Options of the agent; None: the script is started by itself."""
+    weight: int
+    steps: int
+    faults: tuple[str, ...] = ()
+    """Made besides the drawn ones, once a seed."""
+
+
+SETTINGS = {
+    "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 90, 48, ("stop:rank=1,step=20",)),
+    "words-3": Setting(W, 3, IN_PLACE, 90, 48, ("stop:rank=2,step=20", "kill-in-save:rank=2,step=5,call=all")),
+    "words-4": Setting(W, 4, IN_PLACE, 80, 48, ("stop:rank=3,step=20", "kill-in-save:rank=0,step=5,call=all")),
+    "words-4-restart": Setting(W, 4, AGAIN, 60, 48, ("stop:rank=1,step=20",)),
+    "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 90, 48, ("stop:step=20",)),
+    "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 90, 48),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48, ("kill-in-save:rank=3,step=5,call=all",)),
+    "sharded-2": Setting((SHARDED, "out", "--steps", "48"), 2, AGAIN, 40, 48, ("stop:rank=1,step=20",)),
+    "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 40, 32),
+    "example-3": Setting((*TRAIN, "--limit-train", "300"), 3, IN_PLACE, 30, 32),
+    "example-4": Setting((*TRAIN, "--limit-train", "400"), 4, AGAIN, 30, 32),
+    "words-1-agent": Setting((*W, "--num-workers", "1"), 1, IN_PLACE, 60, 48, ("stop:step=20",)),
+    "example-1-agent": Setting((*TRAIN, "--limit-train", "100"), 1, AGAIN, 30, 32),
+    "words": Setting(W, 1, None, 60, 48),
+    "words-workers": Setting((*W, "--num-workers", "1"), 1, None, 40, 48),
+    "networks": Setting((NETWORKS, "out"), 1, None, 60, 48),
+    "networks-workers": Setting((NETWORKS, "out", "--num-workers", "1"), 1, None, 40, 48),
+    "example": Setting((*TRAIN, "--limit-train", "100"), 1, None, 30, 32),
+}
+
+
+def run_setting(
+    name: str, number: int, seed: int, log: Path, pause: Path | None, timeout_s: float, named: Sequence[Fault] = ()
+) -> Drill:
+    """`number` faults by `seed` and those of the setting; or those that are `named` in their place."""
+    setting, drill, leftovers = SETTINGS[name], Drill(), Leftovers()
+    written = 0
+    began = time.monotonic()
+
+    def note(done: int, planned: int, what: str) -> None:
+        nonlocal written
+        written = write_lines(log, name, seed, drill.results, written)
+        while pause is not None and pause.exists():
+            time.sleep(1.0)
+
+    agent = None if setting.agent is None else ("--nproc-per-node", str(setting.ranks), *setting.agent)
+    runs = Runs(Command(script=setting.script, agent=agent), timeout_s=timeout_s, on_end=leftovers.after_run)
+    with runs:
+        leftovers.known |= runs.own_processes
+        Driller(
+            Command(script=setting.script, agent=agent),
+            runs,
+            leftovers,
+            faults=named or [parse_fault(text) for text in setting.faults],
+            number=0 if named else number,
+            seed=seed,
+            steps=setting.steps,
+            show=note,
+            into=drill,
+        ).drill()
+    write_lines(log, name, seed, drill.results, written)
+    for row in drill.proof.rows:
+        if row.verdict.outcome != "equal":
+            print(f"{name}: {row.name}: {row.verdict}", flush=True)
+    counts = Counter(result.outcome for result in drill.results)
+    print(f"{name}, seed {seed}: {dict(counts)}, in {time.monotonic() - began:.0f} s", flush=True)
+    return drill
+
+
+def write_lines(log: Path, name: str, seed: int, results: Sequence[Result], written: int) -> int:
+    with log.open("a", encoding="utf-8") as file:
+        for result in results[written:]:
+            codes = ",".join(map(str, result.codes))
+            lost = "-" if result.lost is None else str(result.lost)
+            file.write(f"{name} {seed} {result.fault} {codes} {lost} {result.outcome.replace(' ', '-')}\n")
+            if result.outcome != "exact" and result.explained is not None:
+                print(f"{name}, seed {seed}: {result.fault}: {result.outcome}: {result.explained.what[:600]}")
+                if result.outcome not in GOOD:
+                    print("\n".join(f"  | {line[:400]}" for line in [result.explained.cause, *result.lines]))
+                sys.stdout.flush()
+    return len(results)
+
+
+def read_bad_rows(log: Path) -> list[tuple[str, int, Fault]]:
+    """Setting, seed and fault of each line of a `log` whose result was not good. What cannot happen is left out: a
+    death in a copy on a rank that makes none."""
+    rows = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        name, seed, text, *_, outcome = line.split(" ")
+        fault = parse_fault(text)
+        is_bad = outcome not in [good.replace(" ", "-") for good in GOOD]
+        if is_bad and not (fault.at == "copy" and fault.rank):
+            rows.append((name, int(seed), fault))
+    return rows
+
+
+def again(row: tuple[str, int, Fault], args: argparse.Namespace) -> int:
+    name, seed, fault = row
+    return run_setting(name, 0, seed, args.log.absolute(), args.pause_file, args.timeout, [fault]).exit_code
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--again", type=Path, metavar="LOG")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull))
+    parser.add_argument("--pause-file", type=Path)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds without a step or output: it hangs")
     args = parser.parse_args()
-    unignore_signals()
-    reference: dict[object, Job] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.rounds):
-            seed = args.seed * 1_000_003 + number
-            try:
-                print(
-                    f"round {number} (seed {seed}): {one_round(random.Random(seed), reference, Path(folder))}",
-                    flush=True,
-                )
-            except AssertionError as error:
-                sys.exit(f"round {number} (seed {seed}) failed: {error}")
-    print(f"{args.rounds} rounds, all equal to their uninterrupted runs")
+    os.chdir(HERE.parent)
+    os.environ["PYTHONPATH"] = str(HERE.parent)  # the jobs import each other
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with what it has in memory removed
+    if args.again is not None:
+        rows = read_bad_rows(HERE.parent / args.again)
+        codes = [again(row, args) for row in rows]
+        sys.exit(any(codes))
+    whole = sum(SETTINGS[name].weight for name in args.only)
+    bad = 0
+    for name in args.only:
+        number = -(-args.faults * SETTINGS[name].weight // whole)
+        drill = run_setting(name, number, args.seed, args.log.absolute(), args.pause_file, args.timeout)
+        bad += drill.exit_code != 0
+    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":

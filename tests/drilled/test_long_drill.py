@@ -1,10 +1,10 @@
-"""What `tests.drill_faults --again` makes once more of a log."""
+"""What `tests.drill --again` makes once more of a log."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.drill_faults import SETTINGS, read_bad_rows
+from tests.drill import SETTINGS, read_bad_rows
 
 LOG = """\
 # a line about what follows
