@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
-from mindx_elastic.agent.wakeup import Wakeup
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.board import Board, board_key
 
 __all__ = ["Boards", "BoundedBoard", "PlanWatch", "connect"]

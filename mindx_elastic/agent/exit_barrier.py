@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -35,7 +35,8 @@ from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.rendezvous import Membership
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.fields import Words, read
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status
 
@@ -50,25 +51,17 @@ _SEEN_S = 3.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
 _LOST_S = SILENCE_S + 2.0
 _MAX_CHARS = 1 << 16
-_LONGEST = 500
 
 
 @dataclass(frozen=True)
 class NodeEnd:
     """How a node's part of an attempt has ended."""
 
-    outcome: str
-    cause: str = ""
+    outcome: Annotated[str, Words(40)]
+    cause: Annotated[str, Words(500)] = ""
     """For a person."""
     again: bool = False
     """Its agent meets the others again."""
-
-    @classmethod
-    def from_json(cls, text: bytes) -> NodeEnd:
-        """Raises ValueError, KeyError, TypeError, RecursionError for anything else."""
-        content = json.loads(text[:_MAX_CHARS])
-        cause = printable(str(content["cause"]), _LONGEST)
-        return cls(printable(str(content["outcome"]), 40), cause, content["again"] is True)
 
 
 class ExitBarrier:
@@ -131,11 +124,11 @@ class ExitBarrier:
         """How the nodes have ended, as far as that is known."""
         found: dict[int, NodeEnd] = {}
         nothing: list[bytes] = []
-        read = lambda: [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]  # noqa: E731
-        for node, text in enumerate(self._ask(read, nothing)):
+        said = lambda: [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]  # noqa: E731
+        for node, text in enumerate(self._ask(said, nothing)):
             try:
-                found |= {node: NodeEnd.from_json(text)} if text else {}
-            except (ValueError, KeyError, TypeError, RecursionError):
+                found |= {node: read(NodeEnd, json.loads(text[:_MAX_CHARS]))} if text else {}
+            except (ValueError, RecursionError):
                 found[node] = NodeEnd("failed", "what the store of the rendezvous says of it makes no sense")
         return found
 

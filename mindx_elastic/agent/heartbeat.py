@@ -24,14 +24,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from mindx_elastic.agent.failure_detector import FailureDetector, Lost
-from mindx_elastic.agent.wakeup import Wakeup
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.fields import Between, Text, Words, read
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.lost_node import FIRST
 from mindx_elastic.rejoin.small_records import Kept
 
@@ -45,6 +45,18 @@ _BEAT, _BYE, _OUT = b".", b"bye", b"out"
 _MOST_PENDING, _MOST_RANKS = 4096, 4096
 _DESCRIPTORS = 1 << 14
 _SHARE_OF_RANKS, _SHARE_OF_ALL = 0.5, 0.75  # of the descriptors that this process may have
+
+
+@dataclass(frozen=True)
+class _Greeting:
+    """An agent's first line."""
+
+    node: int
+    token: Annotated[str, Text(64)]
+    name: Annotated[str, Words(200)]
+    first: int
+    """Of its ranks."""
+    count: Annotated[int, Between(1, (1 << 16) - 1)]
 
 
 @dataclass
@@ -65,7 +77,7 @@ class HeartbeatServer:
 
     def __init__(self, scope: str, key: bytes | None) -> None:
         """`scope`: names the attempt. Raises OSError."""
-        self._seal = Seal(key, f"lifeline/{scope}", 0)
+        self._seal = Seal(key, f"heartbeat/{scope}", 0)
         both = socket.has_dualstack_ipv6()
         self._server = socket.create_server(
             ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
@@ -213,18 +225,15 @@ class HeartbeatServer:
             content = json.loads(self._seal.open("hello", line, limit=_MOST_BYTES))
             if "rank" in content and type(content["rank"]) is int:
                 return self._greet_rank(talk, content["rank"])
-            node, token, first, count = (content[name] for name in ("node", "token", "first", "count"))
-            if not (type(node) is type(first) is type(count) is int and node >= 0 <= first and 0 < count < 1 << 16):
-                raise ValueError(f"node {node}, {count} ranks from {first}")
-            name, token = printable(str(content["name"]), 200), str(token)[:64]
-        except (NotOursError, ValueError, KeyError, TypeError, RecursionError) as error:
+            hello = read(_Greeting, content)
+        except (NotOursError, ValueError, TypeError, RecursionError) as error:
             logger.debug("a connection that is no agent's of this job: %s", error)
             return False
-        ranks = tuple(range(first, first + count))
-        talk.number = self._agents.greet(node, token, time.monotonic(), name=name, ranks=ranks)
+        agent, ranks = (hello.node, hello.token), tuple(range(hello.first, hello.first + hello.count))
+        talk.number = self._agents.greet(*agent, time.monotonic(), name=hello.name, ranks=ranks)
         if talk.number:
-            talk.agent = node, token
-            if self._agents.is_out(node, token):
+            talk.agent = agent
+            if self._agents.is_out(*agent):
                 _say(connection, _OUT)
         return talk.agent is not None
 
@@ -277,8 +286,8 @@ class Heartbeat:
         """`token`: of this agent, new for each attempt. `ranks`: of this node, one after the other."""
         self._address = address
         name = f"{socket.gethostname()}, pid {os.getpid()}"
-        hello = {"node": node, "token": token, "name": name, "first": ranks[0], "count": len(ranks)}
-        self._hello = Seal(key, f"lifeline/{scope}", node).close("hello", json.dumps(hello)).encode() + b"\n"
+        hello = json.dumps(asdict(_Greeting(node, token, name, ranks[0], len(ranks))))
+        self._hello = Seal(key, f"heartbeat/{scope}", node).close("hello", hello).encode() + b"\n"
         self.is_out = False
         """This node was taken for lost, and must not go on."""
         self.wakeup = Wakeup()

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.sockets import LENDING_FILE, MOST_AT_ONCE, short_path
 
 __all__ = ["HeldSockets"]
@@ -47,7 +48,7 @@ class HeldSockets:
         self._due: list[tuple[float, list[int]]] = []
         """What is closed at a time (`time.monotonic`), in that order."""
         self._selector = selectors.DefaultSelector()
-        self._wakes, self._waked = socket.socketpair()
+        self._wakeup = Wakeup()
         self._is_closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -59,16 +60,17 @@ class HeldSockets:
         else:
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._waked, selectors.EVENT_READ)
+        self._selector.register(self._wakeup.fd, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="mindx-held-sockets", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Close all that is held, and end the thread."""
-        self._is_closing = True
-        with suppress(OSError):
-            self._wakes.send(b".")
-        self._thread.join()
+        if not self._is_closing:
+            self._is_closing = True
+            self._wakeup.ring()
+            self._thread.join()
+            self._wakeup.close()
 
     @property
     def count(self) -> int:
@@ -94,8 +96,7 @@ class HeldSockets:
                 _close(descriptors)
             self._held, self._due = {}, []
             self._selector.close()
-            for each in (self._listener, self._wakes, self._waked):
-                each.close()
+            self._listener.close()
             with suppress(OSError):
                 self._path.unlink()
 

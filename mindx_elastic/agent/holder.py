@@ -13,7 +13,6 @@ so that a start on another machine waits for what is being written.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
@@ -33,7 +32,7 @@ from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError, UsageError
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring, seal_ring
-from mindx_elastic.memory.folders import job_folder, rank_folders
+from mindx_elastic.memory.folders import job_folder, rank_folders, read_owner
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.snapshots import adopt_slots
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
@@ -109,7 +108,7 @@ def flush(arena: Path) -> Flushed:
 
 def _owner(arena: Path) -> Path | None:
     try:
-        return Path(json.loads((arena / "owner.json").read_text())["directory"])
+        return Path(read_owner(arena)["directory"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

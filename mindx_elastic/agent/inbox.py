@@ -21,6 +21,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.wakeup import Wakeup
 
 __all__ = ["SignalInbox", "parse_signals"]
 
@@ -76,8 +77,9 @@ class SignalInbox:
         return self.heard[0] if self.heard else None
 
     def __enter__(self) -> SignalInbox:
-        self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._wakeup = Wakeup()
+        self.fd = self._wakeup.fd
+        self._before = signal.set_wakeup_fd(self._wakeup.writer, warn_on_full_buffer=False)
         before = {number: signal.getsignal(number) for number in (*self._signals, *_TAKEN_BY_TORCH)}
         self.ignored = tuple(n for n in self._signals if n in _OF_THE_TERMINAL and before[n] is signal.SIG_IGN)
         self._previous = {number: before[number] for number in self._signals if number not in self.ignored}
@@ -89,9 +91,8 @@ class SignalInbox:
         for number, handler in self._previous.items():
             with suppress(TypeError, ValueError, OSError):  # None: not installed from Python
                 signal.signal(number, signal.SIG_IGN if self._last else handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self.fd)
-        os.close(self._writer)
+        signal.set_wakeup_fd(self._before)
+        self._wakeup.close()
 
     def install(self) -> None:
         """Take the signals (again): torch installs handlers of its own each time it starts workers, also for some
@@ -104,9 +105,7 @@ class SignalInbox:
 
     def drain(self) -> None:
         """Empty the pipe behind `fd`; what came is in `heard`."""
-        with suppress(BlockingIOError):
-            while os.read(self.fd, 512):
-                pass
+        self._wakeup.drain()
 
     def stop_waiting(self) -> None:
         """Any thread: a wait inside of `interrupting` ends as by a SIGTERM. Outside of one nothing happens."""

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,6 +43,7 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.leaving import flush_output
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
@@ -70,14 +70,6 @@ _GOODBYE_S = 5.0
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
-class _AgentFilter(RankFilter):
-    """Tells the agent's lines from its workers'."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.mindx_where = "mindx_elastic agent"
-        return True
-
-
 def launch(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> int:
     """Run the job that the command line describes to its end; the agent's exit code. Main thread, once a process.
 
@@ -88,16 +80,14 @@ def launch(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: 
         code = _launch(parse(arguments, on_run_dir=result.open, show_help=show_help), result)
     if any(thread.name.startswith(_IN_A_STORE) for thread in threading.enumerate()):
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
+        flush_output()
         os._exit(code)
     return code
 
 
 def _launch(plan: Launch, result: ResultFile) -> int:
     options, config = plan.options, plan.config
-    attach_console(_AgentFilter(), options.log_level)
+    attach_console(RankFilter(process="mindx_elastic agent"), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     metrics_server = None if options.metrics is None else MetricsServer(*options.metrics, options.arena_base)

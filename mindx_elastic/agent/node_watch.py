@@ -66,7 +66,7 @@ class NodeWatch:
             first=0,
             address=address,
             port=port,
-            lifeline=0 if self.server is None else self.server.port,
+            agent_port=0 if self.server is None else self.server.port,
             scope=self._handler.scope,
             generation=0,
             attempt=attempt,
@@ -149,12 +149,12 @@ class NodeWatch:
 
     def _claim_place(self, place: NodePlace) -> bool:
         token, ranks = secrets.token_hex(8), range(place.first, place.first + place.ranks)
-        address = (place.address, place.lifeline)
+        address = (place.address, place.agent_port)
         heartbeat = Heartbeat(address, place.scope, board_key(), node=place.node, token=token, ranks=ranks)
         has_it = False
         try:
             if not heartbeat.start():
-                raise OSError(f"the first node's agent does not answer at {place.address}:{place.lifeline}")
+                raise OSError(f"the first node's agent does not answer at {place.address}:{place.agent_port}")
             store: Any = connect(place.address, place.port, place.scope)
             scope, number = f"{place.scope}/{place.generation}", place.generation
             board = Board(store, key=board_key(), scope=scope, writer=place.first)

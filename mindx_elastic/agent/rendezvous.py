@@ -31,9 +31,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -47,11 +47,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from mindx_elastic.agent.heartbeat import HeartbeatServer
 from mindx_elastic.agent.standby import NodePlace, Standby, round_store
-from mindx_elastic.agent.wakeup import Wakeup
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.fields import Between, Text, Words, read
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.board import board_key
 
 __all__ = [
@@ -120,7 +120,32 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
 
-class FreshStoreRendezvous(RendezvousHandler):
+class _Wrapped(RendezvousHandler):
+    """Does what torch's own handler, `inner`, does."""
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self.inner = inner
+
+    def get_backend(self) -> str:
+        return self.inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self.inner.is_closed()
+
+    def set_closed(self) -> None:
+        self.inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self.inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self.inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self.inner.shutdown()
+
+
+class FreshStoreRendezvous(_Wrapped):
     """Wraps the handler of the static backend; each restart meets in a fresh store.
 
     Workers that meet again in the agent's store find the addresses of their dead predecessors there, and gloo fails
@@ -131,10 +156,11 @@ class FreshStoreRendezvous(RendezvousHandler):
     """
 
     def __init__(self, static: RendezvousHandler) -> None:
-        self._static, self._rounds = static, 0
+        super().__init__(static)
+        self._rounds = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = self._static.next_rendezvous()
+        info = self.inner.next_rendezvous()
         self._rounds += 1
         if self._rounds == 1:
             return info
@@ -146,24 +172,6 @@ class FreshStoreRendezvous(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         return self._rounds <= 1
-
-    def get_backend(self) -> str:
-        return self._static.get_backend()
-
-    def is_closed(self) -> bool:
-        return self._static.is_closed()
-
-    def set_closed(self) -> None:
-        self._static.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._static.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._static.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._static.shutdown()
 
 
 _STORE_KEY, _AGENT_KEY = "mindx/workers_store", "mindx/agent"
@@ -179,20 +187,32 @@ def agent_name() -> str:
 class Agent:
     """What a node's agent says of itself in a round."""
 
-    name: str
-    address: str
-    port: int
+    name: Annotated[str, Words(200)]
+    address: Annotated[str, Text(300)]
+    port: Annotated[int, Between(0, (1 << 16) - 1)]
     """Of its `heartbeat.HeartbeatServer`; 0: it has none."""
-    count: int
+    count: Annotated[int, Between(1, (1 << 16) - 1)]
     """Of its ranks."""
 
 
-class HostedStoreRendezvous(RendezvousHandler):
+@dataclass(frozen=True)
+class _Round:
+    """What the first node's agent says of a round."""
+
+    address: Annotated[str, Text(300)]
+    port: Annotated[int, Between(1, (1 << 16) - 1)]
+    """Of the workers' store."""
+    scope: Annotated[str, Text(64, "[A-Za-z0-9]+")]
+    agent_port: Annotated[int, Between(0, (1 << 16) - 1)]
+    """Where it hears the other agents; 0: it does not."""
+
+
+class HostedStoreRendezvous(_Wrapped):
     """Wraps a dynamic handler: in each round the agent of the first node hosts the workers' store, so that the death of
     a worker ends no connection of the others."""
 
     def __init__(self, inner: RendezvousHandler) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.hosted: TCPStore | None = None
         """The workers' store of this round, where this process hosts it."""
         self.scope = ""
@@ -215,7 +235,7 @@ class HostedStoreRendezvous(RendezvousHandler):
         self.server = None
         self.place, info = (None, None) if self.standby is None else self.standby.next_rendezvous()
         if (place := self.place) is not None:
-            self.hosted, self.scope, self.first_server = None, place.scope, (place.address, place.lifeline)
+            self.hosted, self.scope, self.first_server = None, place.scope, (place.address, place.agent_port)
             self._introduce(round_store(self.inner), place.node)
             master = RendezvousStoreInfo(place.address, place.port)
             return RendezvousInfo(self._store, place.node, place.num_nodes, master)
@@ -228,15 +248,14 @@ class HostedStoreRendezvous(RendezvousHandler):
             self.hosted, self.scope = host_store(address), secrets.token_hex(8)
             heard = self._introduce(info.store, 0) if has_others else 0
             self.first_server = (address, heard)
-            info.store.set(_STORE_KEY, json.dumps([address, self.hosted.port, self.scope, heard]))
-            return RendezvousInfo(info.store, 0, info.world_size, RendezvousStoreInfo(address, self.hosted.port))
-        address, port, scope, heard = json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS])
-        if not str(scope).isalnum():
-            raise ValueError(f"{scope!r} is no name of a round")
-        self.hosted, self.scope, self.first_server = None, str(scope), (str(address), int(heard))
-        if has_others:
-            self._introduce(info.store, info.rank)
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(str(address), int(port)))
+            said = _Round(address, self.hosted.port, self.scope, heard)
+            info.store.set(_STORE_KEY, json.dumps(asdict(said)))
+        else:
+            said = read(_Round, json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS]))
+            self.hosted, self.scope, self.first_server = None, said.scope, (said.address, said.agent_port)
+            if has_others:
+                self._introduce(info.store, info.rank)
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(said.address, said.port))
 
     @property
     def own_address(self) -> str:
@@ -252,20 +271,17 @@ class HostedStoreRendezvous(RendezvousHandler):
         except OSError as error:
             logger.warning("the other nodes' agents cannot be heard (%s): the loss of a node restarts the job", error)
         port = 0 if self.server is None else self.server.port
-        store.set(f"{_AGENT_KEY}/{node}", json.dumps([agent_name(), self.own_address, port, self.ranks]))
+        own = Agent(agent_name(), self.own_address, port, self.ranks)
+        store.set(f"{_AGENT_KEY}/{node}", json.dumps(asdict(own)))
         return port
 
     def agent(self, node: int) -> Agent | None:
         """The agent of a node of this round; None: it has not said. Blocks; raises what torch raises, ValueError,
-        TypeError, RecursionError."""
+        RecursionError."""
         key = f"{_AGENT_KEY}/{node}"
         if self._store is None or not self._store.check([key]):
             return None
-        name, address, port, count = json.loads(self._store.get(key)[:_MOST_STORE_CHARS])
-        found = Agent(printable(str(name), 200), str(address)[:300], int(port), int(count))
-        if not (0 <= found.port < 1 << 16 and 0 < found.count < 1 << 16):
-            raise ValueError(f"node {node} has {found.count} ranks and port {found.port}")
-        return found
+        return read(Agent, json.loads(self._store.get(key)[:_MOST_STORE_CHARS]))
 
     @property
     def use_agent_store(self) -> bool:
@@ -274,21 +290,6 @@ class HostedStoreRendezvous(RendezvousHandler):
     @property
     def _state_holder(self) -> Any:
         return getattr(self.inner, "_state_holder", None)
-
-    def get_backend(self) -> str:
-        return self.inner.get_backend()
-
-    def is_closed(self) -> bool:
-        return self.inner.is_closed()
-
-    def set_closed(self) -> None:
-        self.inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self.inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self.inner.get_run_id()
 
     def shutdown(self) -> bool:
         """Not where others go on without this node: it must not close their rendezvous."""
@@ -327,7 +328,7 @@ def reconnect(handler: RendezvousHandler) -> bool:
 
 def _inner(handler: RendezvousHandler) -> Any:
     """torch's own handler."""
-    return getattr(handler, "_static", getattr(handler, "inner", handler))
+    return handler.inner if isinstance(handler, _Wrapped) else handler
 
 
 def _tcp_store(inner: Any) -> TCPStore | None:
@@ -372,7 +373,7 @@ def _reconnect(handler: RendezvousHandler) -> bool:
 
 def open_again(handler: RendezvousHandler) -> Store | None:
     """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
-    return round_store(getattr(handler, "inner", handler)) if reconnect(handler) else None
+    return round_store(_inner(handler)) if reconnect(handler) else None
 
 
 class HostLostError(RendezvousError):

@@ -37,13 +37,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
 
 from mindx_elastic.agent.ledger import FINISHED, AttemptRecord
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.fields import Text, Words, read
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.platforms.small_files import write_whole
 
@@ -53,7 +54,6 @@ RESULT_FILE = "result.json"
 FRUITLESS_MOST = 3
 """So many runs in a row that were stopped without progress are the last that are worth another start."""
 _VERSION = 1
-_OUTCOMES = ("finished", "stopped", "failed", "usage")
 _WORTH_IT = frozenset({EXIT_TEMPORARY, 129, 130, 137, 138, 143})
 """Failures that another start may cure: another node's, and ends by signals that come from outside."""
 _MAX_REASON = 2000
@@ -65,17 +65,17 @@ _PATIENCE_S = 3.0
 class JobResult:
     """The content of the file."""
 
-    outcome: str
+    outcome: Annotated[str, Text(20, "finished|stopped|failed|usage")]
     """``finished``, ``stopped`` (gracefully, by request), ``failed``, ``usage`` (nothing was started)."""
     exit_code: int
     """The agent's."""
-    reason: str = ""
+    reason: Annotated[str, Words(_MAX_REASON)] = ""
     """Why it did not finish, for a person."""
     saved_step: int | None = None
     """Newest step that the next start can go on from, as far as the agent knows; None: it knows of none."""
     progressed: bool | None = None
     """Whether the job got further than where this agent began; None: not known (no guard was entered)."""
-    retry: bool = False
+    retry: bool
     """Whether the same command is worth another start."""
     fruitless: int = 0
     """How many runs in a row, this one included, ended without known progress."""
@@ -118,25 +118,10 @@ def read_result(run_dir: Path) -> JobResult | None:
     raises for what it holds."""
     try:
         content = read_json_object(run_dir / RESULT_FILE)
+        found = read(JobResult, content)
     except (OSError, ValueError, RecursionError):
         return None
-    outcome, code, retry = content.get("outcome"), whole(content.get("exit_code")), content.get("retry")
-    if content.get("version") != _VERSION or outcome not in _OUTCOMES or code is None or not isinstance(retry, bool):
-        return None
-    progressed = content.get("progressed")
-    return JobResult(
-        outcome=str(outcome),
-        exit_code=code,
-        reason=printable(text(content.get("reason")), _MAX_REASON),
-        saved_step=whole(content.get("saved_step")),
-        progressed=progressed if isinstance(progressed, bool) else None,
-        retry=retry,
-        fruitless=max(0, whole(content.get("fruitless")) or 0),
-        attempts=max(0, whole(content.get("attempts")) or 0),
-        time=real(content.get("time")) or 0.0,
-        host=text(content.get("host")),
-        pid=whole(content.get("pid")) or 0,
-    )
+    return found if content.get("version") == _VERSION else None
 
 
 class ResultFile:

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.printable import printable
 
 __all__ = [
@@ -46,44 +47,39 @@ _TRIES = 20
 _MOST_CHARS = 4000
 
 
+_Name = Annotated[str, Text(100, "[A-Za-z0-9]+")]
+
+
 @dataclass(frozen=True)
 class NodePlace:
     """Of a lost node."""
 
-    name: str
+    name: _Name
     """Of this offer, which no other one has."""
     node: int
     num_nodes: int
-    ranks: int
+    ranks: Annotated[int, Between(1, 1 << 16)]
     """How many processes the node has to start."""
     first: int
     """The first of its ranks."""
     address: str
     port: int
     """Of the workers' store."""
-    lifeline: int
-    """The port of the first agent's `heartbeat.HeartbeatServer`."""
-    scope: str
-    generation: int
-    attempt: int
+    agent_port: int
+    """Of the first agent's `heartbeat.HeartbeatServer`."""
+    scope: _Name
+    generation: Annotated[int, Between(1, 1 << 30)]
+    attempt: Annotated[int, Between(0, 10**9 - 1)]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes | str) -> NodePlace:
-        """Raises ValueError, KeyError, TypeError, RecursionError for anything else."""
-        content = json.loads(text[:_MOST_CHARS])
-        found: dict[str, Any] = {
-            name: int(content[name])
-            for name in ("node", "num_nodes", "ranks", "first", "port", "lifeline", "generation", "attempt")
-        }
-        found |= {name: str(content[name]) for name in ("name", "address", "scope")}
-        place = cls(**found)
-        if not (0 <= place.node < place.num_nodes and place.ranks > 0 and place.first >= 0 and place.generation > 0):
+        """Raises ValueError, RecursionError for anything else."""
+        place = read(cls, json.loads(text[:_MOST_CHARS]))
+        if place.node >= place.num_nodes:
             raise ValueError(f"a place of node {place.node} of {place.num_nodes}")
-        if not (place.scope.isalnum() and place.name.isalnum() and 0 <= place.attempt < 10**9):
-            raise ValueError(f"a place in attempt {place.attempt}, {place.scope!r}")
         return place
 
 
@@ -213,7 +209,7 @@ class Standby:
             return None
         try:
             place = NodePlace.from_json(text)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             said = printable(f"{type(error).__name__}: {error}", 200)
             if said not in self._passed:
                 self._passed.add(said)

@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -38,6 +37,7 @@ from mindx_elastic.cluster.table_file import leave_farewell
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import start_ticks
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import UsageError
 
 __all__ = ["Listener", "NoSchedulerError", "SchedulerConnection"]
@@ -105,7 +105,7 @@ class SchedulerConnection:
         self._orders: deque[messages.Join | Farewell] = deque()
         self._sent = threading.Event()
         self._closed = threading.Event()
-        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wakeup = Wakeup()
         self._stores: dict[int, Any] = {}
         self._taken_until: float | None = None
         self._said_at: float | None = None
@@ -150,7 +150,7 @@ class SchedulerConnection:
             if generation > self._wanted:
                 self._wanted, self._wanted_at = generation, time.monotonic()
                 self._orders.append(messages.Join(generation))
-                self._wake()
+                self._wakeup.ring()
             end = None if timeout_s is None else time.monotonic() + timeout_s
             while self.group is None or self.group.generation < generation:
                 if self._error is not None:
@@ -192,7 +192,7 @@ class SchedulerConnection:
             self._sent.clear()
             message = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
             self._orders.append(message)
-            self._wake()
+            self._wakeup.ring()
             if not self._sent.wait(timeout_s) and how != "away":  # else it comes back, and says so itself
                 self._leave_farewell(message)
         self.close()
@@ -209,11 +209,7 @@ class SchedulerConnection:
 
     def close(self) -> None:
         self._closed.set()
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(OSError):
-            os.write(self._writer, b"!")
+        self._wakeup.ring()
 
     # --- the connection's thread ---
 
@@ -287,7 +283,7 @@ class SchedulerConnection:
         sock.sendall(line.pack(self._registration()))
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        poll.register(self._reader, select.POLLIN)
+        poll.register(self._wakeup.fd, select.POLLIN)
         next_beat = 0.0
         while not self._closed.is_set():
             now = time.monotonic()
@@ -300,8 +296,7 @@ class SchedulerConnection:
                     if not self._feed(sock, line):
                         return
                 else:
-                    with suppress(OSError):
-                        os.read(self._reader, 4096)
+                    self._wakeup.drain()
             if self.job:
                 while self._orders:
                     sock.sendall(line.pack(self._orders[0]))
@@ -383,7 +378,7 @@ class SchedulerConnection:
             logger.info("the scheduler is there again")
         self._said_at, self._taken_until = None, None
         self._lost_at, self._is_unknown, self._said_why = None, False, ""
-        self._wake()
+        self._wakeup.ring()
 
     def _hear_taken(self, message: messages.Taken) -> None:
         """Another living process has this node id. It may have died a moment ago, unseen: try until its heartbeat has

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,20 +134,10 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
             set_default_store(store)
 
 
-class _NameFilter(RankFilter):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.mindx_where = self._name
-        return True
-
-
 @contextmanager
 def _console(name: str) -> Iterator[None]:
     """Show the package's lines while no guard does, `name` in front."""
-    handler = attach_console(_NameFilter(name), Settings.from_env().log_level)
+    handler = attach_console(RankFilter(process=name), Settings.from_env().log_level)
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ from mindx_elastic.cluster.table_file import TableFile
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import has_ended, open_pidfd
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import SaveError, UsageError
 
 __all__ = ["Scheduler"]
@@ -225,14 +226,11 @@ class Scheduler:
     def _signals(self) -> ExitStack:
         """Notes the first signal and wakes the selector."""
         stack = ExitStack()
-        reader, writer = socket.socketpair()
-        stack.callback(reader.close)
-        stack.callback(writer.close)
-        reader.setblocking(False)
-        writer.setblocking(False)
-        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        wakeup = Wakeup()
+        stack.callback(wakeup.close)
+        before = signal.set_wakeup_fd(wakeup.writer, warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, before)
-        self._selector.register(reader, selectors.EVENT_READ, None)
+        self._selector.register(wakeup.fd, selectors.EVENT_READ, wakeup)
 
         def note(signum: int, frame: FrameType | None) -> None:
             self._signal = self._signal or signum
@@ -253,8 +251,7 @@ class Scheduler:
         elif key.fileobj is self._listener:
             self._accept(now)
         else:
-            with suppress(OSError):
-                key.fileobj.recv(_PIECE)  # type: ignore[union-attr]  # the wake-up socket
+            key.data.drain()
 
     def _accept(self, now: float) -> None:
         try:

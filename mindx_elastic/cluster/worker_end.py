@@ -21,14 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY
 from mindx_elastic.alarm.peers import report_death
 from mindx_elastic.cluster.connection import SchedulerConnection
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.leaving import Leaving, add_last_act, noted_leaving
+from mindx_elastic.core.leaving import Leaving, add_last_act, flush_output, noted_leaving
 from mindx_elastic.core.same_program import SameProgram
 
 __all__ = ["WorkerEnd"]
@@ -83,7 +82,7 @@ class WorkerEnd:
     def _end_soon(self) -> None:
         time.sleep(_UNGUARDED_S)
         logger.error("leaving with exit code %d: %s", EXIT_TEMPORARY, self._connection.broken)
-        _flush()
+        flush_output()
         os._exit(EXIT_TEMPORARY)
 
     def hear_obsolete(self, why: str) -> None:
@@ -155,7 +154,7 @@ class WorkerEnd:
             self._program.begin_again(env)
         except OSError as error:
             logger.error("this process cannot begin anew in place (%s); start it again with the same variables", error)
-            _flush()
+            flush_output()
             os._exit(EXIT_TEMPORARY)
 
 
@@ -174,9 +173,3 @@ def _code_of(status: object) -> int:
     if status is None:
         return 0
     return status & 0xFF if isinstance(status, int) else EXIT_ERROR
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()

@@ -104,8 +104,10 @@ class RankFilter(logging.Filter):
     """Puts rank, step and attempt in front of every line of the package's console handler, and leaves out what another
     rank has said (see `said_once`; errors come from each)."""
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, attempt: int = 0) -> None:
+    def __init__(self, *, rank: int = 0, world_size: int = 1, attempt: int = 0, process: str = "mindx_elastic") -> None:
+        """`process`: what comes first, to tell an agent's or a scheduler's lines from a rank's."""
         super().__init__()
+        self._process = process
         self.rank, self.world_size, self.attempt = rank, world_size, attempt
         self.step: int | None = None
         self.events: EventLog | None = None
@@ -120,7 +122,7 @@ class RankFilter(logging.Filter):
         where = [] if self.world_size == 1 else [f"rank {self.rank}"]
         where += [] if self.step is None else [f"step {self.step}"]
         where += [f"attempt {self.attempt}"] if self.attempt else []
-        record.mindx_where = " ".join(["mindx_elastic", *where])
+        record.mindx_where = " ".join([self._process, *where])
         return True
 
 

@@ -6,11 +6,12 @@ An exit code cannot be read at the interpreter's end, and a process that ends be
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["Leaving", "add_last_act", "last_acts", "note_leaving", "noted_leaving"]
+__all__ = ["Leaving", "add_last_act", "flush_output", "last_acts", "note_leaving", "noted_leaving"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ def noted_leaving() -> Leaving | None:
 def add_last_act(act: Callable[[], None]) -> None:
     """Call `act` before the process ends without the interpreter. It must not block for more than a moment."""
     _last_acts.append(act)
+
+
+def flush_output() -> None:
+    """What was printed, before the process ends without the interpreter. May hang in a full pipe. Any thread."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def last_acts() -> None:

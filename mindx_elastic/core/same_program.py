@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
 
+from mindx_elastic.core.leaving import flush_output
+
 __all__ = ["SameProgram"]
 
 _FIRST_FD = 3
@@ -35,9 +37,7 @@ class SameProgram:
         for child in multiprocessing.active_children():
             child.kill()
             child.join(1.0)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
+        flush_output()
         command = _command()
         for number in signal.valid_signals():
             if signal.getsignal(number) is signal.SIG_IGN and number not in self._ignored:

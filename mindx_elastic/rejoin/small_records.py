@@ -54,7 +54,7 @@ class Courier:
         """`address`: of another node's `agent.heartbeat`. `scope`: of the attempt. Never raises OSError."""
         self._left = b""
         self._socket: socket.socket | None = None
-        hello = Seal(key, f"lifeline/{scope}", rank).close("hello", json.dumps({"rank": rank}))
+        hello = Seal(key, f"heartbeat/{scope}", rank).close("hello", json.dumps({"rank": rank}))
         try:
             self._socket = socket.create_connection(address, _CONNECT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mindx_elastic.config import RankInfo, ShrinkSettings
+from mindx_elastic.core.leaving import flush_output
 from mindx_elastic.core.looks import table_of
 from mindx_elastic.core.script import run
 from mindx_elastic.rejoin import joiner
@@ -32,8 +33,7 @@ def pass_trial() -> None:
 
 def end_trial(*_: object) -> NoReturn:
     """It works. Nothing of the program runs any more: no `finally`, no `atexit`."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush_output()
     os._exit(WORKS)
 
 

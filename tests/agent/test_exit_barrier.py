@@ -160,7 +160,7 @@ def test_a_way_to_the_store_that_never_ends_is_left_behind(monkeypatch: pytest.M
     over.set()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "7", "{}", "[" * 10_000, '{"outcome": "finished"}'])
+@pytest.mark.parametrize("text", ["{", "[]", "7", "{}", "[" * 10_000])
 def test_an_end_that_makes_no_sense_is_none_of_a_finished_training(text: str) -> None:
     store = HashStore()
     store.set("mindx/end/1", text)

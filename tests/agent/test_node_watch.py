@@ -64,7 +64,7 @@ def test_a_node_that_has_a_place_and_cannot_start_there_is_heard_no_more(monkeyp
     host = HeartbeatServer("s1", None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts: dict[str, Any] = {"num_nodes": 2, "ranks": 1, "first": 1, "address": "127.0.0.1", "attempt": 0}
-    place = NodePlace(name="n", node=1, port=store.port, lifeline=host.port, scope="s1", generation=1, **facts)
+    place = NodePlace(name="n", node=1, port=store.port, agent_port=host.port, scope="s1", generation=1, **facts)
     handler = meeting()
     watch = watch_of(handler)
     assert watch._claim_place(place)

@@ -121,6 +121,10 @@ GOOD = {"version": 1, "outcome": "stopped", "exit_code": 143, "retry": True}
         json.dumps({**GOOD, "outcome": "splendid"}),
         json.dumps({**GOOD, "exit_code": None}),
         json.dumps({**GOOD, "reason": "x" * 200_000}),
+        json.dumps({**GOOD, "saved_step": "7"}),
+        json.dumps({**GOOD, "progressed": 1}),
+        json.dumps({**GOOD, "fruitless": -3}),
+        json.dumps({**GOOD, "time": "now"}),
     ],
 )
 def test_half_written_and_foreign_files_are_none(tmp_path: Path, content: str) -> None:
@@ -135,9 +139,8 @@ def test_what_is_no_file_is_none(tmp_path: Path) -> None:
     assert read_result(tmp_path) is None
 
 
-def test_strange_values_are_unknown(tmp_path: Path) -> None:
-    more = {"saved_step": "7", "progressed": 1, "fruitless": -3, "reason": "a\x1b[2Jb", "attempts": True, "time": "now"}
-    (tmp_path / RESULT_FILE).write_text(json.dumps({**GOOD, **more}))
+def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / RESULT_FILE).write_text(json.dumps({**GOOD, "reason": "a\x1b[2Jb"}))
     assert read_result(tmp_path) == JobResult(outcome="stopped", exit_code=143, retry=True, reason="a\\x1b[2Jb")
 
 
