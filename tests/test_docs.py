@@ -352,7 +352,7 @@ def test_tests_and_builders_that_the_contributing_page_names_exist() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/porting.md"])
+@pytest.mark.parametrize("page", ["README.md"])
 def test_the_program_of_a_page_runs(tmp_path: Path, page: str) -> None:
     (text,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     program = tmp_path / "program.py"

@@ -87,7 +87,7 @@ def test_the_messages_of_the_operating_page_are_in_the_source() -> None:
     assert not [text for text in quoted if text not in source]
 
 
-@pytest.mark.parametrize("page", ["index.md", "operating.md", "platforms.md", "porting-torch.md"])
+@pytest.mark.parametrize("page", ["index.md", "operating.md", "platforms.md", "porting.md"])
 def test_the_commands_of_a_page_are_understood(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,9 +97,8 @@ def test_the_commands_of_a_page_are_understood(
     lines = [line.strip() for line in text.splitlines() if line.startswith("    mindx-elastic ")]
     commands = {line.partition("#")[0].partition("|")[0].partition(">")[0].strip() for line in [*inline, *lines]}
     for words in map(shlex.split, commands):
-        options = [word for word in words[2:] if word.startswith("--") and word != "--"]
-        if "--" in words:
-            options = [word for word in words[2 : words.index("--")] if word.startswith("--")]
+        end = next((at for at, word in enumerate(words) if word == "--" or word.endswith(".py")), len(words))
+        options = [word.partition("=")[0] for word in words[2:end] if word.startswith("--")]
         help_text = help_of(words[1], monkeypatch, capsys)
         allowed = help_text + (help_of("run", monkeypatch, capsys) if words[1] in ("prove", "drill") else "")
         assert not [option for option in options if option not in allowed and option != "--help"], words
@@ -116,7 +115,7 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["index.md", "model.md"])
+@pytest.mark.parametrize("page", ["index.md", "trainers.md"])
 def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> None:
     text, *_ = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
     number, code = (signal.SIGINT, 130) if page == "index.md" else (signal.SIGTERM, 143)
@@ -175,7 +174,7 @@ def convert(words: list[str], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["last.ckpt", "pytorch_model.bin", "model.safetensors"])
 def test_files_of_others_are_converted_as_the_page_says(tmp_path: Path, name: str) -> None:
-    (command,) = re.findall(rf"`(mindx-elastic convert {re.escape(name)} [^`]+)`", text_of("porting-torch.md"))
+    (command,) = re.findall(rf"`(mindx-elastic convert {re.escape(name)} [^`]+)`", text_of("porting.md"))
     model = torch.nn.Linear(3, 2)
     if name == "last.ckpt":  # the keys of a Lightning checkpoint
         state = {f"model.{key}": value for key, value in model.state_dict().items()}

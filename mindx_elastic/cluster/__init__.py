@@ -7,7 +7,7 @@
     cluster.init()  # MS_ROLE=MS_SCHED serves here until the job is over
     rank, size = cluster.get_rank(), cluster.get_group_size()
 
-See ``docs/cluster.md``.
+See ``docs/porting.md``.
 """
 
 from __future__ import annotations
