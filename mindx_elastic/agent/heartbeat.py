@@ -9,7 +9,8 @@ Ranks of other nodes connect to it, too, and send their small records, which out
 (`HeartbeatServer.records_of`, `rejoin.small_records`). So each agent has a `HeartbeatServer`; agents connect to the
 first node's only.
 
-The words are lines. The greeting is sealed with the job's key, if it has one (`agreement.sealed`).
+What they say goes in frames (`core.frames`): a greeting, which is sealed with the job's key, if it has one
+(`agreement.sealed`), and then words or records.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from mindx_elastic.agent.failure_detector import FailureDetector, Lost
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Between, Text, Words, read
+from mindx_elastic.core.frames import FrameError, Frames, frame
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.lost_node import FIRST
-from mindx_elastic.rejoin.small_records import Kept
+from mindx_elastic.rejoin.small_records import MOST_MESSAGE_BYTES, Kept
 
 __all__ = ["Heartbeat", "HeartbeatServer"]
 
@@ -63,7 +65,7 @@ class _Greeting:
 class _Talk:
     """One connection, and what has come over it."""
 
-    content: bytes = b""
+    frames: Frames = field(default_factory=lambda: Frames(_MOST_BYTES))
     agent: tuple[int, str] | None = None
     """The node and the token of an agent."""
     number: int = 0
@@ -196,33 +198,29 @@ class HeartbeatServer:
             return False
         if not content:
             return False
-        talk.content += content
-        if talk.agent is None and talk.kept is None:
-            line, ends, rest = talk.content.partition(b"\n")
-            if not ends:
-                return len(line) <= _MOST_BYTES
-            talk.content = rest
-            with self._lock:
-                if not self._greet(connection, talk, line):
-                    return False
-        if talk.kept is not None:
-            with self._lock:
-                talk.content, makes_sense = talk.kept.take(talk.content)
-            return makes_sense
-        assert talk.agent is not None
-        *words, talk.content = talk.content.split(b"\n")
-        if _OUT in words:
+        try:
+            return all(self._hear(connection, talk, said) for said in talk.frames.feed(content))
+        except FrameError as error:
+            logger.debug("a connection that is none of this job: %s", error)
+            return False
+
+    def _hear(self, connection: socket.socket, talk: _Talk, said: bytes) -> bool:
+        """Whether the connection lives on."""
+        with self._lock:
+            if talk.kept is not None:
+                return talk.kept.take(said)
+            if talk.agent is None:
+                return self._greet(connection, talk, said)
+            self._agents.hear(*talk.agent, time.monotonic(), goodbye=said == _BYE)
+        if said == _OUT:
             self.is_out = True
             self.wakeup.ring()
-        if words:
-            with self._lock:
-                self._agents.hear(*talk.agent, time.monotonic(), goodbye=_BYE in words)
-            _say(connection, _BEAT)
-        return len(talk.content) <= _MOST_BYTES
+        _say(connection, _BEAT)
+        return True
 
-    def _greet(self, connection: socket.socket, talk: _Talk, line: bytes) -> bool:
+    def _greet(self, connection: socket.socket, talk: _Talk, said: bytes) -> bool:
         try:
-            content = json.loads(self._seal.open("hello", line, limit=_MOST_BYTES))
+            content = json.loads(self._seal.open("hello", said, limit=_MOST_BYTES))
             if "rank" in content and type(content["rank"]) is int:
                 return self._greet_rank(talk, content["rank"])
             hello = read(_Greeting, content)
@@ -249,6 +247,7 @@ class HeartbeatServer:
         self._num_ranks += 1
         # A new process of the rank begins anew: it sends all that its ring has got since.
         talk.kept = self._kept.setdefault(rank, Kept()) if len(self._kept) < _MOST_RANKS else Kept()
+        talk.frames.most = MOST_MESSAGE_BYTES
         return True
 
     def _end(self, connection: socket.socket) -> None:
@@ -262,7 +261,7 @@ class HeartbeatServer:
 
 def _say(connection: socket.socket, word: bytes) -> None:
     with suppress(OSError):  # full: it does not read, and the answer is one of many
-        connection.send(word + b"\n")
+        connection.send(frame(word))
 
 
 def _raise_limit() -> int:
@@ -287,7 +286,7 @@ class Heartbeat:
         self._address = address
         name = f"{socket.gethostname()}, pid {os.getpid()}"
         hello = json.dumps(asdict(_Greeting(node, token, name, ranks[0], len(ranks))))
-        self._hello = Seal(key, f"heartbeat/{scope}", node).close("hello", hello).encode() + b"\n"
+        self._hello = frame(Seal(key, f"heartbeat/{scope}", node).close("hello", hello).encode())
         self.is_out = False
         """This node was taken for lost, and must not go on."""
         self.wakeup = Wakeup()
@@ -363,14 +362,14 @@ class Heartbeat:
 
     def _talk(self, connection: socket.socket) -> None:
         """Until the connection ends. Raises OSError."""
-        content = b""
+        frames = Frames(_MOST_BYTES)
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self.wakeup.fd, selectors.EVENT_READ)
             beat = 0.0
             while not self._stopping.is_set():
                 if time.monotonic() >= beat:
-                    connection.sendall(_BEAT + b"\n")
+                    connection.sendall(frame(_BEAT))
                     beat = time.monotonic() + _BEAT_S
                 ready = [event.fileobj for event, _ in selector.select(max(0.0, beat - time.monotonic()))]
                 self._look()
@@ -380,8 +379,7 @@ class Heartbeat:
                 piece = connection.recv(_MOST_BYTES)
                 if not piece:
                     return
-                *words, content = (content + piece).split(b"\n")
-                content = content[-_MOST_BYTES:]
+                words = list(frames.feed(piece))
                 if _OUT in words:
                     self.is_out = True
                     self.wakeup.ring()
@@ -389,4 +387,4 @@ class Heartbeat:
                 with self._lock:
                     self._first.hear(FIRST, "", time.monotonic(), goodbye=_BYE in words)
             if self._last_word:
-                connection.sendall(self._last_word + b"\n")
+                connection.sendall(frame(self._last_word))

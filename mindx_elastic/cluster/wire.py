@@ -1,10 +1,4 @@
-"""A connection between a worker and the scheduler: frames, and their seal.
-
-::
-
-    4 bytes   b"MXS1"
-    4 bytes   length of the text, big endian
-    text      a JSON object, sealed where the job has a key (see `agreement.sealed`)
+"""A connection between a worker and the scheduler: JSON objects in frames (`core.frames`), and their seal.
 
 Each side first says ``{"nonce": ...}``, the scheduler before it has heard anything. From then on every message
 (`messages`) carries the HMAC of both nonces, its direction and its number, so that none can be forged, repeated or
@@ -16,12 +10,12 @@ from __future__ import annotations
 
 import json
 import secrets
-import struct
 from collections.abc import Iterator
 from typing import Any
 
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.cluster.messages import Message, as_json, parse
+from mindx_elastic.core.frames import FrameError, Frames, frame
 
 __all__ = ["MAX_REPLY_BYTES", "MAX_REQUEST_BYTES", "Line", "WireError"]
 
@@ -30,8 +24,6 @@ MAX_REQUEST_BYTES = 16 << 10
 MAX_REPLY_BYTES = 4 << 20
 """Of the scheduler's: it names the new ranks of a job of up to `messages.MAX_WORKERS`."""
 
-_MAGIC = b"MXS1"
-_PREFIX = struct.Struct(">4sI")
 _NONCE_CHARS = 32
 
 
@@ -44,10 +36,9 @@ class Line:
 
     def __init__(self, key: bytes | None, *, is_scheduler: bool) -> None:
         self._key, self._is_scheduler = key, is_scheduler
-        self._limit = MAX_REQUEST_BYTES if is_scheduler else MAX_REPLY_BYTES
+        self._frames = Frames(MAX_REQUEST_BYTES if is_scheduler else MAX_REPLY_BYTES)
         self._nonce = secrets.token_hex(_NONCE_CHARS // 2)
         self._seal: Seal | None = None
-        self._buffer = bytearray()
         self._num_sent = self._num_received = 0
 
     @property
@@ -56,39 +47,29 @@ class Line:
         return self._seal is not None
 
     def greeting(self) -> bytes:
-        return _frame(json.dumps({"nonce": self._nonce}))
+        return frame(json.dumps({"nonce": self._nonce}).encode())
 
     def pack(self, message: Message) -> bytes:
         """The bytes of a message; after both greetings."""
         assert self._seal is not None
         text = self._seal.close(self._name(self._is_scheduler, self._num_sent), json.dumps(as_json(message)))
         self._num_sent += 1
-        return _frame(text)
+        return frame(text.encode("utf-8", "surrogatepass"))
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """The messages that are whole with `data`; the other side's greeting is none of them. Raises WireError."""
-        self._buffer += data
-        while len(self._buffer) >= _PREFIX.size:
-            magic, length = _PREFIX.unpack_from(self._buffer)
-            if magic != _MAGIC:
-                raise WireError("it does not speak our protocol")
-            if length > self._limit:
-                raise WireError(f"it sends a message of {length} bytes")
-            if len(self._buffer) < _PREFIX.size + length:
-                return
-            text = bytes(self._buffer[_PREFIX.size : _PREFIX.size + length])
-            del self._buffer[: _PREFIX.size + length]
-            try:
+        try:
+            for text in self._frames.feed(data):
                 if self._seal is not None:
                     yield parse(json.loads(self._open(self._seal, text)))
                 else:
                     self._hear_greeting(json.loads(text))
-            except NotOursError as error:
-                raise WireError(f"its message is not of this job: {error}") from None
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-                raise WireError("it sends what is no JSON") from None
-            except ValueError as error:
-                raise WireError(str(error)) from None
+        except NotOursError as error:
+            raise WireError(f"its message is not of this job: {error}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            raise WireError("it sends what is no JSON") from None
+        except (FrameError, ValueError) as error:
+            raise WireError(str(error)) from None
 
     def _open(self, seal: Seal, text: bytes) -> str:
         name = self._name(not self._is_scheduler, self._num_received)
@@ -106,8 +87,3 @@ class Line:
     @staticmethod
     def _name(by_scheduler: bool, number: int) -> str:
         return f"{'down' if by_scheduler else 'up'}/{number}"
-
-
-def _frame(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
-    return _PREFIX.pack(_MAGIC, len(data)) + data

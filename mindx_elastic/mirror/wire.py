@@ -1,12 +1,6 @@
 """The protocol between two ranks when a checkpoint file is copied, and how long they wait.
 
-::
-
-    4 bytes   b"MXC1"
-    4 bytes   length of the JSON text, big endian, at most `MAX_MESSAGE_BYTES`
-    JSON      an object
-
-Every connection carries one request and its answers:
+Every connection carries one request and its answers, each a JSON object in a frame (`core.frames`):
 
 =========  =========================================  ============================================================
 ``op``     further fields                             then
@@ -31,7 +25,6 @@ import math
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -44,6 +37,7 @@ import xxhash
 
 from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.folders import STEP_FOLDER
+from mindx_elastic.core.frames import HEAD_BYTES, content_length, frame
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
@@ -75,9 +69,7 @@ PATIENCE_S = 20.0
 """Longest wait for the next bytes; a disk that flushes gigabytes needs some of it."""
 CONNECT_S = 3.0
 
-_MAGIC = b"MXC1"
 _LONGEST_ENDPOINT = 1000
-_PREFIX = struct.Struct(">4sI")
 _PIECE_BYTES = 1 << 20
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}  # seconds, and how often
 _RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
@@ -170,12 +162,10 @@ class Channel:
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE_BYTES:
             raise OSError(f"a message of {len(text)} bytes is too long")
-        self._send(_PREFIX.pack(_MAGIC, len(text)) + text)
+        self._send(frame(text))
 
     def receive(self) -> dict[str, Any]:
-        magic, length = _PREFIX.unpack(self._receive_exactly(_PREFIX.size))
-        if magic != _MAGIC or length > MAX_MESSAGE_BYTES:
-            raise ConnectionError("the other side does not speak our protocol")
+        length = content_length(self._receive_exactly(HEAD_BYTES), MAX_MESSAGE_BYTES)
         try:
             content = json.loads(self._receive_exactly(length))
         except (ValueError, RecursionError):

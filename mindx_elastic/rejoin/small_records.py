@@ -23,6 +23,7 @@ import xxhash
 
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.frames import frame
 from mindx_elastic.memory.boundaries import (
     BOUNDARIES_FILE,
     NUM_BOUNDARIES,
@@ -33,14 +34,14 @@ from mindx_elastic.memory.boundaries import (
     read_ring,
 )
 
-__all__ = ["MOST_BYTES", "Courier", "Kept", "newest", "put_into_ring", "records_in"]
+__all__ = ["MOST_BYTES", "MOST_MESSAGE_BYTES", "Courier", "Kept", "newest", "put_into_ring", "records_in"]
 
-_HEAD = struct.Struct("<4sqqQQ16s")  # magic, attempt, step, length, flags, digest
-_MAGIC = b"mxsr"
+_HEAD = struct.Struct("<qqQ16s")  # attempt, step, flags, digest
 _FORECAST, _TRUSTED, _PINNED = 1, 2, 4
 _RUN_BYTES = 64
 MOST_BYTES = 1 << 18
 """A larger record is not sent."""
+MOST_MESSAGE_BYTES = _HEAD.size + _RUN_BYTES + MOST_BYTES
 _BUFFER_BYTES = 4 << 20
 _CONNECT_S = 2.0
 _MOST_NOTE_BYTES = 700_000  # less than a board takes, in base64
@@ -59,7 +60,7 @@ class Courier:
             self._socket = socket.create_connection(address, _CONNECT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            self._socket.sendall(hello.encode() + b"\n")
+            self._socket.sendall(frame(hello.encode()))
             self._socket.setblocking(False)
         except OSError as error:
             self._give_up(error)
@@ -84,7 +85,7 @@ class Courier:
                 return  # the other side does not read fast enough: it has what was sent before
             if len(state) <= MOST_BYTES:
                 record = BoundaryRecord(run_id, attempt, step, state, forecast, trusted, pinned)
-                self._left = _pack(record)
+                self._left = frame(_pack(record))
                 self._flush()
         except OSError as error:
             self._give_up(error)
@@ -117,25 +118,20 @@ def _pack(record: BoundaryRecord) -> bytes:
     content = record.run_id.encode()[:_RUN_BYTES].ljust(_RUN_BYTES, b"\0") + record.content
     flags = _FORECAST * record.forecast | _TRUSTED * record.trusted | _PINNED * record.pinned
     digest = xxhash.xxh3_128_digest(content)
-    return _HEAD.pack(_MAGIC, record.attempt, record.step, len(content), flags, digest) + content
+    return _HEAD.pack(record.attempt, record.step, flags, digest) + content
 
 
-def _unpack(data: bytes) -> tuple[list[BoundaryRecord], bytes]:
-    """The whole records in front of `data`, and the rest. Raises ValueError."""
-    found = []
-    while len(data) >= _HEAD.size:
-        magic, attempt, step, length, flags, digest = _HEAD.unpack_from(data)
-        if magic != _MAGIC or not _RUN_BYTES <= length <= _RUN_BYTES + MOST_BYTES:
-            raise ValueError("what has come is no small record")
-        if len(data) < _HEAD.size + length:
-            break
-        content, data = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
-        if xxhash.xxh3_128_digest(content) != digest:
-            raise ValueError("a small record was damaged on its way")
-        forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _PINNED))
-        run_id = content[:_RUN_BYTES].rstrip(b"\0").decode("utf-8", "replace")
-        found.append(BoundaryRecord(run_id, attempt, step, content[_RUN_BYTES:], forecast, trusted, pinned))
-    return found, data
+def _unpack(data: bytes) -> BoundaryRecord:
+    """Raises ValueError."""
+    if not _HEAD.size + _RUN_BYTES <= len(data) <= MOST_MESSAGE_BYTES:
+        raise ValueError("what has come is no small record")
+    attempt, step, flags, digest = _HEAD.unpack_from(data)
+    content = data[_HEAD.size :]
+    if xxhash.xxh3_128_digest(content) != digest:
+        raise ValueError("a small record was damaged on its way")
+    forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _PINNED))
+    run_id = content[:_RUN_BYTES].rstrip(b"\0").decode("utf-8", "replace")
+    return BoundaryRecord(run_id, attempt, step, content[_RUN_BYTES:], forecast, trusted, pinned)
 
 
 class Kept:
@@ -148,15 +144,14 @@ class Kept:
             (False, True): deque(maxlen=NUM_PINNED),
         }
 
-    def take(self, content: bytes) -> tuple[bytes, bool]:
-        """What has come over a connection: keep whole records. Returns the rest, and whether it makes sense."""
+    def take(self, message: bytes) -> bool:
+        """A message has come: keep the record. Whether it is one."""
         try:
-            records, rest = _unpack(content)
+            record = _unpack(message)
         except ValueError:
-            return b"", False
-        for record in records:
-            self._kinds[record.forecast, record.pinned and not record.forecast].append(record)
-        return rest, True
+            return False
+        self._kinds[record.forecast, record.pinned and not record.forecast].append(record)
+        return True
 
     def to_json(self) -> dict[str, Any]:
         """For the board: the oldest first. What would be too long for it is left out, the oldest first."""
@@ -169,7 +164,7 @@ class Kept:
 
 def records_in(content: Mapping[str, Any]) -> list[BoundaryRecord]:
     """What `Kept.to_json` has written. Raises ValueError, KeyError, TypeError for anything else."""
-    return [record for text in content["records"] for record in _unpack(base64.b64decode(text, validate=True))[0]]
+    return [_unpack(base64.b64decode(text, validate=True)) for text in content["records"]]
 
 
 def newest(content: Mapping[str, Any]) -> tuple[int, int, int]:

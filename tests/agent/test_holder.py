@@ -17,6 +17,7 @@ import pytest
 from mindx_elastic.agent import holder
 from mindx_elastic.agent.holder import drop, flush, keep_ring
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.frames import Frames
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
@@ -317,7 +318,7 @@ def records(step: int, *, run: str = RUN) -> dict[str, Any]:
     kept, courier = Kept(), Courier.__new__(Courier)
     courier._left, courier._socket = b"", one
     courier.send(run, 0, step, content, forecast=False, trusted=True, pinned=False)
-    kept.take(other.recv(1 << 16))
+    assert all(map(kept.take, Frames(1 << 16).feed(other.recv(1 << 16))))
     courier.close()
     other.close()
     return kept.to_json()

@@ -367,7 +367,7 @@ def test_strangers_on_the_port_do_no_harm() -> None:
         scheduler = run.scheduler()
         scheduler.wait_for("the scheduler waits")
         strangers = []
-        for data in (b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"MXS1", 1 << 31), b"\0" * 70_000, b""):
+        for data in (b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"MXE1", 1 << 31), b"\0" * 70_000, b""):
             sock = socket.create_connection(("127.0.0.1", run.port))
             sock.sendall(data)
             strangers.append(sock)
