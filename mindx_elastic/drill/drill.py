@@ -341,18 +341,20 @@ class Driller(Baseline):
         if found is None:
             return None
         said = _said(events, lives, self.reference.lives)
-        if said and found.resumed is not None:
+        if said and found.life.resumed is not None:
             what = f"from step {found.step} on it is not bit for bit: {said}"
             return replace(
                 result,
                 outcome="inexact as said",
                 explained=Explained(what=what),
-                rank=found.rank,
+                rank=found.life.rank,
                 step=found.step,
             )
         explained = explain(self.reference, found)
         lines = chain.runs[-1].last_lines
-        return replace(result, outcome="differs", explained=explained, rank=found.rank, step=found.step, lines=lines)
+        return replace(
+            result, outcome="differs", explained=explained, rank=found.life.rank, step=found.step, lines=lines
+        )
 
     def _lost(self, result: Result, fired: Mapping[str, Any] | None) -> Result | None:
         allowed = self._may_lose(result.fault, updated=fired is not None and bool(fired.get("updated")))

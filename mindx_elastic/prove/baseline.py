@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
-from mindx_elastic.prove.compare import Difference, Lost, Reference, compare_life, lost_variables, split_kinds
-from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.compare import Difference, Lost, Reference, earliest, lost_variables
+from mindx_elastic.prove.records import Life, Sample, Step, of_kinds, split_kind
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
 """By `Verdict.outcome` of the whole proof."""
-_ORDER = ("position", "entry", "batch", "forward", "boundary", "exit")
 _TOO_MANY = 8
 Show = Callable[[int, int, str], None]
 """Runs made, runs planned, what the present one is."""
@@ -142,12 +141,15 @@ class Baseline:
         self.last = (last[0], 2 * last[1] + _TOO_MANY) if self.reference.has_ended else last
         again = self.run(chain, "uninterrupted, again", last=self.last, hashes=1)
         self.runs.drop(chain)
-        unseeded = _unseeded(first.lives, again.lives)
-        self.reference = replace(self.reference, unseeded=unseeded)
         self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
         verdict = failure(again, "the second uninterrupted run") or self.chance(again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=count_steps(again.lives)))
-        left_out = sorted(_shown(key) for key in self.reference.varying if split_kinds(key)[0] != "variable")
+        told = (split_kind(key) for key in self.reference.varying)
+        left_out = sorted(
+            name + " when the script ends" * (kind == "exit")
+            for kind, name in told
+            if kind not in ("variable", "stream")
+        )
         if left_out and verdict.outcome == "equal":
             names = listed(left_out, 5)
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
@@ -158,8 +160,8 @@ class Baseline:
         found = self.earliest(other.lives)
         if found is None:
             return self.length(other) or Verdict(outcome="equal")
-        explained = explain_chance(found, unseeded=sorted(self.reference.unseeded))
-        return Verdict(outcome="not deterministic", explained=explained, rank=found.rank, step=found.step)
+        explained = explain_chance(self.reference, found)
+        return Verdict(outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step)
 
     # --- comparing ---
 
@@ -195,7 +197,8 @@ class Baseline:
         return [by_rank[min(by_rank)][place] for place in sorted(common)]
 
     def earliest(self, lives: Iterable[Life]) -> Difference | None:
-        return _earliest(self.reference, lives)
+        """Of all processes the first difference."""
+        return earliest(self.reference, lives)
 
     def lost(self, lives: Iterable[Life]) -> list[Lost]:
         """Variables that resumed runs did not get back, each once."""
@@ -203,46 +206,29 @@ class Baseline:
         return list({lost.name: lost for lost in found}.values())
 
 
-def _earliest(reference: Reference, lives: Iterable[Life]) -> Difference | None:
-    """Of all ranks the earliest; within a step what causes the others."""
-    known = [found for life in lives if (found := compare_life(reference, life)) is not None]
-    return min(known, key=lambda d: (d.series, d.step, _ORDER.index(d.parts[0].where), d.rank), default=None)
-
-
-def _shown(key: str) -> str:
-    kind, name = split_kinds(key)
-    return f"{name} when the script ends" if kind == "exit" else name
-
-
 def count_steps(lives: Iterable[Life]) -> int:
     return len({step.place for life in lives for step in life.steps})
 
 
-def _unseeded(first: Sequence[Life], again: Sequence[Life]) -> frozenset[str]:
-    """Streams that the two runs have begun with different states of."""
-    found: set[str] = set()
-    for one in first:
-        for other in again:
-            if (one.rank, one.series) == (other.rank, other.series) and one.steps and other.steps:
-                pair = [step.forward or step.streams for step in (one.steps[0], other.steps[0])]
-                found |= {name for name in pair[0] if pair[1].get(name, pair[0][name]) != pair[0][name]}
-    return frozenset(found)
-
-
 def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
-    """Scalars, parts of stateful objects and variables that differ between the two runs at any step."""
+    """What differs between two runs without a stop and decides nothing: scalars, parts of stateful objects, variables
+    and weights at the exit, at any step; and streams that the first step begins with."""
     found: set[str] = set()
     for life in again:
-        known = reference.by_rank.get(life.rank, {})
         for step in life.steps:
-            if (one := known.get(step.place)) is not None:
-                for ends in ((one.end, step.end), (one.scalars, step.scalars), (one.given or {}, step.given or {})):
-                    keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
-                    found |= {key for key in keys if key.startswith(("scalar|", "stateful|", "variable|"))}
-        exits = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
-        if exits and life.exit:
-            found |= {key for key in {**exits[-1], **life.exit} if exits[-1].get(key) != life.exit.get(key)}
+            if (one := reference.step(life, step.number)) is not None:
+                unequal = _unequal(one.end, step.end) | _unequal(one.begin or {}, step.begin or {})
+                found.update(of_kinds(unequal, "scalar", "stateful", "variable"))
+        for other in reference.same(life):
+            found.update(_unequal(other.exit, life.exit) if other.exit and life.exit else ())
+            if other.steps and life.steps:
+                pair = [of_kinds(step.begin or step.end, "stream") for step in (other.steps[0], life.steps[0])]
+                found.update(key for key in _unequal(*pair) if key in pair[0] and key in pair[1])
     return frozenset(found)
+
+
+def _unequal(one: Sample, other: Sample) -> dict[str, str]:
+    return {key: "" for key in {**one, **other} if one.get(key) != other.get(key)}
 
 
 def failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | None:

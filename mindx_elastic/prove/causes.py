@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.compare import Difference, Lost, Part, Reference
-from mindx_elastic.prove.records import MOST_FORWARDS, Step
+from mindx_elastic.prove.records import MOST_FORWARDS, Sample
 
 __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
 
@@ -16,38 +16,40 @@ NOT_GOT_BACK = "if what comes later reads them, keep them: Guard(stateful={...})
 _NAMED, _VARIABLES = 3, 5
 _AHEAD = 16
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
-_SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr")
-
-_KEEP = "Name it in stateful=, or compute it from guard.step"
-_USUAL: Mapping[str, tuple[str, str]] = {
-    "draws in the step": ("the step draws depending on something that is not kept", _KEEP),
-    "draws behind the boundary": (
-        "code after step_end(), or at the head of the loop, draws; the resumed run did not pass it again",
-        "Draw before step_end(), or put an evaluation or logging into `with guard.outside_step():`",
+_DRAWN = (
+    "something is drawn from a generator that was not seeded, goes through a set of texts (Python's hashes differ from "
+    "process to process), or depends on the time"
+)
+_OPERATION = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"
+_EXACT = "See torch.use_deterministic_algorithms(True), torch.set_num_threads(1) and CUBLAS_WORKSPACE_CONFIG"
+_AT_ENTRY = (
+    "no file has them (a buffer that is not persistent, a module that is not named), or load_state_dict() leaves them",
+    "Name the module: Guard(model=[model, other]); register the buffer with persistent=True",
+)
+_USUAL = {
+    "begin stream": (
+        "code after step_end(), at the head of the loop or in a data set draws, or a seed is set there",
+        "Draw before step_end() or in `with guard.outside_step():`; set seeds at the head of each epoch or step",
     ),
-    "draws at the start": (
-        "code that runs once at the start draws within the guard: a warm-up, a loader that is not named",
-        "Name the loader; move other code before `with guard:`",
+    "end stream": (
+        "the step draws depending on something that is not kept",
+        "Name it in stateful=, or compute it from guard.step",
     ),
-    "draws before the forward": (
-        "something draws there that is not kept (code after step_end(), a data set), or a seed is set there",
-        "Draw before step_end(); set seeds before `with guard:`, for each sample, or at the head of each epoch or step",
-    ),
-    "epoch goes on": (
-        "a `break`, `islice` or `if i >= limit` counts the batches of an epoch from 0 again after a resume",
-        "Write `for i, batch in guard.enumerate(loader):`, and let that i end the epoch",
-    ),
-    "epoch began anew": (
-        "the loop counts its epochs by itself and begins at the first one again",
-        "Write `for epoch in guard.epochs(n):`",
+    "position": (
+        "the loop counts its epochs, or the batches of an epoch (`break`, `islice`, `if i >= limit`), from 0 again",
+        "Write `for epoch in guard.epochs(n):` and `for i, batch in guard.enumerate(loader):`",
     ),
     "too many": (
-        "the loop does not read its position and counts from 0 again, or what ends it (an early stop) is lost",
-        "Write guard.epochs(n) or guard.steps(n); an early stop: Guard(stateful={'stopping': stopping})",
+        "the loop does not read its position, or an early stop depends on something that is not kept",
+        "Write `for epoch in guard.epochs(n):`, and name in stateful= what the early stop counts",
     ),
     "calls": (
-        "a count that no checkpoint has decides it, such as the i of `enumerate(loader)`",
+        "the number of forwards depends on a counter that began anew (an i of enumerate(loader), an accumulation)",
         "Write `for i, batch in guard.enumerate(loader):`, compute it from guard.step, or name it in stateful=",
+    ),
+    "batch": (
+        "it depends on a generator, a counter, a loader or another input of the model that no checkpoint has",
+        "Name it: loader=...; data.from_function(get_batch) for a function; or what decides the batch: stateful=",
     ),
     "fetched ahead": (
         "the loop asks for a batch before the boundary and uses it after; after a resume it is lost",
@@ -57,43 +59,25 @@ _USUAL: Mapping[str, tuple[str, str]] = {
         "no loader is named, or another one than the loop goes through, or step_end() is not called once a batch",
         "Name it: Guard(loader=...), and iterate that one",
     ),
-    "batch": (
-        "it depends on a generator, a counter, a loader or another input of the model that no checkpoint has",
-        "Name it: loader=...; data.from_function(get_batch) for a function; or what decides the batch: stateful=",
-    ),
-    "set once": (
+    "flag": (
         "the program sets it at a moment that the resumed run does not pass again",
         "Set it before `with guard:`, or at the head of each epoch or step, from guard.position",
     ),
-    "scheduled": (
+    "option": (
         "a scheduler is not named, or the value is computed from a counter that began anew",
-        "Name the scheduler: Guard(lr_scheduler=...), or compute it from guard.step",
+        "Name the scheduler: Guard(lr_scheduler=...), or compute it from guard.step at the head of each step",
     ),
-    "loose parameter": (
-        "no checkpoint has a parameter of a module that is not named",
-        "Name its module: Guard(model=[model, other])",
+    "entry weights": _AT_ENTRY,
+    "entry optimizer": _AT_ENTRY,
+    "begin weights": (
+        "they were changed after the boundary (clipped, averaged, frozen), or initialised after the state was back",
+        "Change weights before step_end(); initialise and load pretrained ones before `with guard:`",
     ),
-    "weights at entry": (
-        "they are not saved (a buffer that is not persistent), or load_state_dict() does not put them back",
-        "Register the buffer with persistent=True, or compute it in forward",
-    ),
-    "weights of the start": (
-        "the resumed run changed them after the state was put back",
-        "Initialise and load pretrained weights before `with guard:`",
-    ),
-    "weights behind the boundary": (
-        "they were changed after the boundary, and no checkpoint has that",
-        "Change weights (clipping, averaging, freezing) before step_end()",
-    ),
-    "weights": (
+    "end weights": (
         "the step began alike: a variable (a counter, an average), an unnamed optimizer, an operation with other bits",
         "Name it: stateful=, optimizer=[...], guard.enumerate(loader); TorchScript: torch.jit.set_fusion_strategy([])",
     ),
-    "optimizer at entry": (
-        "the optimizer does not put back what its state_dict() gives",
-        "Look at its load_state_dict()",
-    ),
-    "optimizer": (
+    "end optimizer": (
         "the gradients or the number of updates differ",
         "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful=",
     ),
@@ -101,13 +85,16 @@ _USUAL: Mapping[str, tuple[str, str]] = {
         "what is written into it depends on something that is not kept, or load_state_dict() does not put it back",
         "Give all of it in state_dict(), and name the rest in stateful=",
     ),
-    "scalar": ("it depends on a counter, a curriculum or an average that is not kept", _KEEP),
+    "scalar": (
+        "it depends on a counter, a curriculum or an average that is not kept",
+        "Name it in stateful=, or compute it from guard.step",
+    ),
     "exit": (
         "code after the last boundary loads or averages weights that a variable keeps (the best ones so far)",
         "Keep them in a dict that the guard saves, Guard(stateful={'best': best}), and fill it before step_end()",
     ),
 }
-"""The usual cause of each case, and what to write."""
+"""The usual cause and what to write, by the kind of the first difference, and where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,109 +126,84 @@ def explain(reference: Reference, difference: Difference) -> Explained:
     """What is different in a stopped run that is not as the reference, and why."""
     part = difference.parts[0]
     batch = next((each for each in difference.parts if each.kind == "batch"), None)
-    if part.kind == "stream" and batch is not None and next(_same_batches(reference, difference, batch), None):
-        part = batch  # says more than what an iterator has drawn on its way there
-    what, case = _describe(reference, difference, part)
-    cause, remedy = _USUAL[case]
-    return Explained(what=what, cause=cause, remedy=remedy, variables=in_words(difference.lost))
+    number = None if batch is None else next(_same_batches(reference, difference, batch), None)
+    if batch is not None and (part.kind == "batch" or (part.kind == "stream" and number is not None)):
+        what, usual = _batch_in_words(difference, number)  # says more than what an iterator drew on its way there
+    else:
+        what = _in_words(reference, difference, part)
+        usual = _USUAL.get(part.kind) or _USUAL[f"{part.where} {part.kind}"]
+    return Explained(what=what, cause=usual[0], remedy=usual[1], variables=in_words(difference.lost))
 
 
-def explain_chance(difference: Difference, *, unseeded: Iterable[str]) -> Explained:
+def explain_chance(reference: Reference, difference: Difference) -> Explained:
     """Why two runs without a stop, of other seeds of Python's hashes, differ."""
-    part, names = difference.parts[0], listed(difference.parts[0].names, _NAMED)
-    thing = {
-        "stream": f"the {''.join(part.names[:1])} stream",
-        "batch": "the batch",
-        "position": "the place in the epoch",
-        "too many": "the number of steps",
-    }.get(part.kind, names)
+    part = difference.parts[0]
+    things = {"stream": "the stream of ", "batch": "the batch of ", "position": "the place in the epoch"}
+    thing = things.get(part.kind, "the number of steps" * (not part.names)) + listed(part.names, _NAMED)
     early = ", before any step was done" if part.where == "entry" else ""
     what = f"the script itself is not deterministic: two uninterrupted runs differ at step {difference.step}{early}, "
-    what += f"in {thing}"
-    if part.where in ("entry", "batch") or part.kind == "stream":
-        cause = (
-            "something is drawn from a generator that was not seeded, goes through a set of texts (Python's hashes "
-            "differ from process to process), or depends on the time"
-        )
-        drawn = [_SEEDS[name] for name in unseeded if name in _SEEDS]
-        seeds = ", ".join(drawn or ["torch.manual_seed(0)", "numpy.random.default_rng(0)"])
-        remedy = f"Write {seeds} at the start, seed every other generator, and sort what comes from a set"
-        return Explained(what=what, cause=cause, remedy=remedy)
-    cause = "the program depends on the time, on other processes, or on a generator that was not seeded"
-    if part.kind in ("weights", "optimizer", "scalar"):
-        cause = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"
-    remedy = "See torch.use_deterministic_algorithms(True), torch.set_num_threads(1) and CUBLAS_WORKSPACE_CONFIG"
-    return Explained(what=what, cause=cause, remedy=remedy)
+    if part.where != "entry" and part.kind in ("weights", "optimizer", "scalar"):
+        return Explained(what=f"{what}in {thing}", cause=_OPERATION, remedy=_EXACT)
+    missing = [seed for name, seed in _SEEDS.items() if f"stream|{name}" in reference.varying]
+    seeds = ", ".join(missing or ["torch.manual_seed(0)", "numpy.random.default_rng(0)"])
+    remedy = f"Write {seeds} at the start, seed every other generator, and sort what comes from a set"
+    return Explained(what=f"{what}in {thing}", cause=_DRAWN, remedy=remedy)
 
 
-def _describe(reference: Reference, difference: Difference, part: Part) -> tuple[str, str]:
-    """What differs, and the case in `_USUAL`."""
-    step, kind, at_entry = difference.step, part.kind, part.where == "entry"
-    names, first_name = listed(part.names, _NAMED), "".join(part.names[:1])
+def _in_words(reference: Reference, difference: Difference, part: Part) -> str:
+    """What differs."""
+    step, kind, first = difference.step, part.kind, "".join(part.names[:1])
     more = f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
+    both = f"{part.first}, and {part.second} in the resumed run"
     if kind == "stream":
-        return _describe_stream(reference, difference, part)
-    if kind == "batch":
-        return _describe_batch(reference, difference, part)
+        return _stream_in_words(reference, difference, part)
     if kind == "position":
-        one, other = difference.one, difference.other
-        assert one is not None and other is not None
-        what = f"step {step} is {part.first}; in the resumed run it is {part.second}: it "
-        if other.epoch < one.epoch and other.step_in_epoch > one.step_in_epoch:
-            return f"{what}went on in an epoch that had ended", "epoch goes on"
-        return f"{what}began another epoch", "epoch began anew"
+        return f"step {step} is {part.first}; in the resumed run it is {part.second}"
     if kind == "too many":
-        steps, at_least = _counted(int(part.first), "step"), "or more " * bool(part.second)
-        what = f"the uninterrupted run ended after step {step - 1}; the resumed one went on for {steps} "
-        return f"{what}{at_least}too many", kind
+        many = f"{part.first} step{'s' * (part.first != '1')} {'or more ' * bool(part.second)}too many"
+        return f"the uninterrupted run ended after step {step - 1}; the resumed one went on for {many}"
     if kind == "calls":
-        times = [
-            f"{_counted(int(n), 'time')}{' or more' * (int(n) >= MOST_FORWARDS)}" for n in (part.first, part.second)
-        ]
-        return f"{first_name} was called {times[0]} in step {step}, and {times[1]} in the resumed run", kind
-    if kind == "flag":
-        return f"step {step}: {first_name} is {part.first}, and {part.second} in the resumed run{more}", "set once"
+        most = f" (of {MOST_FORWARDS} that are counted)" * (str(MOST_FORWARDS) in (part.first, part.second))
+        return f"forwards of {first} in step {step}: {both}{most}"
     if kind == "weights":
-        return _describe_weights(reference, difference, part)
+        where = {
+            "entry": f"at the very first resumed step ({step}), before any batch",
+            "begin": f"at the first forward of step {step}",
+            "end": f"after step {step}",
+        }[part.where]
+        return f"weights differ {where}: {listed(part.names, _NAMED)}"
     if kind == "optimizer":
-        where = "when the state was put back" if at_entry else f"after step {step}"
-        return f"the optimizer's state differs {where}: {first_name}{more}", f"optimizer{' at entry' * at_entry}"
+        where = "when the state was put back" if part.where == "entry" else f"after step {step}"
+        return f"the optimizer's state differs {where}: {first}{more}"
     if kind == "exit":
-        return f"every step is equal, and the weights differ with which the script ends: {names}", kind
-    more = more if kind == "stateful" else ""
-    what = f"{first_name}{more} differs at step {step}: {part.first}, and {part.second} in the resumed run"
-    if kind == "option":
-        return what, "scheduled" if first_name.rpartition(" ")[2] in _SCHEDULED else "set once"
-    return what, kind
+        return f"every step is equal, and the weights differ with which the script ends: {listed(part.names, _NAMED)}"
+    return f"{first}{more} differs at step {step}: {both}"
 
 
-def _describe_stream(reference: Reference, difference: Difference, part: Part) -> tuple[str, str]:
+def _stream_in_words(reference: Reference, difference: Difference, part: Part) -> str:
     name, step = part.names[0], difference.step
-    if part.where == "boundary":
-        return f"step {step} ended with another {name} stream, and had begun with the same one", "draws in the step"
-    what = f"step {step} began with another {name} stream"
-    since = f"between the boundary of {step - 1} and the first forward"
-    before = _step_before(reference, difference)
-    at_boundary = None if before is None else before.streams.get(name)
+    if part.where == "end":
+        return f"step {step} ended with another {name} stream, and had begun with the same one"
+    what = f"step {step} began with another {name} stream: "
+    since = f"drew from it between the boundary of {step - 1} and the first forward"
+    at_boundary = _end_of(reference, difference, step - 1).get(f"stream|{name}")
     if part.second == at_boundary:
-        return f"{what}: something drew from it {since}", "draws behind the boundary"
+        return f"{what}something {since}"
     if part.first == at_boundary:
-        drew = f"the resumed run drew from it {since}, and the uninterrupted one did not"
-        return f"{what}: {drew}", "draws at the start"
-    return f"{what}, as it was {since}", "draws before the forward"
+        return f"{what}the resumed run {since}, and the uninterrupted one did not"
+    return f"{what}both {since}"
 
 
-def _describe_batch(reference: Reference, difference: Difference, part: Part) -> tuple[str, str]:
+def _batch_in_words(difference: Difference, number: int | None) -> tuple[str, tuple[str, str]]:
+    """`number`: of the step that has it in the reference."""
     step = difference.step
-    number = next(_same_batches(reference, difference, part), None)
     if number is None:
-        return f"the batch of step {step} is another one", "batch"
+        return f"the batch of step {step} is another one", _USUAL["batch"]
     if number > step:
         ahead = "one was" if number == step + 1 else f"{number - step} were"
-        return f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead", "fetched ahead"
-    if number in (1, _first_of_epoch(difference)):
-        return f"the batch of step {step} is that of step {number}: the data order began anew", "data began anew"
-    return f"the batch of step {step} is that of step {number} again", "data began anew"
+        return f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead", _USUAL["fetched ahead"]
+    anew = ": the data order began anew" if number in (1, _first_of_epoch(difference)) else " again"
+    return f"the batch of step {step} is that of step {number}{anew}", _USUAL["data began anew"]
 
 
 def _same_batches(reference: Reference, difference: Difference, part: Part) -> Iterator[int]:
@@ -249,39 +211,19 @@ def _same_batches(reference: Reference, difference: Difference, part: Part) -> I
     next step, the first ones, those a little ahead, earlier ones. (Without a shuffle each epoch has the same batches.)
     """
     digests = set(part.second.split(" ")) - {""}
-    if not digests or difference.one is None or digests <= set(part.first.split(" ")):
+    if not digests or digests <= set(part.first.split(" ")):
         return
-    step, firsts = difference.step, (1, _first_of_epoch(difference))
-    found = []
-    for each in reference.by_rank[difference.rank].values():
-        is_same = each.series == difference.series and each.number != step
-        if is_same and each.number <= step + _AHEAD and digests & set(each.inputs.get(part.names[0], ())):
-            found.append(each.number)
+    step, firsts, key = difference.step, (1, _first_of_epoch(difference)), f"batch|{part.names[0]}"
+    numbers = (n for series, n in reference.places(difference.life.rank) if series == difference.life.series)
+    near = [n for n in numbers if n != step and n <= step + _AHEAD]
+    found = [n for n in near if digests & set(_end_of(reference, difference, n).get(key, "").split(" "))]
     yield from sorted(found, key=lambda n: (n != step + 1, n not in firsts, n < step, n))
 
 
-def _describe_weights(reference: Reference, difference: Difference, part: Part) -> tuple[str, str]:
-    step, names = difference.step, listed(part.names, _NAMED)
-    if part.where == "entry":
-        is_loose = any("in no named module" in name for name in part.names)
-        what = f"weights differ at the very first resumed step ({step}), before any batch: {names}"
-        return what, "loose parameter" if is_loose else "weights at entry"
-    if part.where == "boundary":
-        return f"weights differ after step {step}: {names}", "weights"
-    before, one, key = _step_before(reference, difference), difference.one, f"weights|{part.names[0]}"
-    is_untouched = before is not None and one is not None and before.end.get(key) == (one.given or {}).get(key)
-    what = f"weights differ at the first forward of step {step}: {names}"
-    return what, "weights of the start" if is_untouched else "weights behind the boundary"
-
-
-def _step_before(reference: Reference, difference: Difference) -> Step | None:
-    """In the reference."""
-    return reference.by_rank.get(difference.rank, {}).get((difference.series, difference.step - 1))
+def _end_of(reference: Reference, difference: Difference, number: int) -> Sample:
+    step = reference.step(difference.life, number)
+    return {} if step is None else step.end
 
 
 def _first_of_epoch(difference: Difference) -> int:
     return 1 if difference.one is None else difference.step - difference.one.step_in_epoch + 1
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

@@ -2,12 +2,12 @@
 
 The stop's boundary k is durable in a file; beside it comes ``<file>.witness.jsonl`` with what the next step has seen
 and made (`witness`), and with the program's variables at its first forward. The resumed process makes that step anyway,
-notes the same, and says whether both are equal. The file, one JSON object a line:
+looks at the same, and says whether both are equal. The file, one JSON object a line:
 
-1. ``witness``: version, run, rank, number of ranks, step k, software and device;
-2. the lines of `records`: ``enter`` with the state at k, the steps;
-3. ``names``: of variables and attributes that go on from step to step (``carried``);
-4. ``end``: xxh3-64 of all that comes before it.
+1. version, run, rank, number of ranks, step k, software and device, and the names of variables and attributes that go
+   on from step to step (``carried``);
+2. a line for each `records.Step`: k, then the one that was played on, or all to the end of an accumulation window;
+3. xxh3-64 of all that comes before it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.carried import carried
-from mindx_elastic.prove.causes import Explained, explain
-from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, root_of
-from mindx_elastic.prove.records import Life, parse_life
+from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
+from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
+from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
 
@@ -52,29 +52,23 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-_VERSION = 2
+_VERSION = 3
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
-_KEEP = 'keep it in a named object or dict (Guard(stateful={"%s": %s})), or compute it from guard.step'
-_OWNER = re.compile(r"(self\.)?(?!self\b)(\w+)(?:[.\[]| \(length )")  # ema.count, self.ema.count, calls[0]
 
 
 class _Notes(Witness):
-    """A witness whose lines stay in memory."""
+    """A witness whose steps stay in memory."""
 
     def __init__(self, stack: ExitStack, seen: Observed) -> None:
         super().__init__()
-        self.lines: list[str] = []
         self.carried: set[str] = set()
-        """Those that the running loops hand on from step to step, and attributes that went on in the first steps."""
-        self._from = seen.position.step
+        """Names that the running loops hand on from step to step, and attributes that went on in the first steps."""
+        self._seen, self._from = seen, seen.position.step
         self._stack = stack.enter_context(ExitStack())
         self.watch(self._stack, seen)
-        self.note_entry(seen)
-
-    def write(self, event: str, **content: Any) -> None:
-        self.lines.append(json.dumps({"event": event, "series": 0, **content}) + "\n")
+        self.life = Life(rank=seen.ranks.rank, resumed=seen.resumed, entered=self.state())
 
     def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
         self._harmless(super()._note_forward, name, args, kwargs)
@@ -99,9 +93,7 @@ class _Notes(Witness):
         """Nothing: a step that did not come to its end is no step."""
 
     def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
-        if self._forward is None:  # a memory that is filled before the training begins
-            self.at_forward()
-        self.note_step(position, is_cut=is_cut)
+        self.life.steps.append(self.made_step(position, is_cut=is_cut))
         for frame in program_frames(sys._getframe(1)):
             self.carried |= {name for _, names in carried(frame) for name in names}
 
@@ -116,9 +108,9 @@ class Played(_Notes):
     def __init__(self, stack: ExitStack, seen: Observed, path: Path) -> None:
         """`path`: the file of the boundary `seen.position`, which is durable."""
         super().__init__(stack, seen)
-        self._path, self._head = path.with_name(path.name + WITNESS_SUFFIX), _head(seen)
+        self._path = path.with_name(path.name + WITNESS_SUFFIX)
         self.carried |= _names_that_go_on(path)
-        self.note_step(seen.position, is_cut=True)
+        self.life.steps.append(self.made_step(seen.position, is_cut=True))
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from and not self.is_over:
@@ -130,9 +122,10 @@ class Played(_Notes):
 
     def _keep(self) -> None:
         """Write the file. A failure costs nothing but the comparison."""
-        self.write("names", carried=sorted(self.carried))
-        text = json.dumps(self._head) + "\n" + "".join(self.lines)
-        text += json.dumps({"event": "end", "digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
+        head = {"version": _VERSION, **_place(self._seen), "step": self._from}
+        head |= {"software": _software(), "carried": sorted(self.carried)}
+        text = "".join(json.dumps(line) + "\n" for line in (head, *map(vars, self.life.steps)))
+        text += json.dumps({"digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
         temp = self._path.with_name(self._path.name + ".tmp")
         try:
             with open(temp, "w", encoding="utf-8") as file:
@@ -159,7 +152,7 @@ class Comparison(_Notes):
     ) -> None:
         """`digests`: those in its entry of the certificate."""
         super().__init__(stack, seen)
-        self._left, self._seen, self._on_difference, self._digests = left, seen, on_difference, digests
+        self._left, self._on_difference, self._digests = left, on_difference, digests
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from:  # else the second half of the resumed boundary
@@ -173,17 +166,15 @@ class Comparison(_Notes):
 
     def _compare(self, step: int) -> Explained | None:
         """Tells how the step differs, and returns that; None: it does not."""
-        life = parse_life(self._seen.ranks.rank, self.lines)
-        assert life is not None
         reference = Reference(lives=[self._left.life])
-        difference = compare_life(reference, life)
+        difference = compare_life(reference, self.life)
         explained = None
         if difference is not None:
             explained = explain(reference, difference)
             if difference.is_fact:
                 logger.info("step %d: %s. If only a clock is behind it, nothing is lost", step, explained.what)
                 explained = None
-        lost, others, num_equal = self._not_got_back(life)
+        lost, others, num_equal = self._not_got_back()
         self.outcome = outcome = "differs" if explained is not None else "variables differ" if lost else "verified"
         self._tell(step, explained, lost, others, num_equal)
         reason = explained.what if explained is not None else ", ".join([*lost, *others])
@@ -191,23 +182,21 @@ class Comparison(_Notes):
         note_comparison(self._seen, step, outcome, reason=reason, why=why, **self._digests)
         return explained
 
-    def _not_got_back(self, life: Life) -> tuple[list[str], list[str], int]:
+    def _not_got_back(self) -> tuple[list[str], list[str], int]:
         """As the step began, or ended where it had no forward: those that were not got back and that later steps read
         as far as one can see (names that the running loops hand on from step to step, containers, attributes of kept
         objects), others, and how many are equal."""
         first = self._left.life.steps[1]  # the one before is the stop's boundary
-        before, now = (step.given or step.end for step in (first, life.steps[0]))
         handed_on = self.carried | self._left.carried
-        found, num_equal = compare_variables(before, now)
-        lost: list[str] = []
-        others: list[str] = []
+        found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))
+        lost: dict[str, None] = {}
+        others: dict[str, None] = {}
         for each in found:
             names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
-            goes_on = not handed_on.isdisjoint(names)
-            goes_on = goes_on and not each.is_same_count(self._left.last - self._from)
+            goes_on = not handed_on.isdisjoint(names) and not each.is_same_count(self._left.last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
-            (lost if is_read else others).append(str(each))
-        return list(dict.fromkeys(lost)), list(dict.fromkeys(others)), num_equal
+            (lost if is_read else others)[str(each)] = None
+        return list(lost), list(others), num_equal
 
     def _tell(
         self, step: int, explained: Explained | None, lost_ones: Sequence[str], others: Sequence[str], num_equal: int
@@ -225,20 +214,11 @@ class Comparison(_Notes):
                 self._other_software(),
             )
         elif lost:
-            told = (
-                "step %d is equal to the one of the stopped process; not got back: %s. Where later steps read it: %s%s"
-            )
-            logger.warning(told, step, lost, _KEEP % self._owner(lost_ones[0]), also)
+            told = "step %d is equal to the one of the stopped process; not got back: %s; %s%s"
+            logger.warning(told, step, lost, NOT_GOT_BACK, also)
         elif self._seen.ranks.rank == 0 or others:
             told = "verified: step %d is the one of the stopped process, and so are %d variables%s"
             logger.info(told, step, num_equal, also)
-
-    def _owner(self, lost: str) -> tuple[str, str]:
-        """Under which name to keep what, where the program's object that holds it can be told."""
-        found = _OWNER.match(lost)
-        if found is None or found[2] in self._seen.targets:
-            return "own", "own"
-        return found[2], (found[1] or "") + found[2]
 
     def _other_software(self) -> str:
         """What may explain other bits."""
@@ -286,16 +266,8 @@ def _software() -> dict[str, str]:
     return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads()), "device": device}
 
 
-def _head(seen: Observed) -> dict[str, Any]:
-    return {
-        "event": "witness",
-        "version": _VERSION,
-        "run": seen.run_id,
-        "rank": seen.ranks.rank,
-        "world_size": seen.ranks.world_size,
-        "step": seen.position.step,
-        "software": _software(),
-    }
+def _place(seen: Observed) -> dict[str, Any]:
+    return {"run": seen.run_id, "rank": seen.ranks.rank, "world_size": seen.ranks.world_size}
 
 
 def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str, **digests: str) -> None:
@@ -324,23 +296,21 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
         return None
     saver = seen.stopper.saver
     folders = dict.fromkeys([*(saver.folder(p.directory) for p in seen.policies), seen.resumed_path.parent])
-    for folder in folders:
-        for path in sorted(folder.glob(f"*{WITNESS_SUFFIX}"))[:_MOST_FILES]:
-            try:
-                text = _read(path, seen)
-                head = json.loads(text.partition("\n")[0])
-                place = head["run"], head["rank"], head["step"]
-                if place != (seen.run_id, seen.ranks.rank, seen.resumed):
-                    continue
-                if head["version"] != _VERSION or head["world_size"] != seen.ranks.world_size:
-                    other = f"version {head['version']}, {head['world_size']} ranks"
-                    logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, printable(other))
-                    why = f"what it left is of {printable(other)}"
-                    seen.unmanaged.certify(seen.resumed, NOT_COMPARED, ranks=seen.ranks.world_size, why=why)
-                    return None
+    for path in (path for folder in folders for path in sorted(folder.glob(f"*{WITNESS_SUFFIX}"))[:_MOST_FILES]):
+        try:
+            text = _read(path, seen)
+            head = json.loads(text.partition("\n")[0])
+            if (head["run"], head["rank"], head["step"]) != (seen.run_id, seen.ranks.rank, seen.resumed):
+                continue
+            if head["version"] == _VERSION and head["world_size"] == seen.ranks.world_size:
                 return Comparison(stack, seen, _parse(text, head), on_difference, _digests(path, text, seen))
-            except Exception as error:  # a file by anyone, and looks at the program's objects
-                logger.warning("%s is left out of the comparison: %s", path, printable(str(error), 200))
+            other = printable(f"version {head['version']}, {head['world_size']} ranks")
+            logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, other)
+            why = f"what it left is of {other}"
+            seen.unmanaged.certify(seen.resumed, NOT_COMPARED, ranks=seen.ranks.world_size, why=why)
+            return None
+        except Exception as error:  # a file by anyone, and looks at the program's objects
+            logger.warning("%s is left out of the comparison: %s", path, printable(str(error), 200))
     return None
 
 
@@ -349,8 +319,7 @@ def _digests(path: Path, text: str, seen: Observed) -> dict[str, str]:
     digests = {"witness": digest_of(text)}
     with suppress(OSError, ValueError):
         file = path.with_name(path.name.removesuffix(WITNESS_SUFFIX))
-        header = read_header(file, seen.stopper.saver.trust.of(path.parent))
-        digests["boundary"] = header.digest
+        digests["boundary"] = read_header(file, seen.stopper.saver.trust.of(path.parent)).digest
     return digests
 
 
@@ -365,17 +334,15 @@ def _read(path: Path, seen: Observed) -> str:
 def _parse(text: str, head: Mapping[str, Any]) -> _Left:
     """Raises ValueError, KeyError, TypeError, AttributeError for anything but a whole file."""
     lines = text.splitlines(keepends=True)
-    end = json.loads(lines[-1])
-    if end.get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
+    if json.loads(lines[-1]).get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
         raise ValueError("it is torn, or was changed")
-    events = {event["event"]: event for event in map(json.loads, lines[1:-1])}
-    life = parse_life(int(head["rank"]), lines[1:-1])
-    if life is None or len(life.steps) < 2:
+    steps = [Step(**json.loads(line)) for line in lines[1:-1]]
+    if len(steps) < 2:
         raise ValueError("it has no whole step")
     return _Left(
-        life=life,
-        last=max(step.number for step in life.steps),
-        carried=set(map(str, events["names"]["carried"])),
+        life=Life(rank=int(head["rank"]), steps=steps),
+        last=max(step.number for step in steps),
+        carried=set(map(str, head["carried"])),
         software={str(key): str(value) for key, value in head["software"].items()},
     )
 

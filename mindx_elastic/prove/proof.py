@@ -109,7 +109,7 @@ class _Prover(Baseline):
             verdict = resumed_failure(resumed)
         if verdict is None and (found := self.earliest(resumed.lives)) is not None:
             explained = explain(self.reference, found)
-            verdict = Verdict(outcome="differs", explained=explained, rank=found.rank, step=found.step)
+            verdict = Verdict(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
         if verdict is None:
             verdict = resumed_failure(resumed, stopped=is_stopped)
         verdict = verdict or self.length(resumed)

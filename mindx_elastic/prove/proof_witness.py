@@ -108,19 +108,28 @@ class ProofWitness(Witness):
         self.watch(stack, seen)
         if self._injector is not None:
             self._injector.entered(self._series, seen.position.step, self._signal, self._modules)
-        self.note_entry(seen, pid=os.getpid())
+        self.write(
+            "enter",
+            rank=self._ranks.rank,
+            series=self._series,
+            directory=str(seen.directory),
+            resumed=seen.resumed,
+            entered=self.state(),
+            pid=os.getpid(),
+            clock=time.monotonic(),
+        )
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
         """The block is over. `notes`: what the guard knows against an exact resume."""
         if self._file >= 0:
-            self.write("leave", outcome="ended" if self._is_ended else outcome, notes=list(notes))
+            self.write("now", outcome="ended" if self._is_ended else outcome, notes=list(notes))
         self._has_finished = outcome == "finished" and not self._is_ended
 
     def at_exit(self) -> None:
         """The script is over: note the weights that it ends with, which may be others than those of the last step."""
         found = {f"exit|{key.partition('|')[2]}": value for key, value in self._weights().items()}
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self.write("exit", weights=found)
+        self.write("now", exit=found)
         self._close()
 
     def _open_file(self) -> None:
@@ -136,8 +145,8 @@ class ProofWitness(Witness):
         self._file = -1
 
     def write(self, event: str, **content: Any) -> None:
-        line = {"event": event, "series": self._series, "clock": time.monotonic(), **content}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+        """One line, see `records.parse_life`."""
+        os.write(self._file, json.dumps({"event": event, **content}).encode() + b"\n")
 
     def at_forward(self) -> None:
         if self._injector is not None:
@@ -147,8 +156,12 @@ class ProofWitness(Witness):
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         self._passed += 1
-        self.note_step(position, is_cut=is_cut)
+        self.write("step", **vars(self.made_step(position, is_cut=is_cut, series=self._series)))
         return self._act(position)
+
+    def behind_tail(self) -> None:
+        self.begin_step()  # what that code has called is part of no step
+        self.write("tail", behind=self.state())
 
     def _act(self, position: Position) -> bool:
         control, alarm = self._control, self._control.alarm
@@ -166,6 +179,6 @@ class ProofWitness(Witness):
         if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
             return False
         if alarm.rank == self._ranks.rank:
-            self.write("alarm", step=position.step)
+            self.write("now", alarm=position.step)
             os.kill(os.getpid(), self._signal)
         return True

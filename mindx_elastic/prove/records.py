@@ -1,47 +1,49 @@
-"""Reads the witnesses of one run: per rank and process what was entered, each step, and how it ended."""
+"""What a process has seen and made of its steps: as it is compared, and as one line of JSON for each event."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
+__all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "of_kinds", "parse_life", "read_lives", "split_kind"]
 
 Sample = Mapping[str, str]
-"""``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful, and variable, which decides nothing."""
-Streams = Mapping[str, str]
-"""Name of a random stream -> digest of its state."""
+"""``kind|name`` -> the value where it is short, else a digest. Kinds: stream, calls, batch, weights, option, flag,
+scalar, optimizer, stateful, exit; and variable, which decides nothing."""
 MOST_FORWARDS = 8
 """Of each named module, noted in a step."""
 _FILE = re.compile(r"rank_(\d+)\.(\d+)\.jsonl")
 
 
+def split_kind(key: str) -> tuple[str, str]:
+    """``kind|name`` -> both."""
+    kind, _, name = key.partition("|")
+    return kind, name
+
+
+def of_kinds(sample: Sample, *kinds: str) -> dict[str, str]:
+    """What a sample has of these kinds."""
+    return {key: value for key, value in sample.items() if split_kind(key)[0] in kinds}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of one rank. None: it was not looked at, or did not take place."""
+    """One step of one rank."""
 
-    series: int
+    series: int = 0
     number: int
     epoch: int = 0
     step_in_epoch: int = 0
-    num_batches: int = 0
     cut: bool = True
     """A checkpoint can be taken at its boundary."""
-    forward: Streams | None = None
-    """At the first forward in training mode."""
-    given: Sample | None = None
-    """Weights, options and flags at the first forward."""
-    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What the named modules were given, in order."""
-    scalars: Sample = field(default_factory=dict)
-    streams: Streams = field(default_factory=dict)
-    """At the boundary."""
+    begin: Sample | None = None
+    """At the first forward in training mode; None: there was none."""
     end: Sample = field(default_factory=dict)
-    """At the boundary."""
+    """At the boundary; and what the named modules were given until then."""
     behind: Sample | None = None
     """Behind the code that has followed it at its epoch's end, which a checkpoint of it may have, too."""
     clock: float = 0.0
@@ -53,24 +55,22 @@ class Step:
         return self.series, self.number
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Life:
     """One process in one guard."""
 
     rank: int
-    series: int
+    series: int = 0
+    """Which guard of the program, from 0, in the order in which they are entered."""
     directory: str = ""
-    prefix: str = ""
     resumed: int | None = None
     """Step of the checkpoint that it went on from."""
-    epoch: int = 0
-    world_size: int = 1
     entered: Sample = field(default_factory=dict)
     """Everything, once the state was back."""
     steps: list[Step] = field(default_factory=list)
     outcome: str = ""
     """``finished``, ``ended`` by the proof, or the exception that left the block; empty: it was killed."""
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
     """What the guard itself has found against an exact resume."""
     exit: Sample = field(default_factory=dict)
     """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
@@ -83,71 +83,30 @@ class Life:
 
 def read_lives(folder: Path) -> list[Life]:
     """All that the processes of a run have written so far, in the order in which they began."""
-    lives: list[Life] = []
     files = [(int(m[2]), int(m[1]), path) for path in folder.glob("rank_*.jsonl") if (m := _FILE.fullmatch(path.name))]
-    for _, rank, path in sorted(files):
-        found = parse_life(rank, path.read_text(encoding="utf-8").splitlines(keepends=True))
-        lives += [] if found is None else [found]
-    return lives
+    found = [parse_life(path.read_text(encoding="utf-8").splitlines(keepends=True)) for *_, path in sorted(files)]
+    return [life for life in found if life is not None]
 
 
-def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
-    """What one file says. A last line that was cut off is left out; None: there is not even a first one."""
+def parse_life(lines: Iterable[str]) -> Life | None:
+    """What one file says: ``enter`` with the fields of `Life`, each ``step`` with those of `Step`, ``tail`` with what
+    is behind the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off is left
+    out; None: there is not even a first one."""
     life: Life | None = None
-    known: dict[str, str] = {}
-    for line in _whole(lines):
-        event = json.loads(line)
-        kind = event["event"]
-        if kind == "enter":
-            _apply(known, event["end"])
-            names = ("series", "directory", "prefix", "resumed", "epoch", "world_size")
-            life = Life(rank=rank, entered=dict(known), **{name: event[name] for name in names})
-            life.pid, life.clock = (event.get(name, 0) for name in ("pid", "clock"))
+    for line in lines:
+        if not line.endswith("\n"):
+            break
+        content: dict[str, Any] = json.loads(line)
+        event = content.pop("event")
+        if event == "enter":
+            life = Life(**content)
         elif life is None:
             return None
-        elif kind == "step":
-            life.steps.append(_step(event, known))
-        elif kind == "tail" and life.steps:
-            _apply(known, event["end"])
-            life.steps[-1] = replace(life.steps[-1], behind=dict(known))
-        elif kind == "alarm":
-            life.alarm = event["step"]
-        elif kind == "exit":
-            life.exit = event["weights"]
-        elif kind == "leave":
-            life.outcome, life.notes = event["outcome"], tuple(event["notes"])
+        elif event == "step":
+            life.steps.append(Step(**content))
+        elif event == "tail":
+            life.steps[-1:] = [replace(step, behind=content["behind"]) for step in life.steps[-1:]]
+        else:
+            for name, value in content.items():
+                setattr(life, name, value)
     return life
-
-
-def _whole(lines: Iterable[str]) -> Iterator[str]:
-    return (line for line in lines if line.endswith("\n"))
-
-
-def _apply(known: dict[str, str], changes: Mapping[str, Any]) -> None:
-    for name in changes["gone"]:
-        known.pop(name, None)
-    known.update(changes["changed"])
-
-
-def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
-    given = forward = None
-    if event["forward"] is not None:
-        _apply(known, event["forward"]["sample"])
-        given = {k: v for k, v in known.items() if k.partition("|")[0] in ("weights", "option", "flag", "variable")}
-        forward = event["forward"]["streams"]
-    _apply(known, event["end"])
-    return Step(
-        series=event["series"],
-        number=event["step"],
-        epoch=event["epoch"],
-        step_in_epoch=event["step_in_epoch"],
-        num_batches=event["num_batches"],
-        cut=event["cut"],
-        forward=forward,
-        given=given,
-        inputs={name: tuple(each) for name, each in event["inputs"].items()},
-        scalars={f"scalar|{name}": value for name, value in event["scalars"].items()},
-        streams=event["streams"],
-        end=dict(known),
-        clock=event.get("clock", 0.0),
-    )

@@ -1,4 +1,4 @@
-"""What one training step has seen and made, noted as lines of JSON: `Witness` looks, its subclasses keep the lines.
+"""What one training step has seen and made: `Witness` looks, its subclasses keep the steps.
 
 It looks in up to three places:
 
@@ -8,13 +8,14 @@ It looks in up to three places:
 * the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
   named module), and the streams; and the variables. Once more where code has followed the step at its epoch's end.
 
-It only reads. Values that are as in the line before are left out (`prove.records` puts them back). Training thread.
+It only reads. Training thread.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -35,7 +36,7 @@ from mindx_elastic.guard.observer import Observed
 from mindx_elastic.prove.carried import rebound_in
 from mindx_elastic.prove.compare import root_of
 from mindx_elastic.prove.digests import digest, leaves, outline, stream_digest
-from mindx_elastic.prove.records import MOST_FORWARDS
+from mindx_elastic.prove.records import MOST_FORWARDS, Step
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
 __all__ = ["Witness", "held_by", "is_loader"]
@@ -56,7 +57,6 @@ class Witness:
         self.scalars: Mapping[str, Any] = {}
         """What the program has given to the step's `step_end`."""
         self._targets: Mapping[str, Any] = {}
-        self._known: dict[str, str] = {}
         self._rebound: set[str] = set()
         self._kept: set[int] = set()
         self._modules: dict[str, nn.Module] = {}
@@ -75,10 +75,6 @@ class Witness:
                 handle = module.register_forward_pre_hook(self._forward_hook(name), prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
 
-    def write(self, event: str, **content: Any) -> None:
-        """Keep one line."""
-        raise NotImplementedError
-
     def at_forward(self) -> None:
         """The first forward of a step begins."""
 
@@ -86,7 +82,7 @@ class Witness:
 
     def begin_step(self) -> None:
         """What was seen since the last boundary is part of no step."""
-        self._forward: dict[str, Any] | None = None
+        self._begin: dict[str, str] | None = None
         self._inputs: dict[str, list[str]] = {}
         self.scalars = {}
 
@@ -100,74 +96,46 @@ class Witness:
         return hook
 
     def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
-        if self._forward is None:
-            self._forward = {
-                "streams": self._streams(),
-                "sample": {**self._weights(), **self._options(), **self._flags(), **self._variables()},
-            }
+        if self._begin is None:
+            self._begin = self._streams() | self._weights() | self._around()
             self.at_forward()
         given = self._inputs.setdefault(name, [])
         if len(given) < MOST_FORWARDS:
             given.append(_parts({"args": args, "kwargs": kwargs}).replace(" ", "_"))
 
-    def note_step(self, position: Position, *, is_cut: bool) -> None:
-        """The step is over."""
-        if self._forward is not None:
-            self._forward["sample"] = self._changes(self._forward["sample"], partly=True)
-        self.write(
-            "step",
-            step=position.step,
+    def made_step(self, position: Position, *, is_cut: bool, series: int = 0) -> Step:
+        """The step is over: what was seen of it."""
+        end = self._streams() | self.state()
+        end.update({f"scalar|{name}": digest(value) for name, value in self.scalars.items()})
+        end.update({f"calls|{name}": str(len(given)) for name, given in self._inputs.items()})
+        end.update({f"batch|{name}": " ".join(given) for name, given in self._inputs.items()})
+        step = Step(
+            series=series,
+            number=position.step,
             epoch=position.epoch,
             step_in_epoch=position.step_in_epoch,
-            num_batches=position.batch_num,
             cut=is_cut,
-            forward=self._forward,
-            inputs=self._inputs,
-            scalars={name: digest(value) for name, value in self.scalars.items()},
-            streams=self._streams(),
-            end=self._everything(),
+            begin=self._begin,
+            end=end,
+            clock=time.monotonic(),
         )
         self.begin_step()
+        return step
 
-    def behind_tail(self) -> None:
-        self.begin_step()  # what that code has called is part of no step
-        self.write("tail", end=self._everything())
+    def state(self) -> dict[str, str]:
+        """All that the guard saves, and what is around it."""
+        return self._saved() | self._around()
 
-    def _everything(self) -> dict[str, Any]:
-        return self._changes({**self._state(), **self._options(), **self._flags(), **self._variables()})
-
-    def note_entry(self, seen: Observed, **more: Any) -> None:
-        """All that the guard saves, and the program's variables, as they are once the state is back."""
-        self.write(
-            "enter",
-            directory=str(seen.directory),
-            prefix=seen.prefix,
-            resumed=seen.resumed,
-            rank=seen.ranks.rank,
-            world_size=seen.ranks.world_size,
-            epoch=seen.position.epoch,
-            step=seen.position.step,
-            end=self._changes({**self._state(), **self._options(), **self._variables()}),
-            **more,
-        )
+    def _around(self) -> dict[str, str]:
+        return self._options() | self._flags() | self._variables()
 
     # --- what there is to see: "kind|name" -> digest ---
-
-    def _changes(self, found: dict[str, str], *, partly: bool = False) -> dict[str, Any]:
-        """`found`, without what the line before has said. `partly`: other kinds of things were not looked at."""
-        kinds = {key.partition("|")[0] for key in found} if partly else None
-        gone = [k for k in self._known if k not in found and (kinds is None or k.partition("|")[0] in kinds)]
-        changed = {key: value for key, value in found.items() if self._known.get(key) != value}
-        for key in gone:
-            del self._known[key]
-        self._known.update(changed)
-        return {"changed": changed, "gone": gone}
 
     def _streams(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for name, state in capture_rng().items():
             for each, part in _devices(name, state):
-                found[each] = f"{stream_digest(part):016x}"
+                found[f"stream|{each}"] = f"{stream_digest(part):016x}"
         return found
 
     def _weights(self) -> dict[str, str]:
@@ -213,7 +181,7 @@ class Witness:
                     found[f"flag|{target}.{name}.requires_grad"] = str(parameter.requires_grad)
         return found
 
-    def _state(self) -> dict[str, str]:
+    def _saved(self) -> dict[str, str]:
         """All that the guard saves, as it would save it now, and the weights."""
         found = self._weights()
         names = {id(p): n for c in self._collector.components.values() if isinstance(c, ModuleComponent)

@@ -9,7 +9,7 @@ from mindx_elastic.prove.causes import explain
 from mindx_elastic.prove.compare import Difference, Reference, compare_life
 from mindx_elastic.prove.records import Life, Step
 
-__all__ = ["PER_EPOCH", "REFERENCE", "difference", "end", "life", "step", "weights", "words"]
+__all__ = ["PER_EPOCH", "REFERENCE", "begin", "difference", "end", "life", "step", "weights", "words"]
 
 PER_EPOCH = 10
 
@@ -29,14 +29,26 @@ def step(number: int, **changes: object) -> Step:
         number=number,
         epoch=1 + (number - 1) // PER_EPOCH,
         step_in_epoch=1 + (number - 1) % PER_EPOCH,
-        forward={"torch": str(4 * (number - 1))},
-        given={"weights|model.w": f"w{number - 1}", "option|optimizer lr": "0.1", "flag|model.training": "True"},
-        inputs={"model": (f"x{number}",)},
-        scalars={"scalar|loss": f"l{number}"},
-        streams={"torch": str(4 * number)},
-        end=weights(number),
+        begin=begin(number),
+        end=end(number),
     )
     return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def begin(number: int, **changes: str) -> dict[str, str]:
+    """What step `number` begins with. `changes`: by kind."""
+    made = {"stream|torch": str(4 * (number - 1)), "weights|model.w": f"w{number - 1}"}
+    return _changed({**made, "option|optimizer lr": "0.1", "flag|model.training": "True"}, changes)
+
+
+def end(number: int, **changes: str) -> dict[str, str]:
+    """What step `number` ends with. `changes`: by kind."""
+    made = {"stream|torch": str(4 * number), "scalar|loss": f"l{number}", "calls|model": "1"}
+    return _changed({**weights(number), **made, "batch|model": f"x{number}"}, changes)
+
+
+def _changed(sample: dict[str, str], changes: Mapping[str, str]) -> dict[str, str]:
+    return {key: changes.get(key.partition("|")[0], value) for key, value in sample.items()}
 
 
 def life(steps: Sequence[Step], *, resumed: int | None = None, outcome: str = "finished", rank: int = 0) -> Life:
@@ -57,8 +69,3 @@ def difference(*changed: Step, resumed: int = 14, reference: Reference = REFEREN
 
 def words(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> str:
     return explain(reference, difference(*changed, resumed=resumed, reference=reference)).what
-
-
-def end(number: int, **changes: str) -> Mapping[str, str]:
-    names = {"weights": "weights|model.w", "optimizer": "optimizer|optimizer exp_avg of w"}
-    return {**weights(number), **{names[kind]: value for kind, value in changes.items()}}

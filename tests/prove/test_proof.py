@@ -161,7 +161,7 @@ FAULTS = [
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
     ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
-    ("enumerates", "model was called 2 times in step", "enumerate(loader)", "guard.enumerate(loader)"),
+    ("enumerates", "forwards of model in step ", "enumerate(loader)", "guard.enumerate(loader)"),
     ("seeded", "began with another torch stream", "a seed is set there", "at the head of each epoch or step"),
 ]
 

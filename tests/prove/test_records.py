@@ -9,45 +9,21 @@ from typing import Any
 from mindx_elastic.prove.records import parse_life, read_lives
 
 EVENTS: list[dict[str, Any]] = [
-    {
-        "event": "enter",
-        "series": 0,
-        "directory": "d",
-        "prefix": "p",
-        "resumed": None,
-        "epoch": 0,
-        "world_size": 1,
-        "end": {"changed": {"weights|w": "0", "flag|t": "True"}, "gone": []},
-    },
-    {
-        "event": "step",
-        "series": 0,
-        "step": 1,
-        "epoch": 1,
-        "step_in_epoch": 1,
-        "num_batches": 5,
-        "cut": False,
-        "forward": {"streams": {"torch": "a"}, "sample": {"changed": {"option|lr": "0.1"}, "gone": []}},
-        "inputs": {"model": ["x"]},
-        "scalars": {"loss": "1.0"},
-        "streams": {"torch": "c"},
-        "end": {"changed": {"weights|w": "1"}, "gone": ["flag|t"]},
-    },
-    {"event": "leave", "series": 0, "outcome": "finished", "notes": ["a note"]},
+    {"event": "enter", "rank": 1, "directory": "d", "entered": {"weights|w": "0"}},
+    {"event": "step", "number": 1, "cut": False, "begin": {"option|lr": "0.1"}, "end": {"weights|w": "1"}},
+    {"event": "tail", "behind": {"option|lr": "0.2"}},
+    {"event": "now", "outcome": "finished", "notes": ["a note"]},
 ]
 LINES = [json.dumps(event) + "\n" for event in EVENTS]
 
 
-def test_witnesses_are_put_together_from_what_has_changed() -> None:
-    life = parse_life(0, LINES)
-    assert life is not None
+def test_a_life_is_put_together_from_its_lines() -> None:
+    life = parse_life(LINES)
+    assert life is not None and (life.rank, life.entered) == (1, {"weights|w": "0"})
     (step,) = life.steps
-    assert life.entered == {"weights|w": "0", "flag|t": "True"}
-    assert step.given == {"weights|w": "0", "flag|t": "True", "option|lr": "0.1"}
-    assert step.end == {"weights|w": "1", "option|lr": "0.1"}
+    assert (step.begin, step.end, step.behind) == ({"option|lr": "0.1"}, {"weights|w": "1"}, {"option|lr": "0.2"})
     assert step.place == (0, 1) and not step.cut
-    assert (step.inputs, step.scalars) == ({"model": ("x",)}, {"scalar|loss": "1.0"})
-    assert (life.outcome, life.notes) == ("finished", ("a note",))
+    assert (life.outcome, life.notes) == ("finished", ["a note"])
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
