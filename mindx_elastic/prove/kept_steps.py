@@ -40,6 +40,15 @@ _NUM_AT, _GONE_AT = 16, 24
 _ENTRY = struct.Struct("=3q4Q2d")
 _BYTES = _HEAD.size + CAPACITY * _ENTRY.size
 _STREAMS = ("python", "numpy", "torch")
+_FIELDS = (
+    "epoch",
+    "step of the epoch",
+    *(f"random stream of {name}, digest" for name in _STREAMS),
+    "learning rates, digest",
+    "learning rate",
+    "loss",
+)
+"""What an entry has behind its step."""
 _NONE = math.nan
 """A rate or a loss that was not given, or cannot be read at once. One object: lists of it are equal."""
 
@@ -142,37 +151,25 @@ class KeptSteps:
     def _tell_equal(self) -> None:
         if not self._equal:
             return
-        first, last = self._equal[0], self._equal[-1]
+        (first, *_), (last, *_, loss) = self._equal[0], self._equal[-1]
         self._equal = []
-        losses = "" if math.isnan(last[-1]) else ", losses"
+        compared = "random streams, learning rates" + ", losses" * (not math.isnan(loss))
         if self._is_first_rank:
-            many = first is not last
-            logger.info(
-                "verified: step%s, done again, %s before (random streams, learning rates%s)",
-                f"s {first[0]} to {last[0]}" if many else f" {last[0]}",
-                "are what they were" if many else "is what it was",
-                losses,
-            )
-        note_comparison(self._seen, last[0], "verified", reason="", why="random streams, learning rates, losses")
+            steps = f"steps {first} to {last}, done again, are what they were"
+            steps = steps if last > first else f"step {last}, done again, is what it was"
+            logger.info("verified: %s before (%s)", steps, compared)
+        note_comparison(self._seen, last, "verified", reason="", why=compared)
 
 
 def _differences(before: _Entry, now: _Entry) -> Iterator[str]:
     """In words, with both values. What only one of them has is not compared."""
-    if before[1:3] != now[1:3]:
-        yield f"place (epoch {before[1]}, step {before[2]} in it; now epoch {now[1]}, step {now[2]})"
-    for name, one, other in zip(_STREAMS, before[3:6], now[3:6], strict=True):
-        if one and other and one != other:
-            yield f"random stream of {name} (digest {one:016x}, now {other:016x})"
-    if _differ(before[7], now[7]):
-        yield f"learning rate ({before[7]:.9g}, now {now[7]:.9g})"
-    elif before[6] != now[6]:
-        yield f"learning rate of a later group (digest {before[6]:016x}, now {now[6]:016x})"
-    if _differ(before[8], now[8]):
-        yield f"loss ({before[8]:.17g}, now {now[8]:.17g})"
+    for name, one, other in zip(_FIELDS, before[1:], now[1:], strict=True):
+        if one != other and _is_known(one) and _is_known(other):
+            yield f"{name} ({one}, now {other})"
 
 
-def _differ(one: float, other: float) -> bool:
-    return one != other and not math.isnan(one) and not math.isnan(other)
+def _is_known(value: float) -> bool:
+    return value != 0 if type(value) is int else not math.isnan(value)
 
 
 def _number(value: object) -> float:
