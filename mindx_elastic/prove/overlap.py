@@ -4,8 +4,7 @@ The stop's boundary k is durable in a file; beside it comes ``<file>.witness.jso
 and made (`witness`), and with the program's variables at its first forward. The resumed process makes that step anyway,
 looks at the same, and says whether both are equal. The file, one JSON object a line:
 
-1. version, run, rank, number of ranks, step k, software and device, and the names of variables and attributes that go
-   on from step to step (``carried``);
+1. version, run, rank, number of ranks, step k, software and device;
 2. a line for each `records.Step`: k, then the one that was played on, or all to the end of an accumulation window;
 3. xxh3-64 of all that comes before it.
 """
@@ -16,7 +15,6 @@ import json
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -32,11 +30,9 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.errors import CheckpointError, ResumeDiffersError
-from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.prove.carried import carried
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.records import Life, Step
@@ -63,8 +59,6 @@ class _Notes(Witness):
 
     def __init__(self, stack: ExitStack, seen: Observed) -> None:
         super().__init__()
-        self.carried: set[str] = set()
-        """Names that the running loops hand on from step to step, and attributes that went on in the first steps."""
         self._seen, self._from = seen, seen.position.step
         self._stack = stack.enter_context(ExitStack())
         self.watch(self._stack, seen)
@@ -94,8 +88,6 @@ class _Notes(Witness):
 
     def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
         self.life.steps.append(self.made_step(position, is_cut=is_cut))
-        for frame in program_frames(sys._getframe(1)):
-            self.carried |= {name for _, names in carried(frame) for name in names}
 
     def _close(self) -> None:
         self.is_over = True
@@ -109,7 +101,6 @@ class Played(_Notes):
         """`path`: the file of the boundary `seen.position`, which is durable."""
         super().__init__(stack, seen)
         self._path = path.with_name(path.name + WITNESS_SUFFIX)
-        self.carried |= _names_that_go_on(path)
         self.life.steps.append(self.made_step(seen.position, is_cut=True))
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
@@ -122,8 +113,8 @@ class Played(_Notes):
 
     def _keep(self) -> None:
         """Write the file. A failure costs nothing but the comparison."""
-        head = {"version": _VERSION, **_place(self._seen), "step": self._from}
-        head |= {"software": _software(), "carried": sorted(self.carried)}
+        ranks = {"rank": self._seen.ranks.rank, "world_size": self._seen.ranks.world_size}
+        head = {"version": _VERSION, "run": self._seen.run_id, **ranks, "step": self._from, "software": _software()}
         text = "".join(json.dumps(line) + "\n" for line in (head, *map(vars, self.life.steps)))
         text += json.dumps({"digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
         temp = self._path.with_name(self._path.name + ".tmp")
@@ -153,6 +144,10 @@ class Comparison(_Notes):
         """`digests`: those in its entry of the certificate."""
         super().__init__(stack, seen)
         self._left, self._on_difference, self._digests = left, on_difference, digests
+        assert seen.resumed_path is not None
+        names = read_header(seen.resumed_path).info.not_kept.split(", ")
+        self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
+        """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from:  # else the second half of the resumed boundary
@@ -184,16 +179,17 @@ class Comparison(_Notes):
 
     def _not_got_back(self) -> tuple[list[str], list[str], int]:
         """As the step began, or ended where it had no forward: those that were not got back and that later steps read
-        as far as one can see (names that the running loops hand on from step to step, containers, attributes of kept
-        objects), others, and how many are equal."""
-        first = self._left.life.steps[1]  # the one before is the stop's boundary
-        handed_on = self.carried | self._left.carried
+        as far as one can see (what has changed in the step, or went on in the first steps of the stopped process,
+        containers, attributes of kept objects), others, and how many are equal."""
+        before, first = self._left.life.steps[:2]  # at the stop's boundary, and the step that was played on
+        changed = {key for key, value in before.end.items() if first.end.get(key) != value}
         found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))
         lost: dict[str, None] = {}
         others: dict[str, None] = {}
         for each in found:
             names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
-            goes_on = not handed_on.isdisjoint(names) and not each.is_same_count(self._left.last - self._from)
+            goes_on = f"variable|{each.name}" in changed or not self._went_on.isdisjoint(names)
+            goes_on = goes_on and not each.is_same_count(self._left.last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others)[str(each)] = None
         return list(lost), list(others), num_equal
@@ -238,15 +234,6 @@ class Comparison(_Notes):
             )
 
 
-def _names_that_go_on(path: Path) -> set[str]:
-    """What `not_kept` had found, from the file's header: ``self.n``, ``self.meter.*``."""
-    try:
-        names = read_header(path).info.not_kept.split(", ")
-    except (OSError, CheckpointError):  # the checkpoint is judged elsewhere
-        return set()
-    return {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
-
-
 # --- the file ---
 
 
@@ -257,17 +244,12 @@ class _Left:
     life: Life
     last: int
     """The last step in it."""
-    carried: set[str]
     software: Mapping[str, str]
 
 
 def _software() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine()
     return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads()), "device": device}
-
-
-def _place(seen: Observed) -> dict[str, Any]:
-    return {"run": seen.run_id, "rank": seen.ranks.rank, "world_size": seen.ranks.world_size}
 
 
 def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str, **digests: str) -> None:
@@ -342,7 +324,6 @@ def _parse(text: str, head: Mapping[str, Any]) -> _Left:
     return _Left(
         life=Life(rank=int(head["rank"]), steps=steps),
         last=max(step.number for step in steps),
-        carried=set(map(str, head["carried"])),
         software={str(key): str(value) for key, value in head["software"].items()},
     )
 

@@ -308,7 +308,7 @@ def edit(path: Path, change: Callable[[list[str]], list[str]], *, seals: bool) -
     ("change", "seals", "told"),
     [
         (lambda text: text[:-2], False, "left out of the comparison"),
-        (lambda text: [*text[:3], text[3].replace("0", "1"), *text[4:]], False, "it is torn, or was changed"),
+        (lambda text: [*text[:2], text[2].replace("0", "1"), *text[3:]], False, "it is torn, or was changed"),
         (lambda text: ["\x00\x01 not json\n"], False, "left out of the comparison"),
         (lambda text: [text[0].replace('"version": 3', '"version": 99'), *text[1:]], True, "version 99"),
         (lambda text: [text[0], "{}\n", text[-1]], True, "left out of the comparison"),
