@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Life:
     steps: list[Step] = field(default_factory=list)
     outcome: str = ""
     """``finished``, ``ended`` by the proof, or the exception that left the block; empty: it was killed."""
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     """What the guard itself has found against an exact resume."""
     exit: Sample = field(default_factory=dict)
     """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
