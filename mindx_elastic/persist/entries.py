@@ -1,9 +1,4 @@
-"""What a header says of its tensors: type, shape and place of each, in the order of the file, and the text of it.
-
-A state may have tens of thousands of tensors, and each file of thousands is read at a start. So a text as `entry_texts`
-writes it is taken apart by one expression, and what all its tensors have to fulfil is asked of columns. Any other text,
-of another program or not sound, is read as JSON and checked tensor by tensor; only that way raises errors.
-"""
+"""What a header says of its tensors: type, shape and place of each, in the order of the file, and the text of it."""
 
 from __future__ import annotations
 
@@ -11,9 +6,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, repeat
-from operator import itemgetter, sub
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +16,11 @@ import torch
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import MAX_DIMS
 
-__all__ = [
-    "SURROGATE",
-    "DescribedTensors",
-    "TensorEntry",
-    "described_by",
-    "entries_of",
-    "entries_of_own_text",
-    "entry_texts",
-    "place_tensors",
-]
+__all__ = ["SURROGATE", "TensorEntry", "entries_of", "entries_of_text", "entry_texts", "place_tensors"]
 
 _MOST_KEPT = 1 << 20  # characters: four such texts and what was read of them stay in memory
 _TOO_LARGE = 1 << 62
 SURROGATE = re.compile("[\ud800-\udfff]")
-_NUMBER = r"(?:0|[1-9][0-9]{0,18})"
-_ENTRY = re.compile(
-    rf',"([^"\\\x00-\x1f\ud800-\udfff]*)":'
-    rf'\{{("dtype":"\w+","shape":\[(?:{_NUMBER}(?:,{_NUMBER})*)?\]),"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}',
-    re.ASCII,
-)
-_BETWEEN = len(',"":{,"data_offsets":[,]}')
-"""Characters of an entry beside what the groups of `_ENTRY` give."""
 
 
 class TensorEntry(NamedTuple):
@@ -109,68 +87,18 @@ def entry_texts(entries: Iterable[TensorEntry]) -> list[str]:
     return texts
 
 
-class DescribedTensors:
-    """What a header says of its tensors, read and checked once for all files that say the same.
-
-    The files of thousands of ranks and steps differ in their metadata, and the rest is the same text.
-    """
-
-    def __init__(self, content: Mapping[str, Any], entries: dict[str, TensorEntry] | None = None) -> None:
-        self._content = content
-        self._entries = entries
-
-    def __contains__(self, name: str) -> bool:
-        return name in (self._content if self._entries is None else self._entries)
-
-    @cached_property
-    def entries(self) -> dict[str, TensorEntry]:
-        """Raises ValueError and others for a malformed description."""
-        return entries_of(self._content) if self._entries is None else self._entries
+def entries_of_text(text: str) -> dict[str, TensorEntry]:
+    """The same as `entries_of`, of what a header's text says behind its first value. The files of thousands of ranks
+    and steps differ in that one, and say this alike: it is read once. Do not change what this gives."""
+    text = text.rstrip(" ")  # of which there are as many as the other values leave room for
+    return _known_entries(text) if len(text) <= _MOST_KEPT else _read(text)
 
 
-def described_by(rest: str) -> DescribedTensors:
-    """What the text of a header says behind its first value. Raises ValueError for what is not JSON."""
-    rest = rest.rstrip(" ")  # of which there are as many as the other values leave room for
-    return _described(rest) if len(rest) <= _MOST_KEPT else _read(rest)
+def _read(text: str) -> dict[str, TensorEntry]:
+    return entries_of(json.loads("{" + text.removeprefix(",")))
 
 
-def _read(rest: str) -> DescribedTensors:
-    entries = entries_of_own_text(rest)
-    if entries is not None:
-        return DescribedTensors({}, entries)
-    return DescribedTensors(json.loads("{" + rest.removeprefix(",")))
-
-
-_described = lru_cache(maxsize=4)(_read)
-
-
-def entries_of_own_text(rest: str) -> dict[str, TensorEntry] | None:
-    """The same as `entries_of` for the JSON, if it is sound and as `entry_texts` writes it; None: anything else."""
-    text = rest.rstrip(" ")
-    found = _ENTRY.findall(text)
-    if not found:
-        return None
-    names, kinds, begin, end = zip(*found, strict=True)
-    length = sum(sum(map(len, column)) for column in (names, kinds, begin, end)) + _BETWEEN * len(found)
-    if not text.endswith("}") or length != len(text) - 1:  # something else is between them
-        return None
-    known: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    for kind in set(kinds):
-        described = json.loads(f"{{{kind}}}")
-        dtype, shape = described["dtype"], tuple(described["shape"])
-        if dtype not in BY_NAME or max(shape, default=0) >= _TOO_LARGE:
-            return None
-        nbytes = math.prod(shape) * BY_NAME[dtype].itemsize
-        try:
-            known[kind] = dtype, shape, _nbytes("", dtype, shape, nbytes)
-        except ValueError:
-            return None
-    starts, ends = [*map(int, begin)], [*map(int, end)]
-    dtypes, shapes, sizes = ([known[kind][i] for kind in kinds] for i in range(3))
-    if starts != [0, *ends[:-1]] or [*map(sub, ends, starts)] != sizes or ends[-1] >= _TOO_LARGE:
-        return None
-    entries = dict(zip(names, _made(zip(names, dtypes, shapes, starts, ends, strict=True)), strict=True))
-    return entries if len(entries) == len(names) else None
+_known_entries = lru_cache(maxsize=4)(_read)
 
 
 def entries_of(content: Mapping[str, Any]) -> dict[str, TensorEntry]:

@@ -48,13 +48,7 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME
-from mindx_elastic.persist.entries import (
-    SURROGATE,
-    DescribedTensors,
-    TensorEntry,
-    described_by,
-    entry_texts,
-)
+from mindx_elastic.persist.entries import SURROGATE, TensorEntry, entries_of, entries_of_text, entry_texts
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.shared_json import SharedJson
 
@@ -486,20 +480,18 @@ def _read_raw(fd: int, size: int) -> bytes:
     return prefix + text
 
 
-def _split(raw: bytes) -> tuple[Any, DescribedTensors]:
-    """The metadata of a header, and its tensors. Raises ValueError for what is not JSON."""
+def _split(raw: bytes) -> tuple[Any, str | dict[str, Any]]:
+    """The metadata of a header, and what it says of its tensors. Raises ValueError for what is not JSON."""
     text = raw[8:].decode("utf-8", "surrogatepass") if raw.startswith(_OUR_BEGINNING, 8) else ""
     if text:
         metadata, end = _DECODER.raw_decode(text, len(_OUR_BEGINNING))
         rest = text[end:]
-        if rest.startswith((",", "}")):
-            tensors = described_by(rest)
-            if "__metadata__" not in tensors:
-                return metadata, tensors
+        if rest.startswith((",", "}")) and '"__metadata__":' not in rest:
+            return metadata, rest
     content = json.loads(raw[8:])
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
-    return content.pop("__metadata__", {}), DescribedTensors(content)
+    return content.pop("__metadata__", {}), content
 
 
 def _metadata(metadata: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
@@ -526,9 +518,9 @@ def _digest_of(raw: bytes, start: int, end: int) -> str:
 
 
 def _checked(
-    tensors: DescribedTensors, metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None
+    tensors: str | dict[str, Any], metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None
 ) -> Header:
-    entries = tensors.entries
+    entries = entries_of_text(tensors) if isinstance(tensors, str) else entries_of(tensors)
     last = next(reversed(entries.values()), None)
     data_start, data_size = len(raw), 0 if last is None else last.end
     if size != data_start + data_size:

@@ -1,17 +1,15 @@
 """Reads a checkpoint file into nested state, and checks every byte against its digest. It never runs code.
 
 Each tensor has memory of its own, so that one that outlives the rest does not keep the whole file in memory, and that
-one that is resized has no neighbours. Large ones are read straight into it; small ones of one type that follow each
-other are read together and then copied apart. A few threads each read and hash their own tensors: preadv and xxh3
-release the GIL. Very small ones are read by the caller's thread alone: they take more time in Python than in the
-kernel, and several threads take twice the CPU time for it, waiting for each other's GIL.
+one that is resized has no neighbours. A few threads each read and hash large ones: preadv and xxh3 release the GIL.
+Small ones are read by the caller's thread meanwhile: they take more time in Python than in the kernel.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import xxhash
 
 from mindx_elastic.core.division import Piece, piece_name
 from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -40,14 +39,7 @@ __all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checkpoint", "read_so
 
 _NUM_THREADS = 4
 _PIECE_BYTES = 8 << 20  # read, then hashed
-_BATCH_BYTES = 8 << 20  # small tensors are handed to a thread together
-_RUN_BYTES = 256 << 10  # and read together: they are hashed and copied while they are in the CPU's cache
-_SMALL_BYTES = 64 << 10
-_TINY_BYTES = 16 << 10  # runs of smaller tensors than this on average are read by one thread
-
-
-_Run = list[TensorEntry]
-"""One tensor, or small ones of one type of which each follows the other."""
+_LARGE_BYTES = 64 << 10
 
 
 @dataclass
@@ -78,14 +70,13 @@ def read_checkpoint(
         tensors: dict[str, torch.Tensor] = {}
         pieces = Pieces(header, path)
 
-        def load(run: _Run) -> None:
-            place = pieces.place_of(run[0])
+        def load(entry: TensorEntry) -> None:
+            place = pieces.place_of(entry)
+            tensor = _read_tensor(fd, header, entry, path, verify=verify, out=place)
             if place is None:
-                tensors.update(_read_run(fd, header, run, path, verify=verify))
-            else:
-                _read_tensor(fd, header, run[0], path, verify=verify, out=place)
+                tensors[entry.name] = tensor
 
-        _for_each(_runs(header.entries.values(), alone=pieces.names), load)
+        _for_each(header.entries.values(), load)
     for other in map(Path, others):
         pieces.add(other, owners, verify=verify)
     tensors |= pieces.whole()
@@ -109,11 +100,6 @@ class Pieces:
             self._missing |= {(name, piece.part): piece for piece in tensor.pieces if piece.part not in held.parts}
         self._own = {name: (whole, piece) for name, whole, piece in held.division.pieces(held.parts)}
 
-    @property
-    def names(self) -> Collection[str]:
-        """Of the first file's tensors that are pieces."""
-        return self._own
-
     def place_of(self, entry: TensorEntry) -> torch.Tensor | None:
         """Where the first file's piece belongs; None: it is no piece."""
         found = self._own.get(entry.name)
@@ -134,8 +120,7 @@ class Pieces:
                     wanted.setdefault(entry.name, []).append((name, piece))
                     del self._missing[name, part]
 
-            def load(run: _Run) -> None:
-                entry = run[0]
+            def load(entry: TensorEntry) -> None:
                 pieces = wanted[entry.name]
                 if header.held is not None:
                     ((name, piece),) = pieces
@@ -145,7 +130,7 @@ class Pieces:
                 for name, piece in pieces:
                     self._rows(name, piece).copy_(whole[piece.start : piece.stop])
 
-            _for_each(([header.entries[name]] for name in wanted), load)
+            _for_each([header.entries[name] for name in wanted], load)
 
     def _entry_with(self, header: Header, name: str, piece: Piece) -> TensorEntry | None:
         assert self._division is not None
@@ -199,9 +184,8 @@ def read_some(fd: int, header: Header, tree: Tree, path: Path) -> Any:
     Raises CorruptCheckpointError, also for tensors that the file has only pieces of.
     """
     names = set(_names(tree))
-    tensors: dict[str, torch.Tensor] = {}
-    for run in _runs(entry for name, entry in header.entries.items() if name in names):
-        tensors.update(_read_run(fd, header, run, path, verify=True))
+    wanted = [entry for name, entry in header.entries.items() if name in names]
+    tensors = {entry.name: _read_tensor(fd, header, entry, path, verify=True) for entry in wanted}
     return unflatten(tree, tensors, path=path)
 
 
@@ -231,12 +215,15 @@ def verify_file(
     try:
         with open_checkpoint(path, owners) as (fd, header):
 
-            def check(run: _Run) -> None:
-                problems.extend(_problems_of(fd, header, run, path))
+            def check(entry: TensorEntry) -> None:
+                try:
+                    _check_tensor(fd, header, entry, path)
+                except CheckpointError as error:
+                    problems.append(str(error))
                 if on_bytes is not None:
-                    on_bytes(sum(end - start for _, _, _, start, end in run))
+                    on_bytes(entry.nbytes)
 
-            _for_each(_runs(header.entries.values()), check)
+            _for_each(header.entries.values(), check)
     except UntrustedFileError:
         raise
     except CheckpointError as error:
@@ -246,124 +233,20 @@ def verify_file(
     return sorted(problems)
 
 
-def _runs(entries: Iterable[TensorEntry], *, alone: Collection[str] = ()) -> Iterator[_Run]:
-    """`entries`, in file order. `alone`: the names of those that are runs by themselves."""
-    run: _Run = []
-    dtype, begin, position = "", 0, -1
-    for entry in entries:
-        name, own_dtype, _, start, end = entry
-        if alone and name in alone:
-            if run:
-                yield run
-            yield [entry]
-            run = []
-            continue
-        if run and (start != position or own_dtype != dtype or end - begin > _RUN_BYTES or end - start > _SMALL_BYTES):
-            yield run
-            run = []
-        if not run:
-            dtype, begin = own_dtype, start
-        run.append(entry)
-        position = end
-    if run:
-        yield run
-
-
-def _for_each(runs: Iterable[_Run], work: Callable[[_Run], None]) -> None:
-    """Call `work` for all runs, in file order within a batch; the first error is raised after all have ended."""
-    large: list[_Run] = []
-    tiny: list[_Run] = []
-    for run in runs:
-        (tiny if run[-1].end - run[0].start < _TINY_BYTES * len(run) and len(run) > 1 else large).append(run)
-    batches = list(_batches(large))
-    if len(batches) <= 1:
-        for run in [*batches[0], *tiny] if batches else tiny:
-            work(run)
+def _for_each(entries: Collection[TensorEntry], work: Callable[[TensorEntry], None]) -> None:
+    """Call `work` for all; the first error is raised after all have ended."""
+    large = [entry for entry in entries if entry.nbytes >= _LARGE_BYTES]
+    if len(large) < _NUM_THREADS:
+        for entry in entries:
+            work(entry)
         return
-
-    def work_batch(batch: list[_Run]) -> None:
-        for run in batch:
-            work(run)
-
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read") as pool:
-        done = pool.map(work_batch, batches)
-        work_batch(tiny)
+        done = pool.map(work, large)
+        for entry in entries:
+            if entry.nbytes < _LARGE_BYTES:
+                work(entry)
         for _ in done:
             pass
-
-
-def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    batch: list[_Run] = []
-    size = 0
-    for run in runs:
-        batch.append(run)
-        size += run[-1].end - run[0].start
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _read_run(fd: int, header: Header, run: _Run, path: Path, *, verify: bool) -> dict[str, torch.Tensor]:
-    """The tensors of a run by name. Raises CorruptCheckpointError."""
-    if len(run) > 1:
-        # Flat: views of one buffer would share their storage, which a program may resize or save for itself.
-        data = torch.empty(run[-1].end - run[0].start, dtype=torch.uint8, device="cpu")
-        if _fill_run(fd, header, run, data, path):
-            if verify and (damaged := _damaged(header, run, data)):
-                raise _mismatch(damaged[0], path)
-            return _apart(run, data.view(run[0].torch_dtype))
-    return {entry.name: _read_tensor(fd, header, entry, path, verify=verify) for entry in run}
-
-
-def _apart(run: _Run, data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a run by name, each a copy. `data`: all of their elements."""
-    split: Any = torch.split_with_sizes_copy  # torch's own stub says that it returns nothing
-    shape = run[0].shape
-    inner = shape[1:]
-    if shape and all(inner) and {entry[2][1:] if entry[2] else None for entry in run} == {inner}:
-        # Cut along their first dimension: a view of each would take longer than the cutting.
-        rows: Sequence[torch.Tensor] = split(data.view(-1, *inner), [entry[2][0] for entry in run])
-        return {entry[0]: tensor for entry, tensor in zip(run, rows, strict=True)}
-    item = data.element_size()
-    flat: Sequence[torch.Tensor] = split(data, [(end - start) // item for _, _, _, start, end in run])
-    return {
-        entry[0]: tensor if len(entry[2]) == 1 else tensor.view(entry[2])
-        for entry, tensor in zip(run, flat, strict=True)
-    }
-
-
-def _problems_of(fd: int, header: Header, run: _Run, path: Path) -> list[str]:
-    """One line for each tensor of a run that is damaged or cannot be read."""
-    if len(run) > 1:
-        data = torch.empty(run[-1].end - run[0].start, dtype=torch.uint8, device="cpu")
-        if _fill_run(fd, header, run, data, path):
-            return [str(_mismatch(entry, path)) for entry in _damaged(header, run, data)]
-    problems = []
-    for entry in run:
-        try:
-            _check_tensor(fd, header, entry, path)
-        except CheckpointError as error:
-            problems.append(str(error))
-    return problems
-
-
-def _fill_run(fd: int, header: Header, run: _Run, data: torch.Tensor, path: Path) -> bool:
-    """False: some of it cannot be read. Then read each tensor by itself, so that the error names the right one."""
-    if not data.numel():
-        return True
-    try:
-        _read_into(fd, data.numpy().data, header.data_start + run[0].start, run[0], path)
-    except CorruptCheckpointError:
-        return False
-    return True
-
-
-def _damaged(header: Header, run: _Run, data: torch.Tensor) -> list[TensorEntry]:
-    view, begin, digests = data.numpy().data, run[0].start, header.digests
-    digest = xxhash.xxh3_128_hexdigest
-    return [entry for entry in run if digest(view[entry[3] - begin : entry[4] - begin]) != digests[entry[0]]]
 
 
 def _read_tensor(
@@ -373,7 +256,7 @@ def _read_tensor(
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") if out is None else out
     digest = xxhash.xxh3_128()
     if entry.nbytes:
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+        view = memory_of(tensor)
         offset = header.data_start + entry.start
         for start in range(0, entry.nbytes, _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
@@ -398,12 +281,8 @@ def _check_tensor(fd: int, header: Header, entry: TensorEntry, path: Path) -> No
 
 def _compare(digest: Any, header: Header, entry: TensorEntry, path: Path) -> None:
     if digest.hexdigest() != header.digests[entry.name]:
-        raise _mismatch(entry, path)
-
-
-def _mismatch(entry: TensorEntry, path: Path) -> CorruptCheckpointError:
-    problem = f"{path}: tensor {entry.name} does not match its digest; the file is damaged"
-    return CorruptCheckpointError(problem, path=path, tensor=entry.name)
+        problem = f"{path}: tensor {entry.name} does not match its digest; the file is damaged"
+        raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
 
 
 def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:
