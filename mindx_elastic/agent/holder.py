@@ -195,15 +195,13 @@ def _flush_locked(directory: Path, job: Path, arenas: Mapping[int, RankArena], f
             "not see it, and goes on from an older one; resume=PATH takes a file that is named below"
         )
     try:
-        return _flush_all(directory, job, arenas, trust, flushed, alone=not problem)
+        return _flush_all(directory, job, arenas, trust, flushed)
     finally:
         if lock is not None:
             lock.close()
 
 
-def _flush_all(
-    directory: Path, job: Path, arenas: Mapping[int, RankArena], trust: Trust, flushed: Flushed, *, alone: bool
-) -> set[int]:
+def _flush_all(directory: Path, job: Path, arenas: Mapping[int, RankArena], trust: Trust, flushed: Flushed) -> set[int]:
     """The ranks whose memory has to stay. Raises OSError when something cannot be written; then all of it has to."""
     for arena in arenas.values():
         flushed.lines += adopt_slots(arena)
@@ -218,7 +216,7 @@ def _flush_all(
     wanted = _sound(machine, flushed)
     problems = _copy_rings(machine, rings)
     for step in wanted:
-        _write(step, machine, flushed, alone=alone)
+        _write(step, machine, flushed)
     if problems:
         raise problems[0]
     return _not_on_disk(machine, flushed)
@@ -345,7 +343,7 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
 # --- writing ---
 
 
-def _write(step: Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> None:
+def _write(step: Step, machine: _Machine, flushed: Flushed) -> None:
     _, attempt, number = step.moment
     facts = machine.to_write(step)
     for fact in facts:
@@ -353,7 +351,7 @@ def _write(step: Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> N
         assert info is not None  # it has given the fact
         folder = rank_folder(machine.directory, fact.rank, fact.world_size)
         name = f"memory-{fact.epoch}_{fact.step_in_epoch}_breakpoint.safetensors"
-        _copy_file(Path(fact.path), folder / name, info, alone=alone)
+        _copy_file(Path(fact.path), folder / name, info)
     if flushed.step is None and (step.is_usable or not machine.lacking(step)):
         flushed.step = number
     what = f"step {number} (attempt {attempt}) of {rank_list([fact.rank for fact in facts])}"
@@ -377,17 +375,16 @@ def _copy_rings(machine: _Machine, rings: Mapping[int, Path]) -> list[OSError]:
     return problems
 
 
-def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None, *, alone: bool = True) -> None:
+def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -> None:
     """`source` lies in memory; `target` appears whole and durable, or not at all. Raises SaveError.
 
-    `info`: of a checkpoint file; another moment's file of the same name is kept, as by every save. `alone`: no other
-    process can be in its first save there.
+    `info`: of a checkpoint file; another moment's file of the same name is kept, as by every save.
     """
     try:
         memory = open_regular(source)
         try:
             make_directory_durable(target.parent)
-            _copy(memory, target, info, alone=alone)
+            _copy(memory, target, info)
         finally:
             os.close(memory)
     except OSError as error:
@@ -395,7 +392,7 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None, *
         raise SaveError(f"{problem}{error.strerror or error}", path=target) from error
 
 
-def _copy(memory: int, target: Path, info: CheckpointInfo | None, *, alone: bool) -> None:
+def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
     size = os.fstat(memory).st_size
     fd, temp = create_temp(target)
     try:
@@ -408,16 +405,9 @@ def _copy(memory: int, target: Path, info: CheckpointInfo | None, *, alone: bool
         os.fsync(fd)
         if info is not None:
             keep_older(target, info)
-        if info is not None:
-            first_save = FirstSave(target.parent, info.run_id)
-            if alone:
-                first_save.before_publish(temp)
-            else:  # one note cannot name the files of two processes
-                first_save.withdraw()
+            FirstSave(target.parent, info.run_id).withdraw()
         publish(temp, target)
         fsync_dir(target.parent)
-        if info is not None:
-            first_save.after_publish()
     finally:
         temp.unlink(missing_ok=True)
         os.close(fd)

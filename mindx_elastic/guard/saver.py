@@ -487,7 +487,7 @@ class Saver:
             if dying and not self.collector.devices.still_holds:  # a background save has its own copy
                 raise DeviceWentOnError(f"the device has gone on from step {info.step} while it was read")
             if self._first_save is not None:
-                self._first_save.before_publish(temp)
+                self._first_save.withdraw()
 
         def write() -> SaveResult:
             for target in (path, *also):
@@ -512,8 +512,6 @@ class Saver:
             if error.errno != errno.ENOENT:
                 raise
             result = write()  # another rank has renamed a tree that looked finished to it
-        if self._first_save is not None:
-            self._first_save.after_publish()
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
         result = replace(result, path=moved[0])
         self.newest_step = max(self.newest_step, info.step)

@@ -29,7 +29,6 @@ from mindx_elastic.core.folders import rank_folder, step_folders_of_rank
 from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError, UsageError
 from mindx_elastic.persist.directory_lock import hold_directory
-from mindx_elastic.persist.first_save import settle
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
 
@@ -125,16 +124,13 @@ def hold_directories(
 ) -> None:
     """Lock the directories for this job until `stack` ends, and remove what dead writers left in this rank's folders.
 
-    Waits for a predecessor. The removal comes after the lock: while another process may be in its first save, its note
-    must not be settled. A guard that only evaluates must not call this. `joins`, `job`: see `hold_directory`. Raises
-    DirectoryInUseError.
+    Waits for a predecessor. The removal comes after the lock: another process may still be writing. A guard that only
+    evaluates must not call this. `joins`, `job`: see `hold_directory`. Raises DirectoryInUseError.
     """
     for directory, owners in sorted(trust.roots.items()):
         lock = hold_directory(directory, ranks, owners, grace_s=grace_s, joins=joins, job=job)
         if lock is not None:
             stack.callback(lock.close)
-    for directory in trust.roots:
-        settle(directory / f"rank_{ranks.rank}")  # in all directories before any file is removed
     for directory in trust.roots:
         own = rank_folder(directory, ranks.rank, ranks.world_size)
         plans = () if ranks.rank else (directory,)  # rank 0 writes strategy and plan there

@@ -32,24 +32,22 @@ def local_hash(network: nn.Module) -> str:
 
 
 def kill_in_save(stage: str, victim: int, rank: int) -> None:
-    """Die in the first save: before the note of it, between that and the rename, or after the rename."""
+    """Die in the first save: before the note of the rank goes, or after the rename."""
     if rank != victim:
         return
-    note, publish = FirstSave.before_publish, writer.publish  # type: ignore[attr-defined]
+    withdraw, publish = FirstSave.withdraw, writer.publish  # type: ignore[attr-defined]
 
-    def before(self: FirstSave, temp: Path) -> None:
+    def before(self: FirstSave) -> None:
         if stage == "written":
             kill_here("in written")
-        note(self, temp)
-        if stage == "noted":
-            kill_here("in noted")
+        withdraw(self)
 
     def named(temp: Path, final: Path) -> None:
         publish(temp, final)
         if stage == "named":
             kill_here("in named")
 
-    mock.patch.object(FirstSave, "before_publish", before).start()
+    mock.patch.object(FirstSave, "withdraw", before).start()
     mock.patch.object(writer, "publish", named).start()
 
 

@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.persist import first_save as module
-from mindx_elastic.persist.first_save import FirstSave, find_notes, settle
-from mindx_elastic.persist.storage import TEMP_SUFFIX, create_temp, remove_stale_temps
+from mindx_elastic.persist.first_save import FirstSave, find_notes
 
 RUN = "20260101T000000-0123abcd"
-
-
-class Cut(Exception):
-    """The power fails here."""
 
 
 @pytest.fixture
@@ -31,109 +26,36 @@ def replace_by_pipe(path: Path) -> None:
 
 
 def proved(folder: Path) -> list[tuple[str, int, int]]:
-    """What a later start is told: after the rank's own preparations, and before them (another rank's look)."""
-    before = [(note.run_id, note.rank, note.world_size) for note in find_notes(folder.parent)]
-    settle(folder)
-    remove_stale_temps(folder)
-    assert not list(folder.glob(f"*{TEMP_SUFFIX}"))
-    after = [(note.run_id, note.rank, note.world_size) for note in find_notes(folder.parent)]
-    assert before == after
-    return after
-
-
-def save(folder: Path, note: FirstSave, *, until: str = "") -> Path:
-    """As `persist.writer` does it; `until`: the stage at which the power fails."""
-    fd, temp = create_temp(folder / "one.safetensors")
-    os.write(fd, b"content")
-    os.close(fd)
-    if until == "written":
-        raise Cut
-    note.before_publish(temp)
-    if until == "noted":
-        raise Cut
-    os.rename(temp, folder / "one.safetensors")
-    if until == "named":
-        raise Cut
-    note.after_publish()
-    return folder / "one.safetensors"
+    """What a later start is told."""
+    return [(note.run_id, note.rank, note.world_size) for note in find_notes(folder.parent)]
 
 
 def test_a_rank_that_has_not_saved_can_prove_it(folder: Path) -> None:
     assert proved(folder) == [(RUN, 1, 2)]
 
 
-@pytest.mark.parametrize("stage", ["written", "noted"])
-def test_cut_off_before_the_file_had_its_name(folder: Path, stage: str) -> None:
-    for _ in range(3):  # and again in the next start of another run
-        with pytest.raises(Cut):
-            save(folder, FirstSave(folder, RUN), until=stage)
-        assert proved(folder) == [(RUN, 1, 2)]
+def test_a_note_that_is_gone_proves_nothing(folder: Path) -> None:
+    FirstSave(folder, RUN).withdraw()
+    assert proved(folder) == [] and list(folder.iterdir()) == []
+    FirstSave(folder, RUN).withdraw()  # there is none
+
+
+def test_it_is_gone_for_good_before_a_file_is_published(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[list[Path]] = []
+    monkeypatch.setattr(module, "fsync_dir", lambda path: flushed.append(list(path.iterdir())))
     note = FirstSave(folder, RUN)
-    save(folder, note)
-    assert proved(folder) == []
-
-
-def test_cut_off_when_the_file_had_its_name(folder: Path) -> None:
-    with pytest.raises(Cut):
-        save(folder, FirstSave(folder, RUN), until="named")
-    (folder / "one.safetensors").unlink()
-    assert proved(folder) == []
-
-
-def test_a_file_that_is_lost_later_proves_nothing(folder: Path) -> None:
-    save(folder, FirstSave(folder, RUN)).unlink()
-    assert proved(folder) == []
-    assert list(folder.iterdir()) == []
-
-
-def test_the_order_is_durable_step_by_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The temporary file's name before the note that names it; the note before the rename."""
-    calls: list[str] = []
-
-    def fsync_dir(path: Path) -> None:
-        notes = [json.loads(each.read_text()) for each in path.glob("first-save-*.json")]
-        calls.append("named" if any("publishing" in note for note in notes) else "plain")
-
-    monkeypatch.setattr(module, "fsync_dir", fsync_dir)
-    with pytest.raises(Cut):
-        save(folder, FirstSave(folder, RUN), until="noted")
-    assert calls == ["plain", "named"]
-
-
-def test_two_saves_at_once_prove_nothing(folder: Path) -> None:
-    """No note names both files; and the first one may be there already."""
-    note = FirstSave(folder, RUN)
-    temps = []
-    for name in ("one", "two"):
-        fd, temp = create_temp(folder / f"{name}.safetensors")
-        os.close(fd)
-        note.before_publish(temp)
-        temps.append(temp)
-    os.rename(temps[0], folder / "one.safetensors")
-    assert list(find_notes(folder.parent)) == []
-
-
-def test_a_full_disk_costs_the_proof_and_not_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    note = FirstSave(folder, RUN)
-    monkeypatch.setattr(module.FirstSave, "_write", full)
-    assert save(folder, note).exists()
-    assert proved(folder) == []
+    note.withdraw()
+    note.withdraw()
+    assert flushed == [[]]
 
 
 def test_a_note_that_cannot_be_taken_away_fails_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "no")
 
-    note = FirstSave(folder, RUN)
-    monkeypatch.setattr(module.FirstSave, "_write", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(PermissionError):
-        save(folder, note)
-    monkeypatch.undo()
-    assert not (folder / "one.safetensors").exists()
+        FirstSave(folder, RUN).withdraw()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +74,6 @@ def test_a_note_that_cannot_be_taken_away_fails_the_save(folder: Path, monkeypat
 def test_what_is_no_note_proves_nothing(folder: Path, damage: object) -> None:
     (path,) = folder.iterdir()
     damage(path)  # type: ignore[operator]
-    assert list(find_notes(folder.parent)) == []
-    settle(folder)
     assert list(find_notes(folder.parent)) == []
 
 

@@ -81,34 +81,22 @@ def test_one_job_may_have_several_prefixes_and_change_one(tmp_path: Path) -> Non
     assert second.steps[0] == 3
 
 
-def first_save_in_progress(directory: Path) -> tuple[FirstSave, Path]:
-    """What lies there between the two steps of rank 0's first save: a note that names the finished file."""
-    (directory / "rank_0").mkdir(parents=True)
-    first = FirstSave(directory / "rank_0", "run-a")
-    first.begin(0, 2)
-    temp = directory / "rank_0" / ".resnet-1_1.0123.mindx-tmp"
+def test_left_overs_go_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predecessor that is waited for may be in the middle of a save."""
+    temp = tmp_path / "rank_0" / ".resnet-1_1.0123.mindx-tmp"
+    temp.parent.mkdir(parents=True)
     temp.write_bytes(b"finished")
-    first.before_publish(temp)
-    return first, temp
-
-
-def test_left_overs_are_dealt_with_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The predecessor that is waited for may be in the middle of its first save."""
-    first, temp = first_save_in_progress(tmp_path)
     ranks, seen = RankInfo(rank=0, world_size=2), []
 
     def waits(*args: Any, **more: Any) -> Any:
-        seen.append((first.note(), temp.exists()))
+        seen.append(temp.exists())
         return hold_directory(*args, **more)
 
     monkeypatch.setattr("mindx_elastic.start.directories.hold_directory", waits)
     _, trust = prepare_directories([tmp_path], ranks, SharingSettings())
     with ExitStack() as stack:
         hold_directories(stack, trust, ranks, grace_s=0.0)
-        ((note, was_there),) = seen
-        assert note is not None and note.publishing == temp and was_there, "untouched while it waited"
-        settled = first.note()
-        assert settled is not None and settled.publishing is None and settled.holds and not temp.exists()
+        assert seen == [True] and not temp.exists()
 
 
 def test_a_plan_that_was_cut_off_goes_at_the_next_start(tmp_path: Path) -> None:
@@ -126,12 +114,11 @@ def test_a_plan_that_was_cut_off_goes_at_the_next_start(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_beside_a_training_leaves_its_first_save_alone(tmp_path: Path) -> None:
-    (tmp_path / ".resnet-1_1.0123.mindx-tmp").write_bytes(b"of a dead writer, which a note may name")
+    (tmp_path / ".resnet-1_1.0123.mindx-tmp").write_bytes(b"of a writer that may live")
     folder = tmp_path / "rank_0"
     folder.mkdir()
     first = FirstSave(folder, "run-a")
     first.begin(0, 1)
-    first.before_publish(tmp_path / ".resnet-1_1.0123.mindx-tmp")
     before = first.path.read_bytes()
     policy = ExitPolicy(
         kind="eval", alarms=frozenset({"signal"}), name=lambda position: "Net_eval.safetensors", directory=tmp_path

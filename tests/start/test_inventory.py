@@ -188,7 +188,7 @@ def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}").mkdir()
         FirstSave(tmp_path / f"rank_{rank}", "run-a").begin(rank, 2)
     path = write(tmp_path / "rank_0" / "a-1_4.safetensors", step=4, world_size=2)
-    FirstSave(path.parent, "run-a").after_publish()
+    FirstSave(path.parent, "run-a").withdraw()
     assert merged([tmp_path] * 2).was_never_complete
     cut_off_end(write(tmp_path / "rank_0" / "a-1_5.safetensors", step=5, world_size=2))
     assert not merged([tmp_path] * 2).was_never_complete

@@ -27,7 +27,7 @@ def begin(directory: Path, run: str = "run-a", *, ranks: Iterable[int] = (0, 1),
 def saved(directory: Path, rank: int, step: int = 4, *, world_size: int = 2, **more: Any) -> Path:
     path = directory / f"rank_{rank}" / f"resnet-1_{step}.safetensors"
     write(path, step=step, rank=rank, world_size=world_size, **more)
-    FirstSave(path.parent, more.get("run_id", "run-a")).after_publish()
+    FirstSave(path.parent, more.get("run_id", "run-a")).withdraw()
     return path
 
 
