@@ -29,7 +29,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,10 +85,12 @@ def main() -> int:
 
 
 def choose_way(setting: str, directory: Path) -> str:
-    from mindx_elastic.persist.disk_choice import measure
+    from mindx_elastic.doctor.disk import measure
 
-    found = measure(directory, threading.Event()) if setting == "auto" else None
-    return setting if setting != "auto" else "always" if found is not None and found.is_cached else "never"
+    found = measure(directory, 1.0) if setting == "auto" else None
+    if found is None:
+        return setting
+    return "always" if found.other_bytes_per_s > 1.1 * found.bytes_per_s else "never"
 
 
 def _run_child(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -375,24 +375,28 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
-    """How a save is made: what replicas share (`guard.together`), and its way to the disk (`persist.disk_choice`)."""
+    """How a save is made: what replicas share (`guard.together`), and its way to the disk (`persist.direct_io`)."""
 
     divide: str = "auto"
     """``MINDX_DIVIDED_SAVES``: ``auto`` divides the state of a stop among the ranks of a machine where that is worth
     it, ``always`` also a small state, ``never`` has each rank write all it has."""
-    page_cache: str = "auto"
-    """``MINDX_PAGE_CACHE``: ``auto`` measures whether saves are faster through the page cache, ``always`` and ``never``
-    say so."""
+    page_cache: bool = False
+    """``MINDX_PAGE_CACHE``: ``always`` saves through the page cache, which is faster on some disks; ``never``, the
+    default, around it. ``mindx-elastic doctor`` measures both."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> SavingSettings:
         env = os.environ if env is None else env
-        found = {}
-        for name, variable in (("divide", "MINDX_DIVIDED_SAVES"), ("page_cache", "MINDX_PAGE_CACHE")):
-            found[name] = value = env.get(variable, "").strip() or "auto"
-            if value not in ("auto", "always", "never"):
-                raise UsageError(f"environment variable {variable}={value!r}: give auto, always, never or nothing")
-        return cls(**found)
+        divide = _one_of(env, "MINDX_DIVIDED_SAVES", ("auto", "always", "never"))
+        return cls(divide=divide, page_cache=_one_of(env, "MINDX_PAGE_CACHE", ("never", "always")) == "always")
+
+
+def _one_of(env: Mapping[str, str], variable: str, values: Sequence[str]) -> str:
+    """The first of `values` is the default."""
+    value = env.get(variable, "").strip() or values[0]
+    if value not in values:
+        raise UsageError(f"environment variable {variable}={value!r}: give {', '.join(values)} or nothing")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

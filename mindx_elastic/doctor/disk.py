@@ -12,7 +12,6 @@ import torch
 
 from mindx_elastic.doctor.saving import Disk
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
-from mindx_elastic.persist.disk_choice import DiskChoice
 from mindx_elastic.persist.storage import free_space, nameless_file
 
 __all__ = ["existing_part", "measure"]
@@ -30,30 +29,22 @@ def existing_part(directory: Path) -> Path:
     return path
 
 
-def measure(folder: Path, measure_s: float, page_cache: str = "auto") -> Disk:
-    """Write to an existing folder for about `measure_s` seconds, as saves do: around the page cache and through it, the
-    faster way counts (`persist.disk_choice`). `page_cache`: as in `SavingSettings`. Raises OSError. Blocks.
+def measure(folder: Path, measure_s: float, *, page_cache: bool = False) -> Disk:
+    """Write to an existing folder for about `measure_s` seconds, as saves do, around the page cache and through it.
+    `page_cache`: which of them saves go, as in `SavingSettings`. Raises OSError. Blocks.
 
     At most a tenth of the free room is used, and 4 GiB. The file has no name, so nothing is left behind however this
     process ends.
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
-    ways = {"auto": (False, True), "always": (True,), "never": (False,)}[page_cache]
-    through = "through the page cache"
-    found: list[_Written] = []
-    for cached in ways:
-        found.append(_write(folder, data, measure_s / len(ways), cached=cached))
-        if not cached and not found[0].is_direct:
-            break  # the file system knows the other way only
-    best = found[-1]
-    if len(found) == 2:
-        if not DiskChoice(found[0].s_per_byte, best.s_per_byte, 0.0).is_cached:
-            best = found[0]
-        through += ", which is faster here"
+    used = _write(folder, data, measure_s / 2, cached=page_cache)
+    other = _write(folder, data, measure_s / 2, cached=not page_cache) if page_cache or used.is_direct else used
     return Disk(
-        bytes_per_s=1 / best.s_per_byte,
-        measured_bytes=best.nbytes,
-        way="direct I/O" if best.is_direct else through,
+        bytes_per_s=1 / used.s_per_byte,
+        measured_bytes=used.nbytes,
+        way="direct I/O" if used.is_direct else "through the page cache",
+        other_bytes_per_s=1 / other.s_per_byte,
+        other_setting="never" if page_cache else "always",
     )
 
 

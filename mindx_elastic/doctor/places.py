@@ -69,7 +69,7 @@ def look_at_directory(
     measure_s: float,
     *,
     allow_shared: bool,
-    page_cache: str,
+    page_cache: bool,
 ) -> Iterator[Finding]:
     """All that can be said of `directory`, which need not exist. `measure_s`: how long to write; 0: not at all.
     `page_cache`: as in `SavingSettings`."""
@@ -116,7 +116,7 @@ def look_at_directory(
         yield unknown("disk speed", "not measured (--measure 0)", "leave the option out to measure for a second")
         return
     try:
-        disk = measure(folder, measure_s, page_cache)
+        disk = measure(folder, measure_s, page_cache=page_cache)
     except OSError as error:
         yield problem(
             "disk speed",

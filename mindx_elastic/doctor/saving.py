@@ -20,6 +20,8 @@ __all__ = ["Disk", "State", "judge_room", "judge_time"]
 _AGREEMENT_S = 1.0
 """From the alarm to the agreed step, with room for a step that has begun, and for the file's name; steps take longer in
 some jobs."""
+_CLEARLY = 1.25
+"""So many times as fast is worth a word."""
 _KEPT_FREE = 2
 """A new checkpoint is written before the older one is deleted."""
 
@@ -56,6 +58,10 @@ class Disk:
     measured_bytes: int
     way: str
     """How, for a person."""
+    other_bytes_per_s: float = 0.0
+    """The same of the way that saves do not go."""
+    other_setting: str = "always"
+    """The value of ``MINDX_PAGE_CACHE`` for that."""
 
 
 def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Finding]:
@@ -66,6 +72,12 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
         "measured_bytes": float(disk.measured_bytes),
         "grace_s": grace_s,
     }
+    if disk.other_bytes_per_s > _CLEARLY * disk.bytes_per_s:
+        yield warning(
+            "disk speed",
+            f"{gib(disk.bytes_per_s)}/s by {disk.way}, and {gib(disk.other_bytes_per_s)}/s the other way",
+            f"MINDX_PAGE_CACHE={disk.other_setting} makes saves go that way",
+        )
     left_s = max(0.0, grace_s - _AGREEMENT_S)
     if state is None:
         text = f"{speed}: {gib(disk.bytes_per_s * left_s)} fit into {grace_s:g} s of grace"

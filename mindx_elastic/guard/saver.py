@@ -32,7 +32,6 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries
 from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
-from mindx_elastic.persist.disk_choice import LEAST_BYTES, MOST_RANK, DiskChooser
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
@@ -97,8 +96,7 @@ class Saver:
         """About the size of a save: parameters and the two moments of Adam."""
         self.reserve: Reserve | None = None
         """Memory and a thread for a dying save in a process that can get no more."""
-        self._chooser: DiskChooser | None = None
-        self._always_cached = False
+        self._page_cache = SavingSettings.from_env().page_cache
         self.reenters = False
         """The guard is left to be entered again in a moment."""
         self.together: Together | None = None
@@ -383,18 +381,6 @@ class Saver:
         except (OSError, RuntimeError, MemoryError) as error:
             logger.warning("memory and a thread for a dying save cannot be reserved (%s)", error)
 
-    def choose_disk_way(self, directory: Path) -> None:
-        """Main thread, at entry: find out, beside the training, which way to the disk of `directory` is faster."""
-        setting = SavingSettings.from_env().page_cache
-        self._always_cached = setting == "always"
-        if setting == "auto" and self.expected_bytes >= LEAST_BYTES:
-            root = self._root(directory)
-            self._chooser = DiskChooser(root, measures=self.ranks.local_rank == 0 and self.ranks.rank <= MOST_RANK)
-            self._chooser.start()
-
-    def _goes_through_cache(self, folder: Path) -> bool:
-        return self._always_cached if self._chooser is None else self._chooser.is_cached(folder)
-
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
         return self._queue.drain(timeout_s)
@@ -403,8 +389,6 @@ class Saver:
         """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._queue.close(timeout_s)
-        if self._chooser is not None:
-            self._chooser.close()
         if self.reserve is not None and not self.reenters:
             self.reserve.close()
         elif self.reserve is not None:
@@ -503,7 +487,7 @@ class Saver:
                     reserve=self.reserve if dying else None,
                     held=held,
                     flat=flat,
-                    cached=self._goes_through_cache(path.parent),
+                    cached=self._page_cache,
                 )
 
         try:

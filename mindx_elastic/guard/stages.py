@@ -71,7 +71,6 @@ class Stages:
             relay=relay,
             member=member,
         )
-        self._directory = next((policy.directory for policy in policies), None)
         self.watcher.start()
         self._last_resort.start(self.stopper)
         relay.threads |= {self.watcher.ident, self._last_resort.ident}
@@ -80,8 +79,6 @@ class Stages:
     def open_saver(self, stack: ExitStack, *, asynchronous: bool) -> None:
         """`asynchronous`: some saves are made beside the training."""
         self._saver.prepare(asynchronous=asynchronous)
-        if self._directory is not None:
-            self._saver.choose_disk_way(self._directory)
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
 
     def listen(self, stack: ExitStack) -> None:

@@ -5,8 +5,8 @@ and hashes them while they are in the CPU's cache, the others write full blocks,
 all release the GIL, so that the device never waits for the CPU (measured: copy + hash 7 GB/s, device 0.3 to 3 GB/s) and
 training goes on beside them. Four blocks under way at once took 0.85 to 0.92 of the time of one on a virtual disk.
 
-Where the page cache is faster (`disk_choice`), the same threads write through it, and flush what is there by then after
-each 64 MiB: an fsync that finds all of it in the end took 1.6 times as long.
+Where the page cache is faster (``MINDX_PAGE_CACHE=always``), the same threads write through it, and flush what is there
+by then after each 64 MiB: an fsync that finds all of it in the end took 1.6 times as long.
 
 Rejected: a mapping of the file (no error code when the disk is full, only SIGBUS); direct I/O from the tensors' own
 memory (torch aligns to 64 bytes, devices ask for up to 4096, and each small tensor would need a request of its own).
@@ -81,7 +81,7 @@ class BlockWriter:
         self, fd: int, offset: int, *, pinned: bool = False, reserve: Reserve | None = None, cached: bool = False
     ) -> None:
         """reserve: take memory and threads from there, unless another save has them; `pinned` is ignored then. cached:
-        through the page cache (`disk_choice`)."""
+        through the page cache."""
         self._fd = fd
         self._offset = offset
         held = None if reserve is None else reserve.take()

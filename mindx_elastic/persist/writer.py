@@ -82,7 +82,7 @@ def write_checkpoint(
     called with the finished temporary file just before it gets the name `path`; an OSError there fails the save.
     reserve: memory and a thread for a process that may get no more of either. held: the parts to write of a state that
     replicas divide; None: all of it. flat: what `flatten` gives for `state`, where the caller knows it already.
-    cached: write through the page cache, which is faster on some disks (`disk_choice`).
+    cached: write through the page cache, which is faster on some disks (`direct_io`).
 
     Where the file system refuses the name `path`, the file gets another one beside it: see `SaveResult.path`.
 

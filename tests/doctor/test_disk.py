@@ -1,7 +1,8 @@
-"""The disk is measured as saves write to it: the faster way counts."""
+"""The disk is measured as saves write to it, and the other way."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,27 @@ import pytest
 
 from mindx_elastic.doctor import disk
 from mindx_elastic.doctor.disk import measure
+from mindx_elastic.doctor.saving import Disk, judge_time
 
 
 @pytest.mark.parametrize(
-    ("direct_s", "cached_s", "page_cache", "way", "bytes_per_s"),
+    ("direct_s", "cached_s", "page_cache", "way", "speeds", "setting"),
     [
-        (1.0, 2.0, "auto", "direct I/O", 100),
-        (1.0, 0.95, "auto", "direct I/O", 100),  # not clearly
-        (1.0, 0.5, "auto", "through the page cache, which is faster here", 200),
-        (1.0, 0.5, "never", "direct I/O", 100),
-        (1.0, 2.0, "always", "through the page cache", 50),
-        (None, 0.5, "auto", "through the page cache", 200),
-        (None, 0.5, "never", "through the page cache", 200),
+        (1.0, 2.0, False, "direct I/O", (100, 50), "always"),
+        (1.0, 0.5, False, "direct I/O", (100, 200), "always"),
+        (1.0, 0.5, True, "through the page cache", (200, 100), "never"),
+        (None, 0.5, False, "through the page cache", (200, 200), "always"),
     ],
 )
-def test_the_faster_way_counts(
+def test_the_way_of_saves_and_the_other_one_are_measured(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     direct_s: float | None,
     cached_s: float,
-    page_cache: str,
+    page_cache: bool,
     way: str,
-    bytes_per_s: float,
+    speeds: tuple[float, float],
+    setting: str,
 ) -> None:
     """direct_s: None where the file system does not take direct I/O."""
 
@@ -39,9 +39,16 @@ def test_the_faster_way_counts(
         return disk._Written(100, direct_s if is_direct and direct_s is not None else cached_s, is_direct)
 
     monkeypatch.setattr(disk, "_write", write)
-    found = measure(tmp_path, 1.0, page_cache)
-    assert found.way == way
-    assert found.bytes_per_s == pytest.approx(bytes_per_s)
+    found = measure(tmp_path, 1.0, page_cache=page_cache)
+    assert (found.way, found.other_setting) == (way, setting)
+    assert (found.bytes_per_s, found.other_bytes_per_s) == pytest.approx(speeds)
+
+
+def test_a_way_that_is_clearly_faster_is_named() -> None:
+    slow = Disk(bytes_per_s=1e9, measured_bytes=1 << 30, way="direct I/O", other_bytes_per_s=1.2e9)
+    assert "MINDX_PAGE_CACHE" not in str(list(judge_time(slow, None, 30.0)))
+    (found, _) = judge_time(replace(slow, other_bytes_per_s=1.3e9), None, 30.0)
+    assert "MINDX_PAGE_CACHE=always" in str(found)
 
 
 def test_both_ways_are_written_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

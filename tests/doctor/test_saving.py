@@ -11,8 +11,8 @@ from mindx_elastic.doctor.saving import Disk, State, judge_room, judge_time
 GIB = 1 << 30
 
 
-def disk(gib_per_s: float, **more: float) -> Disk:
-    return Disk(bytes_per_s=gib_per_s * GIB, measured_bytes=GIB, way="direct I/O", **more)
+def disk(gib_per_s: float) -> Disk:
+    return Disk(bytes_per_s=gib_per_s * GIB, measured_bytes=GIB, way="direct I/O")
 
 
 def state(size_gib: float, ranks: int = 1, *, replicated: bool = True) -> State:
