@@ -26,7 +26,6 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
-from mindx_elastic.guard.checks.unseen_updates import UnseenUpdates
 from mindx_elastic.guard.observer import NotKept
 from mindx_elastic.guard.trial_packing import LATER_TRIALS, TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -34,6 +33,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["Boundaries"]
 
 _CLEAN = GateState.CLEAN
+_LONG_WINDOW = 64
 
 
 class Boundaries:
@@ -81,7 +81,7 @@ class Boundaries:
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
-        self.unseen = UnseenUpdates(collector, unmanaged)
+        self._num_without_update = 0  # steps in front of the first boundary
         self._not_kept: NotKept | None = None
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -97,6 +97,18 @@ class Boundaries:
         """Whether there are gradients without an update: the step that has ended is no boundary."""
         gate = self.gate
         return gate.state is _CLEAN and self._accumulates and gate.window_open()
+
+    def inside_first_window(self) -> None:
+        """A step has ended inside of an accumulation window, and none with a boundary yet. Without torch's knowledge
+        (``p.data -= ...``, C++) updates show nowhere: each step looks like a part of one window that never ends."""
+        self._num_without_update += 1
+        if self._num_without_update == _LONG_WINDOW:
+            self._unmanaged.hint(
+                f"{_LONG_WINDOW} steps have left gradients, and no optimizer has stepped: they count as parts of one "
+                "accumulation, and none of them can be saved",
+                "Where weights are updated in each of them, change them in a torch.optim.Optimizer, or under "
+                "torch.no_grad() without .data (p.sub_(...)) and clear the gradients",
+            )
 
     def cut(self, position: Position) -> None:
         """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""

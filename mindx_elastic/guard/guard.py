@@ -448,8 +448,8 @@ class Guard(LayeredGuard):
         loops.count()
         self._finished_step = False
         is_inside = self._boundaries.is_inside_accumulation()
-        if not self._boundaries.unseen.is_over:
-            self._boundaries.unseen.at_step(is_inside=is_inside)
+        if is_inside and not self._boundaries.has_passed:
+            self._boundaries.inside_first_window()
         self._cut = self._known and not is_inside
         self._cut = self._cut and loops.is_boundary()
         if self._cut:

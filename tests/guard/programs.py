@@ -456,15 +456,6 @@ REFUSED = {
             "named. Write Guard(lr_scheduler=sched, ...)"
         ),
     ),
-    "a scheduler of each epoch, deep inside": (
-        """
-        deep = [[[[[[StepLR(opt, 1)]]]]]]
-        PARTS = dict(model=net, optimizer=opt)
-        def step(): update(net(x).square().mean(), opt)
-        def after_epoch(): deep[0][0][0][0][0][0].step()
-        """,
-        "scheduler (StepLR) belongs to an optimizer of the guard, steps and is not named",
-    ),
     "a scheduler that is made inside a function of the loop": (
         """
         sched = StepLR(opt, 1)

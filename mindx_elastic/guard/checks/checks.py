@@ -50,7 +50,6 @@ from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
     Seen,
-    find_bound,
     inner_schedulers,
     kind_of,
     look,
@@ -192,10 +191,6 @@ class Checks:
         if self._modules:
             self.refreshed.watch([one.reference() for one in self._modules.values()], self._targets.values())
 
-    def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        components = self._collector.components.items()
-        return {name: c.optimizer for name, c in components if isinstance(c, OptimizerComponent)}
-
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
         own = {id(t) for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)}
@@ -207,8 +202,8 @@ class Checks:
     def _loose_parameters(self, kept: Kept) -> list[tuple[str, torch.Tensor]]:
         """The trained parameters of the named optimizers that no named object keeps, and their optimizer's name."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, optimizer in self._named_optimizers().items():
-            for group in optimizer.param_groups:
+        for name, component in self._collector.components.items():
+            for group in component.optimizer.param_groups if isinstance(component, OptimizerComponent) else ():
                 for parameter in group["params"]:
                     if parameter.requires_grad and not kept.has(parameter):
                         found.setdefault(id(parameter), (name, parameter))
@@ -264,22 +259,16 @@ class Checks:
 
     def _check_schedulers(self, seen: Seen, kept: Kept) -> None:
         ours = self._optimizer_ids()
-        candidates = dict(seen.schedulers)
-        if not self._boundaries:
-            # A scheduler wraps its optimizer's step(). The search takes 40 ms, so only where none of them is known.
-            known = [*(found.value for found in seen.schedulers.values()), *self._targets.values()]
-            bound = {id(_optimizer_of(each)) for each in known}
-            hidden = [o for o in self._named_optimizers().values() if "step" in vars(o) and id(o) not in bound]
-            candidates |= {id(each): Found("", "", each) for each in find_bound(hidden)}
-        children = {key for found in candidates.values() for key in inner_schedulers(found.value)}
-        for key, found in candidates.items():
-            if id(_optimizer_of(found.value)) not in ours or kept.has_object(found.value) or key in children:
+        children = {key for found in seen.schedulers.values() for key in inner_schedulers(found.value)}
+        for key, found in seen.schedulers.items():
+            optimizer = attributes_of(found.value).get("optimizer")
+            if id(optimizer) not in ours or kept.has_object(found.value) or key in children:
                 continue
             if key in self._schedulers:
                 continue
             # It may be unused, or left over from an earlier training: it is refused when it steps.
             steps, remedy = _steps_of(found.value), self._remedies.how_to_name("lr_scheduler", found)
-            watched = self._schedulers[key] = _Watched(weakref.ref(found.value), _shown(found), remedy, steps)
+            watched = self._schedulers[key] = _Watched(weakref.ref(found.value), str(found), remedy, steps)
             if steps <= 1:
                 what = f"scheduler {watched.name} belongs to an optimizer of the guard and is not named"
                 self._unmanaged.hint(f"{what}: its first step will be refused", remedy)
@@ -315,12 +304,12 @@ class Checks:
             missing = {id(tensor) for each in kept.missing(found.value) for tensor in each}
             if key not in self._modules and missing - claimed and not is_sharded_in_part(found.value):
                 remedy = self._remedies.how_to_keep(found)
-                self._modules[key] = _Watched(weakref.ref(found.value), _shown(found), remedy)
+                self._modules[key] = _Watched(weakref.ref(found.value), str(found), remedy)
             claimed |= missing
         for key, found in seen.scalers.items():
             if key not in self._scalers and not kept.has_object(found.value):
                 remedy = f"Write Guard(scaler={found.name}, ...)"
-                self._scalers[key] = _Watched(weakref.ref(found.value), _shown(found), remedy)
+                self._scalers[key] = _Watched(weakref.ref(found.value), str(found), remedy)
 
     def _compare(self) -> None:
         """Compare what is watched with the look before, unless an evaluation came between. Raises
@@ -371,10 +360,6 @@ def _alive(watched: dict[int, _Watched]) -> Iterator[tuple[_Watched, Any]]:
             yield one, value
 
 
-def _shown(found: Found) -> str:
-    return str(found) if found.name else f"({type(found.value).__name__})"
-
-
 def _owner_of(parameter: torch.Tensor, seen: Seen) -> tuple[Found | None, str]:
     """The module among the variables that has `parameter`, and its name there."""
     for found in seen.modules.values():
@@ -382,10 +367,6 @@ def _owner_of(parameter: torch.Tensor, seen: Seen) -> tuple[Found | None, str]:
             if own is parameter:
                 return found, place
     return None, ""
-
-
-def _optimizer_of(scheduler: object) -> object:
-    return attributes_of(scheduler).get("optimizer")
 
 
 def _steps_of(scheduler: object) -> int:

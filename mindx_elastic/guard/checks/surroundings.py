@@ -8,7 +8,6 @@ keeps no reference, and it is bounded, because it runs in the training thread.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import sys
@@ -36,7 +35,6 @@ __all__ = [
     "GENERATORS",
     "Found",
     "Seen",
-    "find_bound",
     "inner_schedulers",
     "is_library",
     "is_of_library",
@@ -162,25 +160,6 @@ def reachable(value: object, *, models: bool, but: Collection[object] = ()) -> d
     walk.add_variables({"": value}, "")
     walk.run()
     return {key: each for key, each in walk.known.items() if key not in left_out}
-
-
-def find_bound(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """Every scheduler in the process that has one of `optimizers`: searches all objects, which takes 40 ms."""
-    if not optimizers:
-        return []
-    found: dict[int, Any] = {}
-    ids = set(map(id, optimizers))
-    dicts = []
-    for holder in gc.get_referrers(*optimizers):
-        if issubclass(type(holder), _SCHEDULERS):
-            found[id(holder)] = holder
-        elif type(holder) is dict and "optimizer" in holder and "last_epoch" in holder:
-            dicts.append(holder)
-    if dicts:  # the instance dictionary, where Python tells of that and not of the object
-        for holder in gc.get_referrers(*dicts):
-            if issubclass(type(holder), _SCHEDULERS) and id(attributes_of(holder).get("optimizer")) in ids:
-                found[id(holder)] = holder
-    return list(found.values())
 
 
 def inner_schedulers(scheduler: object) -> dict[int, object]:
