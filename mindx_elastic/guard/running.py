@@ -8,15 +8,12 @@ new process of the dead rank.
 from __future__ import annotations
 
 import importlib
-import mmap
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -39,28 +36,23 @@ from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.observer import observers
-from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import ahead, groups, nccl, sharded, spare, trial
+from mindx_elastic.rejoin import ahead, groups, nccl, spare, trial
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
-from mindx_elastic.rejoin.copies import DONOR_RING, Parcel
+from mindx_elastic.rejoin.copies import DONOR_RING
 from mindx_elastic.rejoin.failures import comes_from_failure
-from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
+from mindx_elastic.rejoin.host import Host
+from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
-from mindx_elastic.rejoin.protocol import InMemory, Report
 from mindx_elastic.start.in_place import Boundary, Lent
 
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
 _CARRIED = frozenset({"signal", "flag", "request", "fault"})  # not what a death or an error has brought
-_FINISHES_S = 0.2
-"""Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
-cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
 _MOST_ERRORS = 20  # each made of the one before
 _CONNECTIONS = 4  # of an exchange, and of a member
 _IMPORTED_LATER = ("torch.nn.utils.prune",)  # when a state is loaded
@@ -194,7 +186,7 @@ class Place:
             member.at_batch()
 
         loaders.at_every_ask(at_batch)
-        member.opened(_host_of(stopper, around, ranks, ddp, self.objects))
+        member.opened(Host(stopper, around.memory, ranks, ddp, self.objects))
         part = member.part_of_node(replicated=stopper.saver.replicated)
         member.page.set(in_place=part, generation=member.generation)
         if self.entry is not None:
@@ -348,88 +340,3 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     if agent is not None:
         laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, settings.scope or str(agent.attempt))
     return _AheadOfRank(ObjectsBeforeCall(targets), laid_out, Collector(targets))
-
-
-def _complete(orders: Mapping[str, list[int]], ddp: groups.DdpModules) -> Mapping[str, list[int]]:
-    """The orders of all of `ddp`; empty where one is not known yet, or cannot be."""
-    return orders if ddp and all(orders.get(name) for name, _ in ddp) else {}
-
-
-def _problem(saver: Saver) -> str:
-    """Why the ranks cannot go on in place from one boundary; empty: they can."""
-    if saver.collector.compiled.any:
-        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
-    return ""
-
-
-def _host_of(
-    stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules, objects: ObjectsBeforeCall
-) -> Host:
-    """What the member needs of an open guard."""
-    saver, collector = stopper.saver, stopper.saver.collector
-
-    def in_memory() -> InMemory:
-        if around.memory is None:
-            return InMemory()
-        around.memory.settle()
-        return find_in_memory(around.memory.folder, ranks.rank)
-
-    def memory_folder() -> Path:
-        if around.memory is None:
-            raise RejoinFailed("there is no shared memory")
-        return around.memory.folder
-
-    def report() -> Report:
-        stopper.update_gate.give_up()
-        problem_of_devices = groups.devices.settle()
-        if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
-            nccl.end_process(broken)  # before it has reported: a new process takes its place
-        memory = in_memory()
-        with stopper.update_gate.hold(0.0) as problem:
-            return Report(
-                rank=ranks.rank,
-                run_id=saver.events.run_id,
-                attempt=saver.events.attempt,
-                step=collector.position.step,
-                clean=problem is None,
-                groups=groups.digest(),
-                orders=collector.gradient_order,
-                problem=problem_of_devices or _problem(saver) or objects.problem,
-                peers=None if saver.replicated else collector.layouts.same_parts(),
-                base=saver.base,
-                saved=saver.newest_step,
-                memory=memory,
-            )
-
-    def donate() -> Path:
-        path = None if around.memory is None else around.memory.donate()
-        if path is None:
-            raise RejoinFailed("the donor's state does not fit into shared memory")
-        return path
-
-    def receive(parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
-        if around.memory is None:
-            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
-        return around.memory.receive(parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
-
-    def open_gate() -> None:
-        stopper.step_gate.close()
-        stopper.step_gate.open_until(0)
-
-    return Host(
-        report=report,
-        live=lambda: (collector.state(), saver.describe("snapshot")),
-        donate=donate,
-        receive=receive,
-        memory_folder=memory_folder,
-        reset_modules=lambda: sharded.reset(collector.sharded_modules),
-        is_stopping=lambda: stopper.alarm is not None,
-        peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
-        call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),
-        open_gate=open_gate,
-        end=stopper.end_unsaved,
-        ddp=ddp,
-        orders=lambda: _complete(collector.gradient_order, ddp),
-        finishes_s=0.0 if saver.replicated or len(collector.layouts.same_parts()) < 2 else _FINISHES_S,
-        modules=collector.sharded_modules,
-    )

@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
@@ -32,7 +30,10 @@ from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
-__all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed", "UnfitSpareError"]
+if TYPE_CHECKING:
+    from mindx_elastic.rejoin.host import Host
+
+__all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "RejoinFailed", "UnfitSpareError"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
@@ -80,40 +81,6 @@ class Entry:
     """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """What a member needs of its guard while that is open."""
-
-    report: Callable[[], Report]
-    live: Callable[[], tuple[Mapping[str, Any], Any]]
-    """The state of the last boundary, and its header facts. The update gate is held."""
-    donate: Callable[[], Path]
-    """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
-    receive: Receive
-    """Keep the file of a donor of another node as a snapshot of this rank. Raises RejoinFailed."""
-    memory_folder: Callable[[], Path]
-    """The job's folder in shared memory. Raises RejoinFailed."""
-    reset_modules: Callable[[], str]
-    """Make the modules, which were cut off in a forward or backward, ready for the next one, and forget gradients.
-    Returns why it is not possible; empty: it is done."""
-    is_stopping: Callable[[], bool]
-    peers_gone_soon: Callable[[], bool]
-    """After a failed collective: whether another rank is gone, or will be in a moment."""
-    call_soon: Callable[[float, Callable[[], None]], None]
-    """Run a function in the watcher thread after so many seconds."""
-    open_gate: Callable[[], None]
-    """Let the training thread come out at its next boundary."""
-    end: Callable[[str], NoReturn]
-    """End this process, because of what the text says, without a save and without a word to the others."""
-    ddp: DdpModules
-    orders: Callable[[], Mapping[str, list[int]]] = dict
-    """The order in which the gradients of each of `ddp` arrive; empty: it is not known yet."""
-    finishes_s: float = 0.0
-    """How long collectives that need no dead rank have until they are cut as well."""
-    modules: Sequence[torch.nn.Module] = ()
-    """Other modules whose forward fails when a rank has died."""
 
 
 class Member:

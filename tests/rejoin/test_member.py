@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.rejoin.board import Board
-from mindx_elastic.rejoin.member import Host, Member, RejoinFailed
+from mindx_elastic.rejoin.host import Host
+from mindx_elastic.rejoin.member import Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
 
 
@@ -31,30 +32,27 @@ def member(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Membe
         AgentInfo(folder=tmp_path, attempt=0),
     )
     monkeypatch.setattr(made, "_connection", lambda: store)
-    made._host = host()
+    made._host = LoneHost()
     return made
 
 
-def host() -> Host:
-    def end(why: str) -> Any:
-        raise Ended(why)
+class LoneHost(Host):
+    """Of a guard whose modules cannot be made ready again."""
 
-    report = Report(rank=1, run_id="run", attempt=0, step=7, clean=True, groups="g")
-    nothing: Any = None
-    return Host(
-        report=lambda: report,
-        live=nothing,
-        donate=nothing,
-        receive=nothing,
-        memory_folder=nothing,
-        reset_modules=lambda: "the modules are not ready",
-        is_stopping=lambda: False,
-        peers_gone_soon=lambda: True,
-        call_soon=lambda seconds, work: None,
-        open_gate=lambda: None,
-        end=end,
-        ddp=(),
-    )
+    def __init__(self) -> None:
+        self.ddp = ()
+
+    def report(self) -> Report:
+        return Report(rank=1, run_id="run", attempt=0, step=7, clean=True, groups="g")
+
+    def reset_modules(self) -> str:
+        return "the modules are not ready"
+
+    def is_stopping(self) -> bool:
+        return False
+
+    def end(self, why: str) -> NoReturn:
+        raise Ended(why)
 
 
 def notes_of(store: Any) -> Board:

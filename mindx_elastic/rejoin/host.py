@@ -1,0 +1,134 @@
+"""What a member needs of its guard while that is open."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.memory.memory import Memory
+from mindx_elastic.rejoin import groups, nccl, sharded
+from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
+from mindx_elastic.rejoin.copies import Parcel
+from mindx_elastic.rejoin.in_memory import find_in_memory
+from mindx_elastic.rejoin.member import RejoinFailed
+from mindx_elastic.rejoin.protocol import InMemory, Report
+
+if TYPE_CHECKING:
+    from mindx_elastic.guard.stopper import Stopper
+
+__all__ = ["Host"]
+
+_FINISHES_S = 0.2
+"""Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
+cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
+
+
+class Host:
+    """One per entered guard."""
+
+    def __init__(
+        self,
+        stopper: Stopper,
+        memory: Memory | None,
+        ranks: RankInfo,
+        ddp: groups.DdpModules,
+        objects: ObjectsBeforeCall,
+    ) -> None:
+        """`memory`: the rank's shared memory; None: there is none."""
+        self._stopper, self._memory, self._ranks, self._objects = stopper, memory, ranks, objects
+        self._saver, collector = stopper.saver, stopper.saver.collector
+        self._collector, self.ddp = collector, ddp
+        self.modules = collector.sharded_modules
+        """Other modules than `ddp` whose forward fails when a rank has died."""
+        has_other_parts = not stopper.saver.replicated and len(collector.layouts.same_parts()) > 1
+        self.finishes_s = _FINISHES_S if has_other_parts else 0.0
+        """How long collectives that need no dead rank have until they are cut as well."""
+
+    def report(self) -> Report:
+        stopper, saver, collector = self._stopper, self._saver, self._collector
+        stopper.update_gate.give_up()
+        problem_of_devices = groups.devices.settle()
+        if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
+            nccl.end_process(broken)  # before it has reported: a new process takes its place
+        memory = InMemory()
+        if self._memory is not None:
+            self._memory.settle()
+            memory = find_in_memory(self._memory.folder, self._ranks.rank)
+        with stopper.update_gate.hold(0.0) as problem:
+            return Report(
+                rank=self._ranks.rank,
+                run_id=saver.events.run_id,
+                attempt=saver.events.attempt,
+                step=collector.position.step,
+                clean=problem is None,
+                groups=groups.digest(),
+                orders=collector.gradient_order,
+                problem=problem_of_devices or self._problem() or self._objects.problem,
+                peers=None if saver.replicated else collector.layouts.same_parts(),
+                base=saver.base,
+                saved=saver.newest_step,
+                memory=memory,
+            )
+
+    def _problem(self) -> str:
+        """Why the ranks cannot go on in place from one boundary; empty: they can."""
+        if self._collector.compiled.any:
+            return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
+        return ""
+
+    def live(self) -> tuple[Mapping[str, Any], Any]:
+        """The state of the last boundary, and its header facts. The update gate is held."""
+        return self._collector.state(), self._saver.describe("snapshot")
+
+    def donate(self) -> Path:
+        """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
+        path = None if self._memory is None else self._memory.donate()
+        if path is None:
+            raise RejoinFailed("the donor's state does not fit into shared memory")
+        return path
+
+    def receive(self, parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
+        """Keep the file of a donor of another node as a snapshot of this rank. Raises RejoinFailed."""
+        if self._memory is None:
+            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
+        return self._memory.receive(parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
+
+    def memory_folder(self) -> Path:
+        """The job's folder in shared memory. Raises RejoinFailed."""
+        if self._memory is None:
+            raise RejoinFailed("there is no shared memory")
+        return self._memory.folder
+
+    def reset_modules(self) -> str:
+        """Make the modules, which were cut off in a forward or backward, ready for the next one, and forget gradients.
+        Returns why it is not possible; empty: it is done."""
+        return sharded.reset(self.modules)
+
+    def is_stopping(self) -> bool:
+        return self._stopper.alarm is not None
+
+    def peers_gone_soon(self) -> bool:
+        """After a failed collective: whether another rank is gone, or will be in a moment."""
+        return bool(self._stopper.peers_gone_soon(RuntimeError()))
+
+    def call_soon(self, seconds: float, work: Callable[[], None]) -> None:
+        """Run a function in the watcher thread after so many seconds."""
+        self._stopper.watcher.call_at(time.monotonic() + seconds, work)
+
+    def open_gate(self) -> None:
+        """Let the training thread come out at its next boundary."""
+        self._stopper.step_gate.close()
+        self._stopper.step_gate.open_until(0)
+
+    def end(self, why: str) -> NoReturn:
+        """End this process, without a save and without a word to the others."""
+        self._stopper.end_unsaved(why)
+
+    def orders(self) -> Mapping[str, list[int]]:
+        """The order in which the gradients of each of `ddp` arrive; empty where one is not known yet, or cannot be."""
+        orders = self._collector.gradient_order
+        return orders if self.ddp and all(orders.get(name) for name, _ in self.ddp) else {}
