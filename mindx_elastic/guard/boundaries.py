@@ -49,8 +49,10 @@ class Boundaries:
         world_size: int,
         by_hand: bool,
         ddp: DdpModules,
+        hear_not_kept: Callable[[Sequence[str]], None],
     ) -> None:
-        """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths."""
+        """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths. `hear_not_kept`: is told the
+        names of what goes on from step to step and is not kept."""
         self._collector, self._unmanaged = collector, unmanaged
         self.has_passed = False
         """A boundary was passed since the start."""
@@ -83,6 +85,7 @@ class Boundaries:
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self._num_without_update = 0  # steps in front of the first boundary
         self._not_kept: NotKept | None = None
+        self._hear_not_kept = hear_not_kept
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:
@@ -145,6 +148,7 @@ class Boundaries:
         if (names := look.at_boundary(self._is_ahead)) is not None:
             self._not_kept = None
             self._unmanaged.note_not_kept(names)
+            self._hear_not_kept(names)
             if self._tell_not_kept is not None:
                 self._tell_not_kept(look.counts)
 

@@ -297,6 +297,7 @@ class Guard(LayeredGuard):
             world_size=self._ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
             ddp=opening.ddp,
+            hear_not_kept=self._checks.hear_not_kept,
         )
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)

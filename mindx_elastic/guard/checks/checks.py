@@ -15,8 +15,7 @@ a `GradScaler`, not named                                        it is enabled a
 a module, not named                                              its parameters change between two boundaries of an
                                                                  epoch; buffers, or between epochs: a risk
 a generator                                                      it moves twice between boundaries of an epoch
-a named tensor, container or module whose variable holds         a risk: it may be made anew in each step
-another one, which changes
+a variable of a named tensor or container, bound anew            a risk: it may be made anew in each step
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -142,6 +141,10 @@ class Checks:
         if self._boundaries <= _FIRST_LOOKS or not self._boundaries & (self._boundaries - 1):
             self._look_again(sys._getframe(1))
 
+    def hear_not_kept(self, names: Sequence[str]) -> None:
+        """What goes on from step to step and is not kept: see `observer.NotKept`."""
+        self._rebound.tell(names, sys._getframe(1))
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around an evaluation: whatever moves inside is none of the training's."""
@@ -186,8 +189,6 @@ class Checks:
         self._compare()
         if self._boundaries > _FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
             self._search(frame)
-        if self._boundaries not in (2, 3):  # it goes through all variables
-            self._rebound.look(frame)
         if self._modules:
             self.refreshed.watch([one.reference() for one in self._modules.values()], self._targets.values())
 
