@@ -27,9 +27,10 @@ from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
+from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.member import Entry, Member, RejoinFailed
+from mindx_elastic.rejoin.member import Entry, Member
 from mindx_elastic.rejoin.protocol import Verdict
 from mindx_elastic.rejoin.record import BY_HAND, IN_PLACE, RESTART, RecoveryRecord, StandIn, as_event, stages_of
 

@@ -161,7 +161,7 @@ class WorkerEnd:
 def _is_of_others(error: BaseException) -> bool:
     """Whether a collective or the store has failed because the other end is gone; or, in a new process, the recovery in
     place that it was to join has come to nothing."""
-    from mindx_elastic.rejoin.member import RejoinFailed
+    from mindx_elastic.rejoin.failures import RejoinFailed
 
     if isinstance(error, RejoinFailed):
         return True

@@ -208,7 +208,7 @@ class Guard(LayeredGuard):
             if place is None and not self._around.is_guest:
                 tell_of_block(self._ranks, is_layered=self._loops.is_layered)
             elif place is not None:
-                place.opened(self.stopper, self._around, self._loaders, self._ranks, self._ddp)
+                place.opened(self.stopper, self._around, self._loaders, self._ddp)
             self._listeners.answer_held()
             self._stack = stack.pop_all()
 

@@ -43,9 +43,9 @@ from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import ahead, groups, nccl, spare, trial
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.copies import DONOR_RING
-from mindx_elastic.rejoin.failures import comes_from_failure
+from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member, RejoinFailed
+from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member
 from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
 from mindx_elastic.start.in_place import Boundary, Lent
 
@@ -169,9 +169,7 @@ class Place:
         variables = VariablesPart(self.objects, now, rank, is_new=is_new)
         return [*self.member.parts(), *([] if entry is None else [variables])]
 
-    def opened(
-        self, stopper: Stopper, around: Connections, loaders: Loaders, ranks: RankInfo, ddp: groups.DdpModules
-    ) -> None:
+    def opened(self, stopper: Stopper, around: Connections, loaders: Loaders, ddp: groups.DdpModules) -> None:
         """The guard is open."""
         member = self.member
         cluster = sys.modules.get("mindx_elastic.cluster.in_place")
@@ -186,7 +184,19 @@ class Place:
             member.at_batch()
 
         loaders.at_every_ask(at_batch)
-        member.opened(Host(stopper, around.memory, ranks, ddp, self.objects))
+        host = Host(
+            stopper.saver,
+            around.memory,
+            stopper.update_gate,
+            stopper.step_gate,
+            stopper.watcher,
+            ddp,
+            self.objects,
+            is_stopping=lambda: stopper.alarm is not None,
+            peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
+            end=stopper.end_unsaved,
+        )
+        member.opened(host)
         part = member.part_of_node(replicated=stopper.saver.replicated)
         member.page.set(in_place=part, generation=member.generation)
         if self.entry is not None:

@@ -21,9 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Failures", "comes_from_failure"]
+__all__ = ["Failures", "RejoinFailed", "comes_from_failure"]
 
 _MOST_CAUSES = 20
+
+
+class RejoinFailed(Exception):
+    """There is no in-place recovery this time; the text says why."""
 
 
 def comes_from_failure(error: BaseException | None) -> bool:

@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mindx_elastic.config import RankInfo
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.memory.memory import Memory
 from mindx_elastic.rejoin import groups, nccl, sharded
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
 from mindx_elastic.rejoin.copies import Parcel
+from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.member import RejoinFailed
 from mindx_elastic.rejoin.protocol import InMemory, Report
 
 if TYPE_CHECKING:
-    from mindx_elastic.guard.stopper import Stopper
+    from mindx_elastic.guard.saver import Saver
 
 __all__ = ["Host"]
 
@@ -32,35 +34,44 @@ class Host:
 
     def __init__(
         self,
-        stopper: Stopper,
+        saver: Saver,
         memory: Memory | None,
-        ranks: RankInfo,
+        gate: UpdateGate,
+        step_gate: StepGate,
+        watcher: Watcher,
         ddp: groups.DdpModules,
         objects: ObjectsBeforeCall,
+        *,
+        is_stopping: Callable[[], bool],
+        peers_gone_soon: Callable[[], bool],
+        end: Callable[[str], NoReturn],
     ) -> None:
-        """`memory`: the rank's shared memory; None: there is none."""
-        self._stopper, self._memory, self._ranks, self._objects = stopper, memory, ranks, objects
-        self._saver, collector = stopper.saver, stopper.saver.collector
-        self._collector, self.ddp = collector, ddp
-        self.modules = collector.sharded_modules
+        """`memory`: the rank's shared memory; None: there is none. `peers_gone_soon`: after a failed collective,
+        whether another rank is gone, or will be in a moment. `end`: ends this process, because of what the text says,
+        without a save and without a word to the others."""
+        self._saver, self._collector, self._memory, self._objects = saver, saver.collector, memory, objects
+        self._gate, self._step_gate, self._watcher = gate, step_gate, watcher
+        self.is_stopping, self.peers_gone_soon, self.end = is_stopping, peers_gone_soon, end
+        self.ddp = ddp
+        self.modules = saver.collector.sharded_modules
         """Other modules than `ddp` whose forward fails when a rank has died."""
-        has_other_parts = not stopper.saver.replicated and len(collector.layouts.same_parts()) > 1
+        has_other_parts = not saver.replicated and len(saver.collector.layouts.same_parts()) > 1
         self.finishes_s = _FINISHES_S if has_other_parts else 0.0
         """How long collectives that need no dead rank have until they are cut as well."""
 
     def report(self) -> Report:
-        stopper, saver, collector = self._stopper, self._saver, self._collector
-        stopper.update_gate.give_up()
+        saver, collector, rank = self._saver, self._collector, self._saver.ranks.rank
+        self._gate.give_up()
         problem_of_devices = groups.devices.settle()
         if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
             nccl.end_process(broken)  # before it has reported: a new process takes its place
         memory = InMemory()
         if self._memory is not None:
             self._memory.settle()
-            memory = find_in_memory(self._memory.folder, self._ranks.rank)
-        with stopper.update_gate.hold(0.0) as problem:
+            memory = find_in_memory(self._memory.folder, rank)
+        with self._gate.hold(0.0) as problem:
             return Report(
-                rank=self._ranks.rank,
+                rank=rank,
                 run_id=saver.events.run_id,
                 attempt=saver.events.attempt,
                 step=collector.position.step,
@@ -108,25 +119,14 @@ class Host:
         Returns why it is not possible; empty: it is done."""
         return sharded.reset(self.modules)
 
-    def is_stopping(self) -> bool:
-        return self._stopper.alarm is not None
-
-    def peers_gone_soon(self) -> bool:
-        """After a failed collective: whether another rank is gone, or will be in a moment."""
-        return bool(self._stopper.peers_gone_soon(RuntimeError()))
-
     def call_soon(self, seconds: float, work: Callable[[], None]) -> None:
         """Run a function in the watcher thread after so many seconds."""
-        self._stopper.watcher.call_at(time.monotonic() + seconds, work)
+        self._watcher.call_at(time.monotonic() + seconds, work)
 
     def open_gate(self) -> None:
         """Let the training thread come out at its next boundary."""
-        self._stopper.step_gate.close()
-        self._stopper.step_gate.open_until(0)
-
-    def end(self, why: str) -> NoReturn:
-        """End this process, without a save and without a word to the others."""
-        self._stopper.end_unsaved(why)
+        self._step_gate.close()
+        self._step_gate.open_until(0)
 
     def orders(self) -> Mapping[str, list[int]]:
         """The order in which the gradients of each of `ddp` arrive; empty where one is not known yet, or cannot be."""

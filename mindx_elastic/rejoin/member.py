@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
@@ -25,15 +25,13 @@ from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.ahead import share_orders
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Receive
-from mindx_elastic.rejoin.failures import Failures
+from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
+from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
-if TYPE_CHECKING:
-    from mindx_elastic.rejoin.host import Host
-
-__all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "RejoinFailed", "UnfitSpareError"]
+__all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
@@ -50,10 +48,6 @@ class LeavesToRejoin(BaseException):
 
 class UnfitSpareError(Exception):
     """This process was a spare, and another one must take the place; it has told the others nothing yet."""
-
-
-class RejoinFailed(Exception):
-    """There is no in-place recovery this time; the text says why."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
+from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.lost_node import FIRST, keepers
-from mindx_elastic.rejoin.member import Found, Member, RejoinFailed
+from mindx_elastic.rejoin.member import Found, Member
 from mindx_elastic.rejoin.protocol import Report, Verdict
 from mindx_elastic.rejoin.small_records import Courier, newest, put_into_ring
 

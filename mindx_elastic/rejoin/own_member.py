@@ -18,7 +18,8 @@ from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.rejoin import groups, joiner, sharded, spare
 from mindx_elastic.rejoin.copies import Parcel, Receive
-from mindx_elastic.rejoin.member import Entry, Member, RejoinFailed, UnfitSpareError
+from mindx_elastic.rejoin.failures import RejoinFailed
+from mindx_elastic.rejoin.member import Entry, Member, UnfitSpareError
 from mindx_elastic.rejoin.nodes_member import NodesMember
 
 __all__ = ["find_member", "join_job", "tell_once"]

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.rejoin.board import Board
+from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.member import Member, RejoinFailed
+from mindx_elastic.rejoin.member import Member
 from mindx_elastic.rejoin.protocol import Report
 
 
@@ -40,19 +41,16 @@ class LoneHost(Host):
     """Of a guard whose modules cannot be made ready again."""
 
     def __init__(self) -> None:
-        self.ddp = ()
+        def end(why: str) -> NoReturn:
+            raise Ended(why)
+
+        self.ddp, self.end, self.is_stopping = (), end, lambda: False
 
     def report(self) -> Report:
         return Report(rank=1, run_id="run", attempt=0, step=7, clean=True, groups="g")
 
     def reset_modules(self) -> str:
         return "the modules are not ready"
-
-    def is_stopping(self) -> bool:
-        return False
-
-    def end(self, why: str) -> NoReturn:
-        raise Ended(why)
 
 
 def notes_of(store: Any) -> Board:
