@@ -27,7 +27,6 @@ from mindx_elastic.capture.components import (
 )
 from mindx_elastic.capture.copying import copy_tree, device_tensors
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
-from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
@@ -43,8 +42,6 @@ from mindx_elastic.errors import MismatchError
 __all__ = ["Collector"]
 
 _MOST_KEPT = 64 << 20
-_HEADER_ROOM = 512
-"""About the bytes that a tensor takes in a header, and the random generators."""
 
 
 class Collector:
@@ -390,14 +387,6 @@ class Collector:
     def copied_from_device(self) -> dict[str, dict[str, torch.Tensor]]:
         """The boundary's saved buffers that were on a device, in host memory. Waits for the device."""
         return {name: there for name, m in self._modules.items() if (there := m.copied_from_device())}
-
-    def expected_nbytes(self) -> int:
-        """About the size of a file of the whole state, also before the optimizers have any of theirs."""
-        tensors = {id(t): t for module in self._modules.values() for t in module.module.state_dict().values()}
-        tensors |= {id(t): t for optimizer in self._optimizers.values() for t in optimizer.tensors()}
-        known = [local_part(t) for t in tensors.values() if isinstance(t, torch.Tensor)]
-        coming = sum(optimizer.coming_nbytes() for optimizer in self._optimizers.values())
-        return sum(t.nbytes for t in known) + coming + _HEADER_ROOM * (1 + len(known))
 
     def _progress(self) -> dict[str, Any]:
         progress: dict[str, Any] = self.position._asdict()

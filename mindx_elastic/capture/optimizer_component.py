@@ -122,15 +122,6 @@ class OptimizerComponent:
         """Those of its state that there are now."""
         return [t for values in self.local.state.values() for _, t in tensors_in(values, "")]
 
-    def coming_nbytes(self) -> int:
-        """A guess: what its first step adds to its state."""
-        found = 0
-        for group in self.local.param_groups:
-            moments = 2 + bool(group.get("amsgrad")) if "betas" in group else int(bool(group.get("momentum")))
-            new = (p for p in group["params"] if p.requires_grad and not self.local.state.get(p))
-            found += moments * sum(local_part(p).nbytes for p in new)
-        return found
-
     def copy(self) -> None:
         self._groups = [*map(_options_of, self.optimizer.param_groups)]  # as `look`
         if self._has_own:

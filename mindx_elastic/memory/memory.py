@@ -120,8 +120,6 @@ class Memory:
                 instead=instead,
                 tell=tell_interval,
             )
-            if self._every != 0 and instead is None:
-                self._snapshotter.prepare(collector.expected_nbytes())
 
     def at_boundary(self, step: int, *, tail_follows: bool = False, after_tail: bool = False) -> None:
         """Training thread: the boundary `step` was passed.

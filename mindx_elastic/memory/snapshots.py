@@ -103,18 +103,8 @@ class Snapshotter:
         self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
         self._reserved = self._reserving = self._hurry = False
-        self._ahead = 0  # bytes to get before the first boundary
         self.broken = False
         """Shared memory has no room, or the state has no form; said once, training goes on without snapshots."""
-
-    def prepare(self, nbytes: int) -> None:
-        """No step has been made yet, and a snapshot will have about `nbytes`: get the memory beside the first step.
-
-        A first snapshot that has to get it by itself takes several times as long, in the training thread.
-        """
-        with self._wanted:
-            self._ahead = nbytes
-            self._wake()
 
     def at_boundary(self, step: int) -> None:
         """The boundary `step` has just been passed, its volatile state is copied. Once more for the same one, with more
@@ -192,11 +182,10 @@ class Snapshotter:
     def _run(self) -> None:
         while True:
             with self._wanted:
-                self._wanted.wait_for(lambda: self._pending or self._reserving or self._ahead or self._closed)
+                self._wanted.wait_for(lambda: self._pending or self._reserving or self._closed)
                 if self._closed and not self._pending:
                     return
                 pending, self._pending, self._reserving = self._pending, False, False
-                ahead, self._ahead = self._ahead, 0
             if pending:
                 try:
                     index = self._copy()
@@ -206,23 +195,11 @@ class Snapshotter:
                     self._gate.give_back()
                 if index is not None:
                     self._seal(index)
-            if ahead and not self._nbytes:
-                self._reserve_ahead(ahead)
-            elif not self._reserved and self._nbytes and not self.broken:
+            if not self._reserved and self._nbytes and not self.broken:
                 self._reserve()
             with self._wanted:
-                self._working = bool(self._pending or self._reserving or self._ahead)
+                self._working = self._pending or self._reserving
                 self._wanted.notify_all()
-
-    def _reserve_ahead(self, nbytes: int) -> None:
-        # Where there is no room for a guess there may be enough for the state: its own reservation says so.
-        with suppress(ArenaError, OSError):
-            reserve_slots(
-                self._arena,
-                nbytes,
-                go_on=lambda: not (self._closed or self._pending or self._reserving or self._hurry),
-                device=self._collector.devices.device,
-            )
 
     def _reserve(self) -> None:
         try:
