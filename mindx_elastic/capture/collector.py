@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
-from mindx_elastic.capture.buffer_looks import BufferLook, look_at_buffers
 from mindx_elastic.capture.changed_settings import GivenSettings
 from mindx_elastic.capture.compilations import Compilations
 from mindx_elastic.capture.components import (
@@ -25,7 +24,7 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
-from mindx_elastic.capture.copying import copy_tree, device_tensors
+from mindx_elastic.capture.copying import copy_tree, same_tree, tensors_in
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
@@ -42,6 +41,7 @@ from mindx_elastic.errors import MismatchError
 __all__ = ["Collector"]
 
 _MOST_KEPT = 64 << 20
+_SMALL_BUFFER = 1 << 20
 
 
 class Collector:
@@ -125,14 +125,22 @@ class Collector:
         found += [o for _, c in self._plain if isinstance(c, WrapperComponent) for o in c.optimizers]
         return list({id(o): o for o in found}.values())
 
-    def look_at_buffers(self) -> dict[str, BufferLook]:
-        """The saved buffers of all modules, by place, as they are now."""
-        return look_at_buffers(self._saved_buffers())
+    def look_at_buffers(self) -> dict[str, Any]:
+        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. Of small ones a copy."""
+        return {
+            place: (buffer, buffer._version, buffer.detach().clone() if buffer.nbytes <= _SMALL_BUFFER else None)
+            for place, buffer in self._saved_buffers()
+        }
 
-    def changed_buffers(self, before: Mapping[str, BufferLook]) -> list[str]:
-        """The places of buffers that are others now, or have other values, than at `before` (`look_at_buffers`)."""
-        after = dict(self._saved_buffers())
-        return [place for place, look in before.items() if place in after and look.is_changed(after[place])]
+    def changed_buffers(self, before: Mapping[str, Any]) -> list[str]:
+        """The places of buffers that have other values now than at `before`; of large ones, that have been written."""
+        found = []
+        for place, now in self._saved_buffers():
+            buffer, version, copy = before.get(place, (now, now._version, None))
+            is_same = now is buffer and now._version == version if copy is None else same_tree(copy, now)
+            if not is_same:
+                found.append(place)
+        return found
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
@@ -242,7 +250,7 @@ class Collector:
         """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
         if not self.devices.is_used:
             return
-        nbytes = sum(t.nbytes for _, component in self._plain for t in device_tensors(component.seen))
+        nbytes = sum(t.nbytes for _, c in self._plain for _, t in tensors_in(c.seen) if t.is_cuda)
         if nbytes > _MOST_KEPT:
             logger.info(
                 "named objects have %d MiB on a device, too much to keep them for older boundaries: when a rank is "

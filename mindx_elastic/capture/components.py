@@ -130,7 +130,7 @@ class _ByParts:
         for part in self._parts.values():
             part.copy()
         states = {place: part.state() for place, part in self._parts.items()}
-        return {"parts": states, "own": self._own.state(tensor for _, tensor in tensors_in(states, ""))}
+        return {"parts": states, "own": self._own.state(tensor for _, tensor in tensors_in(states))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if differ := state["parts"].keys() ^ self._parts.keys():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from mindx_elastic.capture.nested import leaves_of, rebuilt
 from mindx_elastic.capture.stand_ins import stand_in
 from mindx_elastic.core.looks import are_equal
 
@@ -16,7 +17,6 @@ __all__ = [
     "copy_items",
     "copy_state",
     "copy_tree",
-    "device_tensors",
     "equal_tensors",
     "map_containers",
     "map_tensors",
@@ -147,29 +147,9 @@ def equal_tensors(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Te
     return not any(bool(torch.stack(found).any()) for found in differing.values())
 
 
-def device_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers that are on a CUDA device."""
-    if isinstance(value, torch.Tensor):
-        if value.is_cuda:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from device_tensors(item)
-    elif isinstance(value, (list, tuple, deque)):
-        for item in value:
-            yield from device_tensors(item)
-
-
-def tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested dicts, lists and tuples, each with its place: ``{place}.exp_avg``."""
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{place}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from tensors_in(item, f"{place}.{number}")
+def tensors_in(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
+    """The tensors in nested containers, each with its place: ``{place}.exp_avg``."""
+    return [(where, leaf) for where, leaf in leaves_of(value, place) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -180,28 +160,15 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """
     done: dict[object, torch.Tensor] = {}
 
-    def walk(item: Any) -> Any:
-        if issubclass(type(item), torch.Tensor):
-            key = _memory(item)
-            if key not in done:
-                done[key] = change(item)
-            return done[key]
-        kind = type(item)
-        if issubclass(type(item), dict):
-            changed = item.copy()
-            for key in changed:
-                changed[key] = walk(changed[key])
-            return changed
-        if kind in (list, tuple):
-            return kind(walk(one) for one in item)
-        if kind is deque:
-            return deque((walk(one) for one in item), item.maxlen)
-        return item
+    def change_once(leaf: Any) -> Any:
+        if not issubclass(type(leaf), torch.Tensor):
+            return leaf
+        key = _memory(leaf)
+        if key not in done:
+            done[key] = change(leaf)
+        return done[key]
 
-    try:
-        return walk(value)
-    finally:
-        done.clear()  # `walk` refers to itself: what it holds would stay until the garbage collector comes by
+    return rebuilt(value, change_once)
 
 
 def map_containers(value: Any) -> Any:

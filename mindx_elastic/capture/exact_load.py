@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.nested import rebuilt
 from mindx_elastic.core.looks import attributes_of
 
 __all__ = ["exact_loads", "keep_objects", "other_types", "restore_types"]
@@ -32,7 +33,7 @@ def exact_loads(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
 
     def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         saved[id(optimizer)] = state, optimizer.param_groups, optimizer.state
-        return {**state, "state": {key: _castable(value) for key, value in state["state"].items()}}
+        return {**state, "state": rebuilt(state["state"], _castable)}
 
     def after(optimizer: torch.optim.Optimizer) -> None:
         state, *held = saved.pop(id(optimizer))
@@ -50,13 +51,9 @@ def exact_loads(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
             handle.remove()
 
 
-def _castable(value: Any) -> Any:
-    """`value` without what torch would take apart: it calls the type of anything that can be iterated over."""
-    if type(value) is dict:
-        return {key: _castable(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_castable(item) for item in value)
-    return value if isinstance(value, torch.Tensor) or not isinstance(value, Iterable) else None
+def _castable(leaf: Any) -> Any:
+    """Nothing for what torch would take apart: it calls the type of anything that can be iterated over."""
+    return leaf if isinstance(leaf, torch.Tensor) or not isinstance(leaf, Iterable) else None
 
 
 def keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:

@@ -3,8 +3,7 @@ schedulers change them between two."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,6 +17,7 @@ from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.exact_load import exact_loads, keep_objects, restore_types
+from mindx_elastic.capture.nested import rebuilt
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
@@ -120,7 +120,7 @@ class OptimizerComponent:
 
     def tensors(self) -> list[torch.Tensor]:
         """Those of its state that there are now."""
-        return [t for values in self.local.state.values() for _, t in tensors_in(values, "")]
+        return [t for values in self.local.state.values() for _, t in tensors_in(values)]
 
     def copy(self) -> None:
         self._groups = [*map(_options_of, self.optimizer.param_groups)]  # as `look`
@@ -355,7 +355,9 @@ class OptimizerComponent:
         laid_out = dict(state["state"])
         for index, parameter in zip(indices, self.parameters, strict=True):
             if index in laid_out:
-                laid_out[index] = _laid_out(laid_out[index], str(index), places, parameter)
+                own = {id(t) for place, t in tensors_in(laid_out[index], str(index)) if place in places}
+                layout = partial(_with_layout, like=parameter, only=own)
+                laid_out[index] = rebuilt(laid_out[index], layout)
         return {**state, "state": laid_out}
 
 
@@ -367,25 +369,14 @@ def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
         copies = dict(zip(tables, map(dict.copy, tables.values()), strict=True))
         rest = _with_local_parts({**state, "state": None})
         return {**rest, "state": copies}
-    return dict(map_containers(map_tensors(state, local_part) if _has_dtensor(state) else state))
+    has_dtensor = any(isinstance(tensor, DTensor) for _, tensor in tensors_in(state))
+    return dict(map_containers(map_tensors(state, local_part) if has_dtensor else state))
 
 
 def _are_of_tensors(tables: dict[Any, Any]) -> bool:
     if {*map(type, tables.values())} != {dict}:
         return False
     return {*map(type, chain.from_iterable(map(dict.values, tables.values())))} == {torch.Tensor}
-
-
-_PLAIN = frozenset((torch.Tensor, int, float, bool, str, type(None)))
-
-
-def _has_dtensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple, deque)):
-        return isinstance(value, DTensor)
-    # No call for what most items are: this is asked in every snapshot.
-    return any(map(_has_dtensor, [each for each in value if type(each) not in _PLAIN]))
 
 
 def _tables(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -448,11 +439,5 @@ def _named_instead(places: Sequence[str]) -> str:
     return f"; {listed(sorted(places), 3)} were replaced" if places else ""
 
 
-def _laid_out(value: Any, place: str, places: set[str], like: torch.Tensor) -> Any:
-    if isinstance(value, torch.Tensor):
-        return with_layout_of(like, value) if place in places else value
-    if type(value) is dict:
-        return {key: _laid_out(item, f"{place}.{key}", places, like) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_laid_out(item, f"{place}.{n}", places, like) for n, item in enumerate(value))
-    return value
+def _with_layout(leaf: Any, *, like: torch.Tensor, only: Collection[int]) -> Any:
+    return with_layout_of(like, leaf) if id(leaf) in only else leaf

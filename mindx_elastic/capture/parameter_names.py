@@ -178,7 +178,7 @@ def _by_number(
         loose = [(n, p) for n, p in loose if saved.get(n)]
     shapes = [p.shape for _, p in loose]
     are_shown = len(set(shapes)) == len(shapes) and all(
-        p.shape in {t.shape for _, t in tensors_in((saved or {}).get(n), "")} for n, p in loose
+        p.shape in {t.shape for _, t in tensors_in((saved or {}).get(n))} for n, p in loose
     )
     if len(loose) > 1 and not are_shown:
         yield (

@@ -9,11 +9,12 @@ another one after a resume) or ``cuda:1`` (another one); a single name where all
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from mindx_elastic.capture.nested import leaves_of, rebuilt
 
 __all__ = ["are_in_use", "devices_of", "put_on"]
 
@@ -40,11 +41,13 @@ def put_on(state: Any, devices: str | Sequence[str], own: torch.device | None = 
     if not devices:
         return state
     names = iter(devices) if not isinstance(devices, str) else None
-    if names is not None and sum(1 for _ in _tensors(state)) != len(devices):
+    if names is not None and len(_tensors(state)) != len(devices):
         return state
     known: dict[str, torch.device | None] = {}
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
         name = devices if names is None else next(names)
         assert isinstance(name, str)
         if name not in known:
@@ -52,7 +55,7 @@ def put_on(state: Any, devices: str | Sequence[str], own: torch.device | None = 
         device = known[name]
         return tensor if device is None else tensor.to(device)
 
-    return _map(state, move)
+    return rebuilt(state, move)
 
 
 def _device(name: str, own: torch.device | None) -> torch.device | None:
@@ -72,27 +75,5 @@ def _device(name: str, own: torch.device | None) -> torch.device | None:
     return own if own is not None and own.type == device.type else torch.device(device.type, module.current_device())
 
 
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for item in state.values():
-            yield from _tensors(item)
-    elif isinstance(state, (list, tuple, deque)):
-        for item in state:
-            yield from _tensors(item)
-
-
-def _map(state: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(state, torch.Tensor):
-        return move(state)
-    if isinstance(state, dict):
-        changed = state.copy()
-        for key, item in state.items():
-            changed[key] = _map(item, move)
-        return changed
-    if isinstance(state, deque):
-        return deque([_map(item, move) for item in state], state.maxlen)
-    if isinstance(state, (list, tuple)):
-        return type(state)([_map(item, move) for item in state])
-    return state
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]

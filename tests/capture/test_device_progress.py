@@ -293,6 +293,7 @@ def test_parameters_with_other_memory_are_refused() -> None:
 def test_much_on_the_device_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
     job.collector.devices.keeps_older = False
-    monkeypatch.setattr("mindx_elastic.capture.collector.device_tensors", lambda value: [torch.zeros(1 << 25)])
+    large = SimpleNamespace(is_cuda=True, nbytes=1 << 27)
+    monkeypatch.setattr("mindx_elastic.capture.collector.tensors_in", lambda value: [("", large)])
     job.collector.keep_older_boundaries()
     assert not job.collector.devices.keeps_older
