@@ -16,12 +16,14 @@ __all__ = [
     "active",
     "check_that_it_is_not_active",
     "check_that_one_may_enter",
+    "entered",
     "has_been_one",
     "request_stop",
     "require_entered",
 ]
 
-_active: list[Any] = []
+entered: list[Any] = []
+"""The guards whose block is open: one at most."""
 _count = 0  # of all guards that have been entered
 
 
@@ -30,11 +32,11 @@ def active(guard: object) -> Iterator[None]:
     """`guard` is entered."""
     global _count
     _count += 1
-    _active.append(guard)
+    entered.append(guard)
     try:
         yield
     finally:
-        _active.remove(guard)
+        entered.remove(guard)
 
 
 def has_been_one() -> bool:
@@ -44,7 +46,7 @@ def has_been_one() -> bool:
 
 def request_stop(reason: str, exit_code: int) -> bool:
     """Any thread: stop the training of this process as its program could, where a guard is open. False: none is."""
-    guards = list(_active)
+    guards = list(entered)
     for guard in guards:
         guard.stopper.request(reason, exit_code)
     return bool(guards)
@@ -54,7 +56,7 @@ def check_that_it_is_not_active(guard: object) -> None:
     """Raises UsageError: on every rank alike; the block that is open goes on. A trial ends here, before it meets
     other ranks (see `rejoin.trial`)."""
     pass_trial()
-    if guard in _active:
+    if guard in entered:
         raise UsageError("this guard is active already: write `with guard:` once around the loop")
 
 
@@ -73,11 +75,11 @@ def check_that_one_may_enter(*, hears_signals: bool) -> None:
                 f"handlers can only be installed there. {problem}Start the training from the main thread"
                 + ("" if problem else ", or give signals=[]: then a flag file or request_stop() stops it, no SIGTERM")
             )
-    if _active:
+    if entered:
         raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")
 
 
 def require_entered(guard: object, what: str) -> None:
     """Raises UsageError for a call of `what` outside of the guard's block."""
-    if guard not in _active:
+    if guard not in entered:
         raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")

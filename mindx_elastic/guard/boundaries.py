@@ -25,15 +25,17 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.changes import Changes
+from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.observer import NotKept
-from mindx_elastic.guard.trial_packing import LATER_TRIALS, TrialPacking
+from mindx_elastic.guard.trial_packing import TrialPacking
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Boundaries"]
 
 _CLEAN = GateState.CLEAN
 _LONG_WINDOW = 64
+_FIRST_LOOKS = 4
 
 
 class Boundaries:
@@ -56,6 +58,10 @@ class Boundaries:
         self._collector, self._unmanaged = collector, unmanaged
         self.has_passed = False
         """A boundary was passed since the start."""
+        self.number = 0
+        """So many steps have ended with a boundary."""
+        self.is_look = False
+        """The last one is one of those where the program is looked at: 1, 2, 3, 4, 8, 16, ..."""
         gate = self.gate = UpdateGate()
         gate.watch(collector.parameters, collector.optimizers())
         stack.callback(gate.unwatch)
@@ -77,7 +83,7 @@ class Boundaries:
             replays = GraphReplays(collector, gate)
             replays.watch()
             stack.callback(replays.unwatch)
-        self._changes = Changes(targets, collector, unmanaged, ddp=ddp)
+        self._changes, self._hooks = Changes(targets, collector, unmanaged), CommHooks(targets, ddp, unmanaged)
         self._trial = TrialPacking(collector, unmanaged)
         self._window = UpdateWindow(collector, gate)
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
@@ -120,12 +126,15 @@ class Boundaries:
         if self._unreduced is not None:
             self._unreduced.at_boundary()
         self.copy(position)
-        step = position.step
-        if self._trial.num_empty or step in LATER_TRIALS:
-            self._trial.at_boundary(step)
+        number = self.number = self.number + 1
+        self.is_look = number <= _FIRST_LOOKS or not number & (number - 1)
+        if self.is_look and self._hooks.watched:
+            self._hooks.look()
+        if self._trial.num_empty or (self.is_look and number > _FIRST_LOOKS):
+            self._trial.at_boundary(is_later=number > _FIRST_LOOKS)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
-        self._window.at_boundary(step, self.hidden.sample)
+        self._window.at_boundary(position.step, self.hidden.sample)
         if self._not_kept is not None:
             self._look_for_not_kept(self._not_kept)
 
@@ -160,8 +169,8 @@ class Boundaries:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 position.step,
             )
-        if self._changes.is_looking or self._collector.structure_is_new:
-            self._changes.at_boundary()
+        if self._collector.structure_is_new:
+            self._changes.tell()
         if self._collector.at_first_boundary is not None:
             self._collector.leave_head()
         hidden = self.hidden

@@ -8,17 +8,14 @@ from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.flatten import flatten
 
-__all__ = ["LATER_TRIALS", "TrialPacking"]
-
-LATER_TRIALS = frozenset(1 << power for power in range(3, 62))
-"""At the boundaries of these steps the state is packed again."""
+__all__ = ["TrialPacking"]
 
 
 class TrialPacking:
     """One per entered guard. Training thread.
 
     All of a file is made but its bytes: nothing is copied or written. At the first boundary; again where an optimizer
-    has got its state, which most have from their first step on; then at step 8, 16, 32, ..., for what comes later.
+    has got its state, which most have from their first step on; then at the later looks, for what comes later.
     """
 
     def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
@@ -29,14 +26,14 @@ class TrialPacking:
         self.num_empty = len(self._optimizers) + 1
         """The optimizers without state at the last trial, and one more before the first; 0: no more trials."""
 
-    def at_boundary(self, step: int) -> None:
-        """Call it while `num_empty` says so, and at `LATER_TRIALS`.
+    def at_boundary(self, *, is_later: bool) -> None:
+        """Call it while `num_empty` says so, and at looks behind the first ones (`is_later`).
 
         In the first steps raises UnmanagedStateError with the place of what cannot be stored, or warns, as the guard
         is told to. Later it warns: to refuse would throw away the steps that were done."""
         num_empty = sum(not optimizer.local.state for optimizer in self._optimizers)
         is_first = num_empty != self.num_empty
-        if not is_first and step not in LATER_TRIALS:
+        if not is_first and not is_later:
             return
         self.num_empty = num_empty
         collector = self._collector

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 import mindx_elastic as mx
 from mindx_elastic.errors import SaveError
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard.active import _active as active_guards
+from mindx_elastic.guard.active import entered as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 from mindx_elastic.start import ddp_warmup

@@ -211,7 +211,7 @@ def slow_down_periodic_saves() -> None:
     write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
     def slow(path: Any, state: Any, info: Any, **kwargs: Any) -> Any:
-        from mindx_elastic.guard.active import _active as active_guards
+        from mindx_elastic.guard.active import entered as active_guards
 
         stopper = active_guards[0].stopper
         if info.kind == "periodic" and stopper.phase is StopPhase.TRAINING:

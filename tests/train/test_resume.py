@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import mindx_elastic.terminating_message
 from mindx_elastic.errors import GracefulExit, UsageError
-from mindx_elastic.guard.active import _active
+from mindx_elastic.guard.active import entered
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import (
     Callback,
@@ -67,7 +67,7 @@ class At(Callback):
 
 def sigterm(number: int = signal.SIGTERM) -> None:
     """Signal this process and wait until the stop step is agreed on: it is the coming boundary."""
-    stopper = _active[0].stopper
+    stopper = entered[0].stopper
     os.kill(os.getpid(), number)
     while stopper.agreed_step is None:
         time.sleep(0.001)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard.active import _active
+from mindx_elastic.guard.active import entered
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
@@ -59,7 +59,7 @@ def train_with_average(*extra: Callback) -> tuple[dict[str, Tensor], dict[str, T
 
 def sigterm_and_let_the_watcher_decide() -> None:
     """The worst moment: the step is taken, its callbacks are not done, and the watcher has nothing left to wait for."""
-    guard = _active[0]
+    guard = entered[0]
     sigterm()
     done = threading.Event()
     guard.stopper.watcher.post(done.set)

@@ -1,9 +1,9 @@
 """Finds what the training has and the guard does not keep: optimizers, parameters, schedulers, scalers, modules,
 generators.
 
-At entry, and at the boundaries 8, 16, 32, ... of the process, it looks through the program's variables (see
-`surroundings`); what it has found is compared from the first boundary on, at 2, 3, 4, 8, 16, ... (see `movements`). At
-every boundary it asks only whether an optimizer has stepped that it does not know, which the update gate's hook notes.
+At entry, and at the looks behind the fourth (see `Boundaries.is_look`), it looks through the program's variables (see
+`surroundings`); what it has found is compared at each look from the first boundary on (see `movements`). That an
+optimizer has stepped which it does not know is noted by the update gate's hook.
 
 ===============================================================  ==================================================
 found                                                            certain when
@@ -103,6 +103,8 @@ class Checks:
         self._schedulers: dict[int, _Watched] = {}
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale = False, True
+        self.has_news = False
+        """`at_boundary` has something to do though it is no look."""
         self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies)
@@ -115,6 +117,7 @@ class Checks:
     def _note_stranger(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_outside:
             self._strangers.note(optimizer)
+            self.has_news = True
 
     # --- when ---
 
@@ -123,23 +126,24 @@ class Checks:
         self._is_on = True
         self._search(sys._getframe(1))
 
-    def at_boundary(self) -> None:
-        """A boundary was passed. Raises UnmanagedStateError."""
-        if self._unmanaged.has_refused and (refusal := self._unmanaged.refusal) is not None:
+    def at_boundary(self, number: int, *, is_look: bool) -> None:
+        """A boundary was passed, the process's `number`-th. Raises UnmanagedStateError."""
+        if (refusal := self._unmanaged.refusal) is not None:
             raise refusal
         if not self._is_on:
             return  # an evaluation
+        self._boundaries = number
         if self._strangers.waiting:
             self._check_strangers(sys._getframe(1))
         if self._schedulers:
             self._check_steps_of_schedulers()
-        self._boundaries += 1
         if self.refreshed.steps:
             self.refreshed.at_boundary()
-        if self._uneven and self._boundaries == 1:
+        if self._uneven and number == 1:
             self._check_join()
-        if self._boundaries <= _FIRST_LOOKS or not self._boundaries & (self._boundaries - 1):
+        if is_look:
             self._look_again(sys._getframe(1))
+        self.has_news = bool(self._schedulers or self.refreshed.steps)
 
     def hear_not_kept(self, names: Sequence[str]) -> None:
         """What goes on from step to step and is not kept: see `observer.NotKept`."""

@@ -44,7 +44,7 @@ class CommHooks:
                     self.watched.append((place, state, seen))
 
     def look(self) -> None:
-        """Whether the state of a hook of the program's own changes. A few times, early in the run."""
+        """Whether the state of a hook of the program's own changes."""
         for place, state, seen in list(self.watched):
             now = _look(state)
             if now is None or not same_tree(now, seen):
