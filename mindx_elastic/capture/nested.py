@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = ["leaves_of", "rebuilt"]
 
+_CONTAINERS = (dict, list, tuple, deque)
 
-def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+
+def leaves_of(value: Any, place: str = "") -> list[tuple[str, Any]]:
     """All that is in `value` and no container, each with its place: ``{place}.exp_avg``."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves_of(item, f"{place}.{key}")
+        items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple, deque)):
-        for number, item in enumerate(value):
-            yield from leaves_of(item, f"{place}.{number}")
+        items = enumerate(value)
     else:
-        yield place, value
+        return [(place, value)]
+    found: list[tuple[str, Any]] = []
+    for key, item in items:  # no call for what is no container: states are large
+        if isinstance(item, _CONTAINERS):
+            found += leaves_of(item, f"{place}.{key}")
+        else:
+            found.append((f"{place}.{key}", item))
+    return found
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
